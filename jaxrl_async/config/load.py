@@ -1,0 +1,422 @@
+"""From a YAML file and dotted overrides to a Config, or one ConfigError that names every problem.
+
+    text --yaml--> tree + line of each key --overrides--> tree --known keys, types--> Config
+
+A problem is told as: where (file and line, or command line), key path, value, what is allowed.
+Needs no JAX and knows no part.
+"""
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from jaxrl_async.config.schema import Choice, Config, Section
+from jaxrl_async.errors import ConfigError
+
+MAX_DEPTH = 16
+"""Deepest nesting of a configuration file."""
+MAX_INTEGER = 2**63
+"""Whole numbers from here on are refused everywhere."""
+COMMAND_LINE = "command line"
+
+KeyPath = tuple[str, ...]
+Tree = dict[str, Any]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, with overrides `section.key=value` on top, in order.
+
+    Values of overrides are YAML; for text fields they are taken as they stand. Below a choice,
+    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
+    """
+    draft = _read(Path(path))
+    for text in overrides:
+        _apply(draft, text)
+    known = _keep_known(draft, draft.tree, Config, ())
+    try:
+        config = Config.model_validate(known)
+    except ValidationError as error:
+        draft.problems.extend(_translate(draft, error))
+    else:
+        if not draft.problems:
+            return config
+    problems = list(dict.fromkeys(draft.problems))
+    count = "" if len(problems) == 1 else f"{len(problems)} problems:\n  "
+    raise ConfigError(count + "\n  ".join(problems))
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML; `load` of it gives an equal Config."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def help_text() -> str:
+    """Every field: key path, type and range, default, what it means."""
+    return "\n".join(_help_lines(Config, ()))
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Draft:
+    """A configuration in the making: the raw tree, where its keys come from, what is wrong."""
+
+    file: str
+    tree: Tree = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
+    overridden: set[KeyPath] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def where(self, path: KeyPath) -> str:
+        """Who set the key: the command line, or the file and its line."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.overridden:
+                return COMMAND_LINE
+            if path[:end] in self.lines:
+                return f"{self.file}, line {self.lines[path[:end]]}"
+        return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
+
+    def complain(self, path: KeyPath, sentence: str) -> None:
+        """Note a problem with the key at `path`."""
+        self.problems.append(f"{self.where(path)}: {sentence}")
+
+
+def _read(path: Path) -> _Draft:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}. Give the path of a YAML file.") from None
+    draft = _Draft(file=str(path))
+    tree = _parse(text, draft.file, draft)
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold sections (run:, model:, ...), not {_show(tree)}.")
+    draft.tree = tree or {}
+    return draft
+
+
+def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
+    """YAML text as Python values; duplicate keys, aliases and deep nesting are ConfigErrors."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for path, line in _keys(node, where, ()):
+            if draft is not None:
+                draft.lines[path] = line
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError,
+            AttributeError) as error:  # PyYAML lets what its constructors raise through
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{where}: not valid YAML: {reason}.") from None
+
+
+def _keys(node: yaml.Node, where: str, path: KeyPath, seen: frozenset[int] = frozenset(),
+          depth: int = 0) -> Iterator[tuple[KeyPath, int]]:
+    """Path and line of each key below `node`; raises on what we do not take from YAML."""
+    line = node.start_mark.line + 1
+    if id(node) in seen or depth > MAX_DEPTH:
+        raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")
+    seen |= {id(node)}
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _keys(item, where, (*path, "[]"), seen, depth + 1)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        dotted = ".".join((*path, name))
+        if isinstance(key, yaml.ScalarNode) and name == "<<":
+            raise ConfigError(f"{where}, line {line}: merging with << is not supported. Write it out.")
+        if name in first:
+            raise ConfigError(
+                f"{where}, line {line}: {dotted} is given twice, first in line {first[name]}. Remove one."
+            )
+        first[name] = line
+        yield (*path, name), line
+        yield from _keys(value, where, (*path, name), seen, depth + 1)
+
+
+# --- overrides ---------------------------------------------------------------------------------
+
+
+def _apply(draft: _Draft, text: str) -> None:
+    """Write one `section.key=value` into the draft's tree."""
+    dotted, equals, raw = text.partition("=")
+    path = tuple(part.strip() for part in dotted.strip().split("."))
+    if not equals or not all(path):
+        draft.problems.append(f"{COMMAND_LINE}: {_show(text)} is not an override. Write section.key=value.")
+        return
+    target = _find(path)
+    if target is None and not _below_choice(path):
+        draft.overridden.add(path)
+        draft.complain(path, _unknown(path))
+        return
+    try:
+        value = _override_value(raw.strip(), target)
+    except ConfigError as error:
+        draft.problems.append(f"{COMMAND_LINE}: {'.'.join(path)}: {error}")
+        return
+    if _is_section(target) and isinstance(value, dict):
+        for key, inner in value.items():
+            _store(draft, (*path, str(key)), inner)
+    else:
+        _store(draft, path, value)
+
+
+def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
+    draft.overridden.add(path)
+    tree: Any = draft.tree
+    for depth, key in enumerate(path[:-1]):
+        inner = tree.get(key)
+        if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
+            inner = {inner: {}} if inner == path[depth + 1] else {}  # `loss: ppo_clip` takes an argument
+        if not isinstance(inner, dict):
+            return  # the section itself is wrong, and is reported as such
+        if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
+            inner = {}  # another function is chosen
+        tree[key] = inner
+        tree = inner
+    tree[path[-1]] = value
+
+
+def _override_value(raw: str, target: Any) -> Any:
+    """What `raw` means for the field: text for text fields, else YAML."""
+    if isinstance(target, FieldInfo) and _is_text(target.annotation):
+        if raw in ("null", "~") and _is_optional(target.annotation):
+            return None
+        if raw[:1] not in ("'", '"'):
+            return raw
+    value = _parse(raw, f"{_show(raw)} on the command line")
+    return raw if _is_choice(target) and not isinstance(value, dict | list) else value
+
+
+# --- checking ----------------------------------------------------------------------------------
+
+
+def _keep_known(draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath) -> Tree:
+    """The part of `tree` that the schema knows; the rest is noted as problems."""
+    known: Tree = {}
+    for key, value in tree.items():
+        here = (*path, str(key))
+        target = section.model_fields.get(key) if isinstance(key, str) else None
+        if target is None:
+            draft.complain(here, _unknown(here))
+            continue
+        inner = _section_of(target)
+        if inner is not None and isinstance(value, dict):
+            known[key] = _keep_known(draft, value, inner, here)
+        elif inner is not None:
+            draft.complain(here, f"{'.'.join(here)} = {_show(value)} must be a section: keys and values.")
+        elif _wrong_at_sight(value, target):
+            draft.complain(here, _not_allowed(here, value, target))
+        else:
+            known[key] = value
+    return known
+
+
+def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
+    """What pydantic would take and we do not: true for 1, bytes for text, endless integers."""
+    if isinstance(value, bool) or target.annotation is bool:
+        return not isinstance(value, bool) or target.annotation is not bool
+    if isinstance(value, int):
+        return abs(value) >= MAX_INTEGER
+    if _is_choice(target) and isinstance(value, dict):
+        return len(value) != 1
+    return isinstance(value, bytes)
+
+
+def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
+    """pydantic's errors as plain sentences, one per key."""
+    for one in error.errors(include_url=False):
+        path = _known_prefix(tuple(str(part) for part in one["loc"]))
+        target = _find(path)
+        cause = one.get("ctx", {}).get("error")
+        if one["type"] == "value_error" and cause is not None:
+            yield f"{draft.where(path)}: {cause}"
+        elif isinstance(target, FieldInfo) and _section_of(target) is None:
+            value = draft.tree
+            for key in path:
+                value = value[key]
+            yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
+        else:
+            yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
+    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {_allowed(target)}."
+
+
+def _unknown(path: KeyPath) -> str:
+    path = path[: len(_known_prefix(path)) + 1]
+    near = _nearest(path)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all keys."
+    return f"{'.'.join(path)} is not a setting; {hint}"
+
+
+def _nearest(path: KeyPath) -> list[str]:
+    """Known key paths like `path`: a typo in its section, else its name elsewhere, else the most alike."""
+    parent, name, dotted = path[:-1], path[-1], ".".join(path)
+    known = dict(_all_paths(Config, ()))
+    siblings = [c for c in known if c[:-1] == parent]
+    namesakes = sorted(c for c in known if c[-1] == name)
+    best = _most_alike(name, {c[-1]: c for c in siblings}, 0.7)
+    if best is not None:
+        return [".".join(best)]
+    if namesakes:
+        return [".".join(c) for c in namesakes[:3]]
+    best = _most_alike(dotted, {".".join(c): c for c, is_section in known.items() if not is_section}, 0.8)
+    return [".".join(best)] if best is not None else []
+
+
+def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
+    """The candidate most like the word, by difflib's ratio (0 to 1); None where all are below `least`."""
+    near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
+    return candidates[near[0]] if near else None
+
+
+def _show(value: Any) -> str:
+    """A value for a message: short, on one line."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
+        return "a very long number"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a very long number"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- the schema, read ---------------------------------------------------------------------------
+
+
+def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, bool]]:
+    """Every key path, and whether it is a section."""
+    for name, target in section.model_fields.items():
+        yield (*path, name), _is_section(target)
+        inner = _section_of(target)
+        if inner is not None:
+            yield from _all_paths(inner, (*path, name))
+
+
+def _find(path: KeyPath) -> FieldInfo | None:
+    """The field at a key path; None where there is none."""
+    section: type[Section] | None = Config
+    target = None
+    for key in path:
+        if section is None:
+            return None
+        target = section.model_fields.get(key)
+        section = _section_of(target) if target is not None else None
+    return target
+
+
+def _known_prefix(path: KeyPath) -> KeyPath:
+    while path and _find(path) is None:
+        path = path[:-1]
+    return path
+
+
+def _section_of(target: FieldInfo) -> type[Section] | None:
+    kind = target.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _is_section(target: FieldInfo | None) -> bool:
+    return target is not None and _section_of(target) is not None
+
+
+def _is_choice(target: FieldInfo | None) -> bool:
+    return target is not None and target.annotation == Choice
+
+
+def _below_choice(path: KeyPath) -> bool:
+    prefix = _known_prefix(path)
+    return bool(prefix) and len(path) - len(prefix) <= 2 and _is_choice(_find(prefix))
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _is_optional(kind: Any) -> bool:
+    return type(None) in _alternatives(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    rest = [k for k in _alternatives(kind) if k is not type(None)]
+    return len(rest) == 1 and (rest[0] is str or get_origin(rest[0]) is Literal)
+
+
+def _allowed(target: FieldInfo) -> str:
+    """Type, range and choices in words: "a whole number >= 1 or null"."""
+    if _is_choice(target):
+        return "a name or {name: {argument: value}}"
+    return _kind(target.annotation, target.metadata)
+
+
+def _kind(kind: Any, limits: Sequence[Any]) -> str:
+    if get_origin(kind) is Annotated:
+        inner, *notes = get_args(kind)
+        return _kind(inner, [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])])
+    if len(_alternatives(kind)) > 1:
+        return " or ".join(_kind(k, limits if k is not type(None) else ()) for k in _alternatives(kind))
+    if kind is type(None):
+        return "null"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " ".join([words.get(kind, str(kind)), *_range(limits)])
+
+
+def _range(limits: Sequence[Any]) -> list[str]:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [
+        f"{sign} {getattr(limit, name)}"
+        for limit in limits
+        for name, sign in signs.items()
+        if getattr(limit, name, None) is not None
+    ]
+    patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
+    return [" and ".join(found)] * bool(found) + patterns
+
+
+def _help_lines(section: type[Section], path: KeyPath) -> Iterator[str]:
+    for name, target in section.model_fields.items():
+        here = ".".join((*path, name))
+        inner = _section_of(target)
+        if inner is None:
+            yield f"  {here} = {_default(target)}    ({_allowed(target)})"
+            yield f"      {' '.join((target.description or '').split())}"
+            continue
+        about = " ".join((target.description or _own_doc(inner)).split())
+        yield ""
+        yield f"{here}{':  ' + about if about else ''}"
+        yield from _help_lines(inner, (*path, name))
+
+
+def _own_doc(section: type[Section]) -> str:
+    return section.__doc__ or ""
+
+
+def _default(target: FieldInfo) -> str:
+    value = target.get_default(call_default_factory=True)
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

@@ -1,0 +1,344 @@
+"""Every setting of a run, in frozen sections, one per part. Parsed at the door and spent there.
+
+A field's docstring is its help text (`--help`), and names its unit. Needs no JAX.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Choice = str | dict[str, dict[str, Any]]
+"""A registered function by name, or {name: {argument: value}}."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, docstrings are the help."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Run(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run; its folder is DIR/NAME."""
+    dir: str = "runs"
+    """Folder that holds runs, and beside them JAX's persistent compilation cache."""
+    seed: NonNegative = 0
+    """Seed of everything random: initial weights, data order, sampling."""
+    steps: Positive = 100
+    """Updates of the policy to make."""
+    resume: bool = False
+    """Continue from the newest checkpoint in the run's folder (also: --resume)."""
+    overwrite: bool = False
+    """Start anew where the run's folder already holds a run; the old one is moved aside."""
+
+
+class Axes(Section):
+    data: Positive = 1
+    """Copies of the weights, devices."""
+    fsdp: Positive = 1
+    """Devices that share each weight and the optimizer state (fully sharded data parallel)."""
+    tensor: Positive = 1
+    """Devices that share each layer's heads and MLP columns (tensor parallel)."""
+
+    @property
+    def num_devices(self) -> int:
+        """data * fsdp * tensor."""
+        return self.data * self.fsdp * self.tensor
+
+
+class Mesh(Section):
+    trainer: Axes = Axes()
+    """Shape of the trainer's slice."""
+    sampler: Axes = Axes()
+    """Shape of the sampler's slice."""
+    colocated: bool = False
+    """Trainer and sampler share the same devices and take turns, still asynchronously."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the run needs: the larger slice when colocated, else both."""
+        both = (self.trainer.num_devices, self.sampler.num_devices)
+        return max(both) if self.colocated else sum(both)
+
+    @model_validator(mode="after")
+    def _same_devices(self) -> "Mesh":
+        if self.colocated and self.trainer.num_devices != self.sampler.num_devices:
+            raise ValueError(
+                f"mesh.colocated needs slices of the same size; mesh.trainer has "
+                f"{self.trainer.num_devices} devices and mesh.sampler {self.sampler.num_devices}. "
+                "Make them equal or set mesh.colocated=false."
+            )
+        return self
+
+
+class Architecture(Section):
+    """A decoder from scratch, with random weights; needed where model.path is not given."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    """Family of the decoder: what has biases, norms on queries and keys, and RoPE scaling."""
+    layers: Positive = 4
+    """Number of layers."""
+    width: Positive = 128
+    """Model width (hidden size)."""
+    heads: Positive = 4
+    """Query heads."""
+    kv_heads: Positive = 2
+    """Key and value heads."""
+    head_dim: Positive = 32
+    """Width of a head."""
+    mlp: Positive = 384
+    """Width of the MLP's inner layer."""
+    tied: bool = True
+    """Share the embedding with the output head."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary embedding."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> "Architecture":
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.architecture.heads ({self.heads}) must be a multiple of "
+                f"model.architecture.kv_heads ({self.kv_heads})."
+            )
+        return self
+
+
+class Model(Section):
+    path: str | None = None
+    """Hugging Face directory (config.json, *.safetensors); null: random weights as in architecture."""
+    architecture: Architecture = Architecture()
+    """Shape of the model where path is null."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the trainer and the sampler compute in."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the trainer keeps the weights in."""
+    remat: Literal["none", "layer", "dots"] = "none"
+    """What the backward pass computes again: nothing, each layer, or all but matrix products."""
+
+
+class Addition(Section):
+    """The embedded task: a + b, written out digit by digit with carries."""
+
+    digits: Annotated[int, Field(ge=1, le=9)] = 4
+    """Largest number of digits of a summand."""
+    eval_size: Positive = 256
+    """Held-out problems; never trained on."""
+
+
+class Jsonl(Section):
+    """Question and answer records, one JSON object a line."""
+
+    path: str = ""
+    """File of training records."""
+    eval_path: str | None = None
+    """File of held-out records; null: the last eval_size records of path."""
+    eval_size: Positive = 64
+    """Held-out records used, at most."""
+    prompt_field: str = "question"
+    """Field that holds the question."""
+    answer_field: str = "answer"
+    """Field that holds the answer."""
+    template: str | None = None
+    """Python format string with {prompt}; null: the tokenizer's chat template, or the bare prompt."""
+    max_bad_share: float = Field(0.01, ge=0, le=1)
+    """Share of records that may be skipped as malformed, over-long or incomplete."""
+
+
+class Data(Section):
+    source: Literal["addition", "jsonl"] = "addition"
+    """Where prompts come from."""
+    addition: Addition = Addition()
+    """Settings of the embedded task."""
+    jsonl: Jsonl = Jsonl()
+    """Settings of the record file."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer directory; null: model.path, or the embedded task's own."""
+    max_prompt_tokens: Positive = 64
+    """Prompts longer than this are skipped, counted and logged, tokens."""
+
+
+class WarmStart(Section):
+    """A short supervised training before the RL, on prompt-answer pairs."""
+
+    steps: NonNegative = 0
+    """Supervised updates; 0: none."""
+    batch_size: Positive = 64
+    """Pairs in an update."""
+    learning_rate: float = Field(1e-3, ge=0)
+    """Peak learning rate."""
+    path: str | None = None
+    """JSONL file of pairs in the fields of data.jsonl; null: the task's own worked answers."""
+
+
+class Sampler(Section):
+    slots: Positive = 64
+    """Sequences that decode at once."""
+    max_length: Positive = 128
+    """Longest sequence, prompt and answer together, tokens."""
+    max_new_tokens: Positive = 64
+    """Longest answer, tokens."""
+    block: Positive = 8
+    """Decode steps in one dispatch; weights can change between two of them."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_k: NonNegative = 0
+    """Keep the k likeliest tokens; 0: all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the likeliest tokens that hold this probability."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Keep tokens at least this likely, relative to the likeliest."""
+
+
+class Staleness(Section):
+    max_staleness: NonNegative = 1
+    """Trainer's version minus the oldest version of a group's tokens, at most; 0 is synchronous."""
+    lookahead: NonNegative = 0
+    """Younger groups that may overtake a slow one, in groups."""
+
+
+class Algorithm(Section):
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate of the policy."""
+    group_size: Positive = 8
+    """Answers drawn for each prompt (G)."""
+    groups_per_step: Positive = 8
+    """Prompts in one update (P)."""
+    advantage: Choice = "group_normalized"
+    """Advantage estimator."""
+    correction: Choice = "truncate_token"
+    """What corrects for data drawn by older weights."""
+    loss: Choice = "ppo_clip"
+    """Policy loss."""
+    kl: Choice = "k3"
+    """Estimator of the divergence from the frozen reference."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of that divergence in the loss; 0: no reference is kept."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the loss."""
+    aggregate: Choice = "token_mean"
+    """How token losses become one number."""
+
+
+class Trainer(Section):
+    warmup_steps: NonNegative = 0
+    """Updates over which the learning rate rises to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    row_length: Positive | None = None
+    """Length of a packed row, tokens; null: sampler.max_length."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens (padding included) in one forward and backward pass."""
+    logprob_chunk: Positive = 1024
+    """Tokens whose logits exist at once."""
+    max_skipped_steps: Positive = 3
+    """Non-finite steps in a row that stop the run."""
+
+
+class Weights(Section):
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type that the sampler keeps the weights in; null: model.dtype."""
+    probe: bool = True
+    """After each publish, compare the sampler's log-probs on a fixed sequence with the trainer's."""
+    probe_tolerance: float = Field(1e-3, gt=0)
+    """Largest allowed difference of those, nats."""
+
+
+class Eval(Section):
+    every: NonNegative = 10
+    """Updates between two evaluations; 0: only at the start and the end."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the evaluation; 0 is greedy."""
+
+
+class Reward(Section):
+    function: str = "exact"
+    """Built-in reward (exact, gsm8k) or your own: FILE.py:FUNCTION."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Longest time that one group's rewards may take, seconds."""
+
+
+class Checkpoint(Section):
+    every: NonNegative = 50
+    """Updates between two checkpoints; 0: only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+
+
+class Metrics(Section):
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    samples_every: NonNegative = 10
+    """Updates between two records of sample completions; 0: none."""
+    peak_flops: float | None = Field(None, gt=0)
+    """Peak of one trainer device for the FLOP utilisation, FLOP/s; null: measured by a matrix product."""
+
+
+class Config(Section):
+    run: Run = Run()
+    mesh: Mesh = Mesh()
+    model: Model = Model()
+    data: Data = Data()
+    warm_start: WarmStart = WarmStart()
+    sampler: Sampler = Sampler()
+    staleness: Staleness = Staleness()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    weights: Weights = Weights()
+    reward: Reward = Reward()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+
+    @property
+    def capacity(self) -> int:
+        """Groups active at once: (max_staleness + 1) * groups_per_step - lookahead."""
+        steps = self.staleness.max_staleness + 1
+        return steps * self.algorithm.groups_per_step - self.staleness.lookahead
+
+    @property
+    def row_length(self) -> int:
+        """Length of a packed training row, tokens."""
+        return self.trainer.row_length or self.sampler.max_length
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        most = self.staleness.max_staleness * self.algorithm.groups_per_step
+        if self.staleness.lookahead > most:
+            raise ValueError(
+                f"staleness.lookahead ({self.staleness.lookahead}) must be at most max_staleness * "
+                f"groups_per_step ({most}): a step could never be filled. Set "
+                f"staleness.lookahead={most} or raise staleness.max_staleness."
+            )
+        longest = self.data.max_prompt_tokens + 1
+        if longest > self.sampler.max_length:
+            raise ValueError(
+                f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) leaves no room for an answer "
+                f"in sampler.max_length ({self.sampler.max_length}). Lower the first or raise the second."
+            )
+        if self.row_length < self.sampler.max_length:
+            raise ValueError(
+                f"trainer.row_length ({self.row_length}) is shorter than sampler.max_length "
+                f"({self.sampler.max_length}): long episodes could not be trained on. Raise it."
+            )
+        if self.trainer.micro_batch_tokens < self.row_length:
+            raise ValueError(
+                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one row "
+                f"({self.row_length} tokens). Raise it to at least {self.row_length}."
+            )
+        if self.data.source == "jsonl" and not self.data.jsonl.path:
+            raise ValueError("data.jsonl.path is needed with data.source=jsonl: give the file of records.")
+        return self

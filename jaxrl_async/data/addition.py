@@ -1,0 +1,116 @@
+"""The embedded task: add two numbers, the work written out digit by digit with carries.
+
+    prompt  "4738+2985="
+    answer  "8+5=13 3+8+1=12 7+9+1=17 4+2+1=7 #7723"     columns from the right; "+1" is the carry
+
+Problems are a function of (seed, index): nothing is stored, every index can be asked for. The
+held-out problems are the same for every seed, and no seed's stream has one of them, in either order.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from jaxrl_async.config.schema import Addition
+from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
+from jaxrl_async.errors import ConfigError
+
+ALPHABET = "0123456789+=# "
+"""Every character of prompts and answers."""
+STREAM_SIZE = 1_000_000
+"""Problems in one pass of the training stream."""
+HELD_OUT_SEED = 20_240_601
+"""Seed of the held-out problems; a constant, so that runs with different seeds can be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One addition."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        """What the policy reads."""
+        return f"{self.a}+{self.b}="
+
+    @property
+    def reference(self) -> str:
+        """The right sum, in digits."""
+        return str(self.a + self.b)
+
+
+def worked_answer(a: int, b: int) -> str:
+    """The addition written out from the rightmost column, then '#' and the sum.
+
+    >>> worked_answer(47, 85)
+    '7+5=12 4+8+1=13 #132'
+    >>> worked_answer(204, 3)
+    '4+3=7 0+0=0 2+0=2 #207'
+    """
+    steps, carry, x, y = [], 0, a, b
+    while x or y or not steps:
+        total = x % 10 + y % 10 + carry
+        steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={total}")
+        carry, x, y = total // 10, x // 10, y // 10
+    return f"{' '.join(steps)} #{a + b}"
+
+
+def draw_problem(random: np.random.Generator, digits: int) -> Problem:
+    """Each summand has 1 to `digits` digits, every length and every number of it equally likely."""
+    lengths = random.integers(1, digits + 1, size=2)
+    lowest = np.where(lengths == 1, 0, 10 ** (lengths - 1))
+    a, b = random.integers(lowest, 10**lengths)
+    return Problem(a=int(a), b=int(b))
+
+
+@lru_cache(maxsize=8)
+def held_out(digits: int, size: int) -> tuple[Problem, ...]:
+    """The first `size` held-out problems, all different in either order, drawn as the stream's are.
+
+    Raises ConfigError where they would be more than half of all problems.
+    """
+    numbers = 10**digits
+    possible = numbers * (numbers + 1) // 2
+    if size > possible // 2:
+        raise ConfigError(
+            f"data.addition.eval_size = {size} must be at most {possible // 2}, half of the {possible} "
+            f"problems with {digits} digits. Lower it or raise data.addition.digits."
+        )
+    random = np.random.default_rng([HELD_OUT_SEED, digits])
+    found: dict[tuple[int, int], Problem] = {}
+    while len(found) < size:
+        problem = draw_problem(random, digits)
+        found.setdefault(_unordered(problem), problem)
+    return tuple(found.values())
+
+
+def _unordered(problem: Problem) -> tuple[int, int]:
+    return min(problem.a, problem.b), max(problem.a, problem.b)
+
+
+class AdditionStream:
+    """Training problems by index, without the held-out ones: a source for a grain pipeline."""
+
+    def __init__(self, section: Addition, seed: int) -> None:
+        self._digits = section.digits
+        self._seed = seed
+        self._reserved = {_unordered(p) for p in held_out(section.digits, section.eval_size)}
+
+    def __len__(self) -> int:
+        return STREAM_SIZE
+
+    def __getitem__(self, index: int) -> Problem:
+        """Problem number `index`: the same for the same seed, whoever asks and when."""
+        random = np.random.default_rng([self._seed, index])
+        while True:
+            problem = draw_problem(random, self._digits)
+            if _unordered(problem) not in self._reserved:
+                return problem
+
+
+def addition_tokenizer() -> Tokenizer:
+    """The task's own tokenizer: one token per character."""
+    return character_tokenizer(ALPHABET)

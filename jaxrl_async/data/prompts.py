@@ -1,0 +1,340 @@
+"""Prompts: from a source of records to an endless, checkpointable stream. The one door to grain.
+
+    records ──seed, shuffle──> every process's share ──repeat──> PromptStream ──> Prompt
+
+What comes at which place of the stream depends on the seed and on the place alone, so that a
+stream's whole state is how far it has come.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import grain
+import numpy as np
+
+from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
+from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
+from jaxrl_async.data.tokenizer import Tokenizer, check_template
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import BoolArray, IntArray, Prompt
+
+log = logging.getLogger(__name__)
+
+EVAL_POSITION = 2**30
+"""Held-out prompts have positions from here on: their random numbers are no training prompt's."""
+LOGGED_RECORDS = 10
+"""Skipped records that are logged one by one; the others are only counted."""
+ANSWER_MARK = "#### "
+"""What stands before the final answer in GSM8K's format."""
+
+Split = Literal["train", "eval"]
+
+
+class Bad(StrEnum):
+    """Why a record is skipped."""
+
+    ENCODING = "not UTF-8"
+    JSON = "not a JSON object"
+    FIELD = "a field is missing or is not text"
+    EMPTY = "the prompt has no tokens"
+    TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One question with its answer, as token ids and as text."""
+
+    token_ids: IntArray  # [prompt] int32
+    text: str  # of the prompt
+    reference: str  # final answer
+    answer: str  # whole answer, for a warm start
+
+
+class Source(Protocol):
+    """Records by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record: ...
+
+
+# --- sources -----------------------------------------------------------------------------------
+
+
+class AdditionSource:
+    """Records of the embedded task."""
+
+    def __init__(self, problems: AdditionStream | Sequence[Problem], tokenizer: Tokenizer) -> None:
+        self._problems = problems
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __getitem__(self, index: int) -> Record:
+        problem = self._problems[index]
+        return Record(
+            token_ids=self._tokenizer.encode(problem.prompt),
+            text=problem.prompt,
+            reference=problem.reference,
+            answer=worked_answer(problem.a, problem.b),
+        )
+
+
+def read_jsonl(path: str | Path, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Record]:
+    """The usable records of a file of JSON objects, one a line; blank lines do not count.
+
+    Bad records are skipped, counted by kind, and logged with their line. Raises DataError where the
+    file cannot be read, has no usable record, or more than max_bad_share of it is bad.
+    """
+    if section.template is not None:
+        check_template(section.template)
+    try:
+        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
+    records: list[Record] = []
+    bad: list[tuple[int, Bad]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        record = _parse_record(line, section, tokenizer, max_prompt_tokens)
+        if isinstance(record, Record):
+            records.append(record)
+        else:
+            bad.append((number, record))
+    _judge_bad(path, bad, len(records), section.max_bad_share)
+    return records
+
+
+def _parse_record(line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int) -> Record | Bad:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Bad.ENCODING
+    except (ValueError, RecursionError):
+        return Bad.JSON
+    if not isinstance(fields, dict):
+        return Bad.JSON
+    question, answer = _text(fields.get(section.prompt_field)), _text(fields.get(section.answer_field))
+    if question is None or answer is None:
+        return Bad.FIELD
+    token_ids = tokenizer.encode_prompt(question, section.template)
+    if not len(token_ids):
+        return Bad.EMPTY
+    if len(token_ids) > max_prompt_tokens:
+        return Bad.TOO_LONG
+    return Record(token_ids=token_ids, text=question, reference=final_answer(answer), answer=answer)
+
+
+def _text(value: Any) -> str | None:
+    """A text field's value; a number counts as its digits, half a surrogate pair is no text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        str(value).encode()
+    except ValueError:
+        return None
+    return str(value)
+
+
+def final_answer(answer: str) -> str:
+    """What follows the last '#### ', as in GSM8K; the whole answer without one."""
+    return answer.rpartition(ANSWER_MARK)[2].strip()
+
+
+def _judge_bad(path: str | Path, bad: Sequence[tuple[int, Bad]], good: int, max_bad_share: float) -> None:
+    for number, reason in bad[:LOGGED_RECORDS]:
+        log.warning("%s, line %d: skipped: %s", path, number, reason)
+    if bad:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(b for _, b in bad).most_common())
+        log.warning("%s: %d of %d records skipped: %s", path, len(bad), len(bad) + good, kinds)
+    if not bad and not good:
+        raise DataError(f"{path}: the file is empty. Give a file with one JSON object a line.")
+    share = len(bad) / (len(bad) + good)
+    if share > max_bad_share or not good:
+        first = "; ".join(f"line {number}: {reason}" for number, reason in bad[:3])
+        raise DataError(
+            f"{path}: {len(bad)} of {len(bad) + good} records cannot be used ({share:.1%}, at most "
+            f"{max_bad_share:.1%} may be): {first}. Correct them, or set data.jsonl.prompt_field, "
+            "data.jsonl.answer_field, data.max_prompt_tokens or data.jsonl.max_bad_share."
+        )
+
+
+def _jsonl_split(data: Data, tokenizer: Tokenizer, split: Split) -> list[Record]:
+    """Training records, or held-out ones: a file of their own, or else the last of the same file."""
+    section = data.jsonl
+    if section.eval_path is not None:
+        path = section.path if split == "train" else section.eval_path
+        records = read_jsonl(path, section, tokenizer, data.max_prompt_tokens)
+        return records if split == "train" else records[: section.eval_size]
+    records = read_jsonl(section.path, section, tokenizer, data.max_prompt_tokens)
+    if len(records) <= section.eval_size:
+        raise DataError(
+            f"{section.path}: {len(records)} usable records, of which data.jsonl.eval_size = "
+            f"{section.eval_size} are held out: none is left to train on. Lower it or set "
+            "data.jsonl.eval_path."
+        )
+    return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
+
+
+def _addition_split(section: Addition, tokenizer: Tokenizer, seed: int, split: Split) -> AdditionSource:
+    held = held_out(section.digits, section.eval_size)
+    return AdditionSource(AdditionStream(section, seed) if split == "train" else held, tokenizer)
+
+
+def make_source(data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train") -> Source:
+    """The records of one split. Raises DataError or ConfigError."""
+    if data.source == "jsonl":
+        return _jsonl_split(data, tokenizer, split)
+    return _addition_split(data.addition, tokenizer, seed, split)
+
+
+# --- streams -----------------------------------------------------------------------------------
+
+
+def _shuffled(source: Source, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
+    """Endless MapDataset of (record number, Record): this process's share, shuffled anew each pass."""
+    numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle()
+    mine = numbers[process_index::process_count]
+    if len(mine) == 0:
+        raise DataError(
+            f"{len(source)} records cannot be shared among {process_count} processes. Give more records."
+        )
+    return mine.repeat().map(lambda number: (int(number), source[int(number)]))
+
+
+class PromptStream:
+    """Endless prompts of one process, shuffled anew in each pass. Owned by the loop that reads it.
+
+    Process i of n gives the positions i, i + n, i + 2n, ...: unique over all processes.
+    """
+
+    def __init__(self, source: Source, seed: int, *, process_index: int = 0, process_count: int = 1) -> None:
+        if not 0 <= process_index < process_count:
+            raise DataError(f"process {process_index} is not one of {process_count}.")
+        self._dataset = _shuffled(source, seed, process_index, process_count)
+        self._first, self._stride = process_index, process_count
+        self._identity = {
+            "seed": seed,
+            "num_records": len(source),
+            "process_index": process_index,
+            "process_count": process_count,
+        }
+        self._next = 0
+
+    def __iter__(self) -> "PromptStream":
+        return self
+
+    def __next__(self) -> Prompt:
+        """The next prompt; never ends."""
+        number, record = self._dataset[self._next]
+        position = self._first + self._stride * self._next
+        self._next += 1
+        return _prompt(record, number, position)
+
+    def state(self) -> dict[str, int]:
+        """How far the stream has come, and which stream it is; JSON."""
+        return {**self._identity, "next": self._next}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken. Raises DataError where that was another stream."""
+        differing = [key for key, value in self._identity.items() if state.get(key) != value]
+        if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
+            told = ", ".join(f"{k} {state.get(k)} then, {self._identity[k]} now" for k in differing)
+            raise DataError(
+                f"the saved place belongs to another stream of prompts: {told or 'no place in it'}. "
+                "Resume with the same data, seed and processes, or start a new run."
+            )
+        self._next = state["next"]
+
+
+def _prompt(record: Record, prompt_id: int, position: int) -> Prompt:
+    return Prompt(
+        prompt_id=prompt_id,
+        position=position,
+        token_ids=record.token_ids,
+        text=record.text,
+        reference=record.reference,
+    )
+
+
+def make_prompts(
+    data: Data,
+    tokenizer: Tokenizer,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    split: Split = "train",
+) -> PromptStream:
+    """The endless stream of one process. Raises DataError or ConfigError."""
+    source = make_source(data, tokenizer, seed, split)
+    return PromptStream(source, seed, process_index=process_index, process_count=process_count)
+
+
+def eval_prompts(data: Data, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    """The held-out prompts, always the same ones in the same order."""
+    source = make_source(data, tokenizer, 0, "eval")
+    return tuple(_prompt(source[i], i, EVAL_POSITION + i) for i in range(len(source)))
+
+
+# --- warm start ---------------------------------------------------------------------------------
+
+
+def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, BoolArray]:
+    """Prompt, answer and end token; the mask says what is learnt: answer and end token.
+
+    Returns token_ids [length] int32 and mask [length] bool.
+    """
+    end = np.asarray(tokenizer.eos_ids[:1], np.int32)
+    answer = np.concatenate([tokenizer.encode(record.answer), end])
+    mask = np.arange(len(record.token_ids) + len(answer)) >= len(record.token_ids)
+    return np.concatenate([record.token_ids, answer]).astype(np.int32), mask
+
+
+def warm_start_pairs(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[IntArray, BoolArray]]:
+    """Endless (token_ids, mask) for the supervised warm start, shuffled anew in each pass.
+
+    From warm_start.path where it is set, else from the training records. Pairs longer than a
+    training row are left out and counted. Raises DataError where none fits.
+    """
+    source = _warm_start_source(config, tokenizer)
+    dataset = _shuffled(source, config.run.seed + 1)
+    return _fitting_pairs(dataset, len(source), tokenizer, config.row_length)
+
+
+def _warm_start_source(config: Config, tokenizer: Tokenizer) -> Source:
+    data = config.data
+    if config.warm_start.path is not None:
+        return read_jsonl(config.warm_start.path, data.jsonl, tokenizer, data.max_prompt_tokens)
+    return make_source(data, tokenizer, config.run.seed, "train")
+
+
+def _fitting_pairs(
+    dataset: Any, num_records: int, tokenizer: Tokenizer, max_length: int
+) -> Iterator[tuple[IntArray, BoolArray]]:
+    left_out, place = 0, 0
+    while True:
+        _, record = dataset[place]
+        place += 1
+        token_ids, mask = supervised_pair(record, tokenizer)
+        if len(token_ids) <= max_length:
+            yield token_ids, mask
+            continue
+        left_out += 1
+        if left_out == num_records == place:
+            raise DataError(
+                f"no pair of the warm start fits a training row of {max_length} tokens. Raise "
+                "trainer.row_length or sampler.max_length."
+            )
+        if left_out == 1 or left_out % 100 == 0:
+            log.warning(
+                "warm start: %d of %d pairs so far are longer than a row of %d tokens and left out",
+                left_out, place, max_length,
+            )

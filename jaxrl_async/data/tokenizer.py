@@ -1,0 +1,172 @@
+"""The one door to transformers and tokenizers: text to token ids, once, and back."""
+
+import json
+import logging
+import string
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.types import IntArray
+
+log = logging.getLogger(__name__)
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer with the four things that a run needs of it. Thread safe."""
+
+    def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
+        """`eos_ids` end an answer, the first is the one that is taught; None: the tokenizer's own."""
+        self.hf = hf
+        own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
+        self.eos_ids = own if eos_ids is None else eos_ids
+        vocabulary = hf.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # largest id + 1, added tokens included
+        self._lock = threading.Lock()  # the backend's settings are not safe to share
+
+    @property
+    def pad_id(self) -> int:
+        """Id of the padding token; the first end token, then 0, where the tokenizer has none."""
+        pad = self.hf.pad_token_id
+        return int(pad) if pad is not None else next(iter(self.eos_ids), 0)
+
+    def encode(self, text: str) -> IntArray:
+        """Ids of the text as it stands, without special tokens round it; [length] int32."""
+        return self._encode(text, special=False)
+
+    def encode_prompt(self, text: str, template: str | None = None) -> IntArray:
+        """Ids of a prompt; [length] int32.
+
+        With a template: it, with {prompt} filled in. Else through the tokenizer's chat template as
+        one user message, where it has one. Else bare. Tokens that the tokenizer sets before a text
+        (bos) are set; an end token that it sets after it is not, since the answer goes on there.
+        """
+        if template is None and self.hf.chat_template:
+            messages = [{"role": "user", "content": text}]
+            with self._lock:
+                shown = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self._encode(shown, special=False)
+        ids = self._encode(text if template is None else fill_template(template, text), special=True)
+        bare = self._encode(text[-1:], special=True)
+        return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
+
+    def decode(self, token_ids: IntArray) -> str:
+        """Text of the ids, end tokens and special tokens left out."""
+        ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
+        with self._lock:
+            return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face tokenizer directory. Raises DataError."""
+        try:
+            self.hf.save_pretrained(str(folder))
+        except OSError as error:
+            raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
+
+    def _encode(self, text: str, *, special: bool) -> IntArray:
+        with self._lock:
+            ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=special).ids
+        return np.asarray(ids, np.int32)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a Hugging Face directory: tokenizer.json, and tokenizer_config.json if there.
+
+    End tokens are the tokenizer's own and those of generation_config.json and config.json. Nothing
+    is looked up on a network and no code of the directory runs. Raises DataError.
+    """
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f"{folder}: no tokenizer.json here. Point data.tokenizer at a Hugging Face directory that "
+            "has one (save_pretrained of a fast tokenizer writes it)."
+        )
+    hf = _open(folder, file)
+    own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
+    named = [*own, *_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
+    eos_ids = tuple(dict.fromkeys(named))
+    if not eos_ids:
+        log.warning("%s: no end token is named; answers end at sampler.max_new_tokens only", folder)
+    elif not own:
+        hf.eos_token = hf.convert_ids_to_tokens(eos_ids[0])  # so that a saved directory names it
+    return Tokenizer(hf, eos_ids=eos_ids)
+
+
+def _open(folder: Path, file: Path) -> Any:
+    """tokenizer.json as it is, whatever class AutoTokenizer would put in its place."""
+    try:
+        Backend.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"{file}: not a tokenizer: {error}. Save it again.") from None
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{folder}: the tokenizer cannot be loaded: {reason}.") from error
+
+
+def _eos_of(file: Path) -> list[int]:
+    """The eos_token_id of a model's JSON file: none, one or several."""
+    if not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}.") from None
+    several = found if isinstance(found, list) else [found]
+    return [int(i) for i in several if isinstance(i, int)]
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """Raise DataError where the tokenizer makes ids that the model at `where` has no row for."""
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {where} has "
+            f"{vocab_size} entries. Set data.tokenizer to the tokenizer of that model."
+        )
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError unless the template is a format string with {prompt} and nothing else."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"data.jsonl.template = {template!r}: {error}. Write a brace as {{{{.") from None
+    if not names or any(name != "prompt" for name in names):
+        raise ConfigError(
+            f"data.jsonl.template = {template!r} must hold {{prompt}} and no other field. Write a brace as {{{{."
+        )
+
+
+def fill_template(template: str, prompt: str) -> str:
+    """The template with {prompt} replaced."""
+    return template.format(prompt=prompt)
+
+
+def character_tokenizer(alphabet: str) -> Tokenizer:
+    """One token per character of `alphabet`, after <pad>, <bos>, <eos> and <unk>.
+
+    A real tokenizer: save_pretrained writes a directory that AutoTokenizer loads.
+    """
+    words = [PAD, BOS, EOS, UNKNOWN, *alphabet]
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+    return Tokenizer(hf)

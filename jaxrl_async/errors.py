@@ -1,0 +1,44 @@
+"""Every error that a user can cause. One base class; each kind is also a standard-library type.
+
+A message says what was wrong, where, and what to do.
+"""
+
+
+class JaxrlError(Exception):
+    """Base of all errors raised on purpose by jaxrl_async."""
+
+
+class ConfigError(JaxrlError, ValueError):
+    """The configuration is malformed, out of range, or asks for an impossible combination."""
+
+
+class DataError(JaxrlError, ValueError):
+    """A dataset, record or tokenizer cannot be used as it is."""
+
+
+class CheckpointError(JaxrlError, OSError):
+    """A model directory or a run's checkpoint is missing, torn, or does not fit the policy."""
+
+
+class MeshError(JaxrlError, ValueError):
+    """The mesh asked for does not fit the devices that are there."""
+
+
+class WeightsError(JaxrlError, RuntimeError):
+    """A weight update does not match what the sampler expects, or the probe disagrees."""
+
+
+class RolloutError(JaxrlError, RuntimeError):
+    """A request, an environment or a scorer failed, and the error policy does not forgive it."""
+
+
+class TrainingError(JaxrlError, ArithmeticError):
+    """Training cannot go on: several steps in a row were not finite."""
+
+
+class Closed(JaxrlError, RuntimeError):
+    """The part was closed while somebody waited on it: the run is stopping."""
+
+
+class MissingExtraError(JaxrlError, ImportError):
+    """An optional dependency is needed; the message names the extra to install."""

@@ -1,0 +1,251 @@
+"""Every number that a run reports, declared once: key, reduction, unit, meaning.
+
+Keys are "namespace/name". A key with <...> in it is a family (`staleness/tokens_lag_<n>`): any text
+may stand there. docs/metrics.md is written from the table here (`markdown()`), and a test compares.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that can still be merged: a sum and how much it is the sum of."""
+
+    total: float
+    count: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """total / count; NaN where nothing was counted."""
+        return self.total / self.count if self.count else math.nan
+
+    def merge(self, other: "Mean") -> "Mean":
+        """The mean over both."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total."""
+
+    value: float
+
+    def merge(self, other: "Sum") -> "Sum":
+        """The total of both."""
+        return Sum(self.value + other.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest."""
+
+    value: float
+
+    def merge(self, other: "Max") -> "Max":
+        """The larger of both."""
+        return Max(max(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest."""
+
+    value: float
+
+    def merge(self, other: "Min") -> "Min":
+        """The smaller of both."""
+        return Min(min(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The newest; `merge(other)` takes other to be newer."""
+
+    value: float
+
+    def merge(self, other: "Last") -> "Last":
+        """The newer of both."""
+        return other
+
+
+Reduction = Mean | Sum | Max | Min | Last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One documented key of metrics.jsonl."""
+
+    key: str
+    kind: type[Mean] | type[Sum] | type[Max] | type[Min] | type[Last]
+    unit: str
+    help: str
+    timing: bool = False  # depends on wall time or on the machine: no part of comparing two runs
+
+
+def _metrics(kind: type, timing: bool, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(key=k, kind=kind, unit=u, help=h, timing=timing) for k, u, h in rows)
+
+
+METRICS: tuple[Metric, ...] = (
+    *_metrics(
+        Mean,
+        False,
+        ("reward/mean", "reward", "Mean over the step's episodes, as the scorer gave it."),
+        ("reward/std", "reward", "Standard deviation over the step's episodes."),
+        ("reward/zero_variance_share", "share", "Groups whose rewards are all equal: nothing to learn."),
+        ("reward/<part>", "reward", "Mean of a named part of the reward, before weighting."),
+        ("rollout/length_mean", "tokens", "Drawn tokens in an episode."),
+        ("rollout/truncated_share", "share", "Episodes that ran into a length limit."),
+        ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
+        ("policy/entropy", "nats", "Entropy of the policy's next-token distribution, over learnt tokens."),
+        ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl's estimator."),
+        ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over learnt tokens."),
+        ("policy/clip_share", "share", "Learnt tokens whose gradient the loss clipped away."),
+        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was cut or dropped."),
+        ("policy/weight_mean", "ratio", "Importance weight of a learnt token after the correction."),
+        ("policy/k1_behavior", "nats", "Divergence of policy and behaviour: mean of behaviour - policy."),
+        ("policy/k3_behavior", "nats", "The same by k3, r - 1 - log r with r = policy / behaviour; never < 0."),
+        ("mismatch/mean", "nats", "|sampler - trainer log-prob| over tokens of lag 0: same weights on both."),
+        ("mismatch/all_mean", "nats", "The same over tokens of every lag."),
+        ("staleness/mean", "versions", "Trainer's version minus the token's, over learnt tokens."),
+        ("staleness/dropped_length_mean", "tokens", "Episode length in dropped groups: a bias shows here."),
+        ("train/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms."),
+        ("train/policy_loss", "loss", "The policy loss alone."),
+        ("train/packing", "share", "Real tokens in the packed rows; the rest is padding."),
+        ("eval/accuracy", "share", "Held-out prompts answered with the full reward (1)."),
+        ("eval/reward", "reward", "Mean reward on the held-out prompts."),
+        ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
+        ("eval/truncated_share", "share", "Held-out answers that ran into a length limit."),
+        ("warm/loss", "nats", "Cross entropy of the supervised warm start, a token of the answer."),
+        ("warm/accuracy", "share", "Accuracy on the held-out prompts after the warm start."),
+    ),
+    *_metrics(
+        Max,
+        False,
+        ("rollout/length_max", "tokens", "Most drawn tokens in an episode."),
+        ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a learnt token."),
+        ("mismatch/max", "nats", "Largest |sampler - trainer log-prob| at lag 0."),
+        ("mismatch/all_max", "nats", "The same over tokens of every lag."),
+        ("staleness/max", "versions", "Trainer's version minus a group's oldest; never > max_staleness."),
+        ("weights/probe_error", "nats", "Largest |sampler - trainer log-prob| on the fixed probe."),
+    ),
+    *_metrics(
+        Min,
+        False,
+        ("policy/ratio_min", "ratio", "Smallest policy / behaviour ratio of a learnt token."),
+    ),
+    *_metrics(
+        Sum,
+        False,
+        ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens that were n versions old: the histogram."),
+        ("staleness/dropped_<reason>", "groups", "Groups dropped in this step, for this reason."),
+        ("train/skipped", "steps", "1 where loss or gradient was not finite and the step was skipped."),
+        ("train/tokens", "tokens", "Tokens that were learnt."),
+        ("train/rows", "rows", "Packed rows, all micro-batches together."),
+        ("train/micro_batches", "passes", "Forward and backward passes in the step."),
+    ),
+    *_metrics(
+        Last,
+        False,
+        ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
+        ("train/param_norm", "norm", "Global norm of the weights."),
+        ("train/learning_rate", "rate", "Learning rate of the step."),
+        ("weights/transfer_bytes", "bytes", "Bytes that one publish moved to the sampler's devices."),
+    ),
+    *_metrics(
+        Last,
+        True,
+        ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing and evaluating."),
+        ("time/train_s", "s", "Packing, forward and backward passes, update."),
+        ("time/wait_data_s", "s", "The trainer stood still because too few groups were ready."),
+        ("time/publish_s", "s", "Trainer's share of sending the new weights."),
+        ("time/eval_s", "s", "Evaluation on the held-out prompts."),
+        ("time/save_s", "s", "How long the trainer stood still for a checkpoint."),
+        ("time/warm_start_s", "s", "The supervised warm start."),
+        ("time/elapsed_s", "s", "Since the run (or its resumption) began."),
+        ("trainer/idle_share", "share", "Step time in which the trainer's devices had nothing to do."),
+        ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
+        ("sampler/busy_share", "share", "Wall time in which the sampler had work on its devices."),
+        ("sampler/slot_occupancy", "share", "Decode steps x slots that drew a wanted token."),
+        ("sampler/gate_wait_share", "share", "Wall time the rollouts waited for the staleness gate."),
+        ("sampler/queue_s", "s", "Mean time from submit to prefill."),
+        ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn, by wall time."),
+        ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt, by wall time."),
+        ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak of the trainer's slice)."),
+        ("weights/transfer_s", "s", "From publish to complete on the sampler's devices."),
+        ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
+        ("weights/swap_pause_s", "s", "Longest pause of decoding for a weight swap."),
+        ("buffer/active", "groups", "Groups admitted and not yet released: in flight, waiting, in training."),
+        ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),
+        ("memory/host_bytes", "bytes", "Resident memory of the process."),
+        ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device, where it can be read."),
+        ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device, where it can be read."),
+    ),
+)
+"""Every key of a run. Logging another one is a programmer's error."""
+
+_EXACT = {m.key: m for m in METRICS if "<" not in m.key}
+_FAMILIES = tuple(
+    (re.compile(re.sub(r"<\w+>", r"[A-Za-z0-9_.\\-]+", m.key)), m) for m in METRICS if "<" in m.key
+)
+
+
+def metric_of(key: str) -> Metric:
+    """The declaration of a key. Asserts that there is one."""
+    found = _EXACT.get(key) or next((m for pattern, m in _FAMILIES if pattern.fullmatch(key)), None)
+    assert found is not None, f"metric {key!r} is not declared: add it to METRICS in metrics/metric.py"
+    return found
+
+
+def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, float]:
+    """Reduce what several sources (micro-batches, processes) say of one step to plain numbers."""
+    grouped: dict[str, list[Reduction]] = {}
+    for part in parts:
+        for key, value in part.items():
+            kind = metric_of(key).kind
+            assert isinstance(value, kind), f"metric {key!r} is a {kind.__name__}, got {value!r}"
+            grouped.setdefault(key, []).append(value)
+    return {k: reduce(lambda a, b: a.merge(b), vs).value for k, vs in grouped.items()}  # type: ignore[arg-type]
+
+
+def comparable(line: Mapping[str, float]) -> dict[str, float]:
+    """A line of metrics.jsonl without what depends on wall time: equal for two equal runs."""
+    return {k: v for k, v in line.items() if k == "step" or not metric_of(k).timing}
+
+
+def markdown() -> str:
+    """docs/metrics.md: one table per namespace, in the order of METRICS' namespaces by name."""
+    spaces: dict[str, list[Metric]] = {}
+    for m in METRICS:
+        spaces.setdefault(m.key.split("/")[0], []).append(m)
+    parts = [_HEAD]
+    for space in sorted(spaces):
+        parts.append(f"\n## {space}\n\n| key | unit | kind | meaning |\n| --- | --- | --- | --- |\n")
+        parts += [
+            f"| `{m.key}` | {m.unit} | {m.kind.__name__.lower()}{', timing' if m.timing else ''} "
+            f"| {m.help.replace('|', chr(92) + '|')} |\n"
+            for m in sorted(spaces[space], key=lambda m: m.key)
+        ]
+    return "".join(parts)
+
+
+_HEAD = """# Metrics
+
+Written from `jaxrl_async/metrics/metric.py` by `python -m jaxrl_async.metrics.metric > docs/metrics.md`.
+
+`metrics.jsonl` in the run folder has one JSON object a step: `step` (the version that the step made;
+0 is before the first update), then the keys below, sorted. A key is absent where there was nothing to
+measure. JSON has no word for what is not finite: such a value is the string `"nan"`, `"inf"` or `"-inf"`
+(Python's `float()` reads it back). The same keys are TensorBoard tags.
+
+*Kind* says how values of one step from several sources are merged. *timing* keys depend on wall time or
+on the machine; all others are equal for two runs with one seed at `staleness.max_staleness=0`. `<...>`
+in a key stands for any name or number.
+"""
+
+if __name__ == "__main__":
+    print(markdown(), end="")

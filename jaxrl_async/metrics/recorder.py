@@ -1,0 +1,158 @@
+"""What a run writes down while it runs: metrics.jsonl, samples.jsonl, TensorBoard events."""
+
+import importlib
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.metrics.metric import metric_of
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+SUPERSEDED = ".superseded.jsonl"
+"""Where lines go that a resumed run will write again: metrics.superseded.jsonl, samples.superseded.jsonl."""
+
+
+class Recorder:
+    """Appends one line per step and one per sample; usable from any thread.
+
+    Logging a step again (an evaluation after a resume) merges the new values into its line. With
+    `resume_step`, lines of later steps, and a torn last line, are moved to *.superseded.jsonl, and
+    TensorBoard is told to forget them; lines up to and with that step stay.
+    """
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            _set_aside(run_dir / name, resume_step)
+        self._lock = threading.Lock()
+        self._metrics = (run_dir / METRICS_FILE).open("ab")
+        self._samples = (run_dir / SAMPLES_FILE).open("ab")
+        self._last, self._last_at = _last_line(run_dir / METRICS_FILE)
+        self._board = _open_board(run_dir / "tensorboard", resume_step) if tensorboard else None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what step (the version it made) measured. Keys must be declared in METRICS."""
+        for key in values:
+            metric_of(key)
+        clean = {key: float(values[key]) for key in values}
+        with self._lock:
+            again = step == self._last.get("step")
+            line: dict[str, Any] = {**(self._last if again else {}), **clean}
+            line.pop("step", None)
+            line = {"step": step, **{k: line[k] for k in sorted(line)}}
+            if again:
+                self._metrics.truncate(self._last_at)
+            self._last, self._last_at = line, self._metrics.seek(0, os.SEEK_END)
+            _append(self._metrics, line)
+            if self._board is not None:
+                for key, value in clean.items():
+                    self._board.add_scalar(key, value, step)
+                self._board.flush()
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write sample episodes of a step: any JSON fields; the report knows prompt, completion, reward."""
+        with self._lock:
+            for record in records:
+                _append(self._samples, {"step": step, **record})
+
+    def close(self) -> None:
+        """Flush to disk and close. A second call does nothing."""
+        with self._lock:
+            for file in (self._metrics, self._samples):
+                if not file.closed:
+                    os.fsync(file.fileno())
+                    file.close()
+            if self._board is not None:
+                self._board.close()
+                self._board = None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, "nan", "inf" and "-inf" as numbers; a torn last line is left out."""
+    if not path.exists():
+        return []
+    return [line for _, line in _parsed(path) if line is not None]
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of JSON; a number that is not finite becomes the string "nan", "inf" or "-inf"."""
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line's bytes and object; None where it is torn."""
+    pairs: list[tuple[bytes, dict[str, Any] | None]] = []
+    for raw in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = json.loads(raw) if raw.endswith(b"\n") else None
+        except ValueError:
+            value = None
+        line = {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else None
+        pairs.append((raw, line))
+    return pairs
+
+
+def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+    file.write((encode(record) + "\n").encode())
+    file.flush()
+
+
+def _last_line(path: Path) -> tuple[dict[str, Any], int]:
+    """The last object of a file and the byte at which it starts."""
+    pairs = _parsed(path)
+    if not pairs:
+        return {}, 0
+    return pairs[-1][1] or {}, sum(len(raw) for raw, _ in pairs[:-1])
+
+
+def _set_aside(path: Path, resume_step: int | None) -> None:
+    """Move lines after resume_step, and torn ones, to *.superseded.jsonl; the rest is put back at once."""
+    if not path.exists():
+        return
+    pairs = _parsed(path)
+    kept = [
+        raw
+        for raw, line in pairs
+        if line is not None and (resume_step is None or line.get("step", 0) <= resume_step)
+    ]
+    moved = [raw for raw, _ in pairs if raw not in set(kept)]
+    if moved:
+        with path.with_name(path.stem + SUPERSEDED).open("ab") as aside:
+            aside.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw in moved)
+        fresh = path.with_name(path.name + ".tmp")
+        fresh.write_bytes(b"".join(kept))
+        fresh.replace(path)
+
+
+def _open_board(folder: Path, resume_step: int | None) -> Any:
+    try:
+        module = importlib.import_module("tensorboardX")
+    except ImportError as error:
+        raise MissingExtraError(
+            "metrics.tensorboard=true needs the package tensorboardX, which is not installed. "
+            "Run `pip install tensorboardX` or set metrics.tensorboard=false."
+        ) from error
+    purge = None if resume_step is None else resume_step + 1
+    return module.SummaryWriter(str(folder), purge_step=purge, flush_secs=30)

@@ -1,0 +1,100 @@
+"""The decoder layer as a Flax module, split once into a graph definition and a pure dict of arrays."""
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxrl_async.model.spec import ModelSpec, RopeScaling, Weight, weight_table
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x / rms(x) * scale over the last axis, in float32 inside. Zhang and Sennrich 2019 (arXiv:1910.07467)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * scale
+
+
+def rope_angles(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
+    """cos and sin, [..., head_dim / 2] float32. Su et al. 2021 (arXiv:2104.09864), eq. 34."""
+    half = spec.head_dim // 2
+    frequencies = spec.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if spec.rope_scaling:
+        frequencies = _stretched(frequencies, spec.rope_scaling)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _stretched(frequencies: Array, s: RopeScaling) -> Array:
+    """Llama 3: long wavelengths divided by `factor`, short ones kept, a linear passage between."""
+    wavelengths = 2 * jnp.pi / frequencies
+    smooth = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
+    )
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return frequencies * ((1 - smooth) / s.factor + smooth)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate pairs (i, i + K/2) of the last axis of x [..., heads, K]; cos, sin [..., K/2]."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """One decoder layer: norm, attention, norm, gated MLP, with residuals."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        for name, weight in weight_table(spec)["layers"].items():
+            setattr(self, name, nnx.Param(jnp.zeros(weight.shape[1:])))
+
+    def _weight(self, name: str, dtype: Any) -> Array:
+        return getattr(self, name)[...].astype(dtype)
+
+    def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K], rotated."""
+        spec = self.spec
+        y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
+        q, k, v = (
+            jnp.einsum("...d,dhk->...hk", y, self._weight(name, x.dtype)) for name in ("q", "k", "v")
+        )
+        if spec.attention_bias:
+            q, k, v = (
+                a + self._weight(name, x.dtype)
+                for a, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
+            )
+        if spec.qk_norm:
+            q = rms_norm(q, self._weight("q_norm", x.dtype), spec.norm_eps)
+            k = rms_norm(k, self._weight("k_norm", x.dtype), spec.norm_eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, x: Array, attended: Array) -> Array:
+        """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
+        out = jnp.einsum("...hk,hkd->...d", attended, self._weight("o", x.dtype))
+        if self.spec.output_bias:
+            out = out + self._weight("o_bias", x.dtype)
+        x = x + out
+        y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
+        gate = jax.nn.silu(y @ self._weight("gate", x.dtype)) * (y @ self._weight("up", x.dtype))
+        return x + gate @ self._weight("down", x.dtype)
+
+
+@lru_cache(maxsize=16)
+def layer_graph(spec: ModelSpec) -> Any:
+    """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a Layer."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec)))
+    return graph
+
+
+def initial(weight: Weight, key: Array, dtype: Any) -> Array:
+    """Random weights as declared: normal with standard deviation fan_in ** -0.5, ones or zeros."""
+    if weight.init == "ones":
+        return jnp.ones(weight.shape, dtype)
+    if weight.init == "zeros":
+        return jnp.zeros(weight.shape, dtype)
+    return (jax.random.normal(key, weight.shape, jnp.float32) * weight.fan_in**-0.5).astype(dtype)

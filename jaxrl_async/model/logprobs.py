@@ -1,0 +1,72 @@
+"""Log-probs and entropies over a large vocabulary, in chunks: [tokens, vocab] never exists in full."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.spec import ModelSpec
+
+
+def chunked_logprobs(
+    hidden: Array, head: Array, targets: Array, *, chunk: int, temperature: float = 1.0
+) -> tuple[Array, Array]:
+    """Log-prob of each target and entropy of its distribution, nats.
+
+    hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. Differentiable; the
+    backward pass computes a chunk's logits again, so at most [chunk, V] exists at once in either pass.
+    """
+    tokens = hidden.shape[0]
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def one_chunk(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, target = inputs
+        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+        return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], entropy
+
+    if hidden.shape[0] == 1:
+        logprobs, entropy = one_chunk((hidden[0], targets[0]))
+    else:
+        logprobs, entropy = jax.lax.map(one_chunk, (hidden, targets))
+    return logprobs.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
+
+
+def token_logprobs(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    chunk: int = 1024,
+    temperature: float = 1.0,
+) -> tuple[Array, Array]:
+    """At t: log-prob of token t from the logits at t - 1, and that distribution's entropy.
+
+    [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding.
+    """
+    B, T = token_ids.shape
+    hidden = hidden_states(spec, params, token_ids, positions, segment_ids, dtype=dtype, remat=remat)
+    logprobs, entropy = chunked_logprobs(
+        hidden[:, :-1].reshape(B * (T - 1), -1),
+        output_head(spec, params),
+        token_ids[:, 1:].reshape(-1),
+        chunk=chunk,
+        temperature=temperature,
+    )
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+
+    def place(values: Array) -> Array:
+        return jnp.pad(jnp.where(follows, values.reshape(B, T - 1), 0.0), ((0, 0), (1, 0)))
+
+    return place(logprobs), place(entropy)

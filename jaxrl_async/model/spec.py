@@ -1,0 +1,269 @@
+"""What a decoder is: its numbers, its family's habits, and each weight declared once.
+
+Shape suffixes in this package: B batch, T query tokens, S cache positions, D model width, H query
+heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import CheckpointError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of the low frequencies (Llama 3.1 model card; transformers' `llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """All that decides a decoder's function, given its weights."""
+
+    family: Family
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    tied: bool
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    attention_bias: bool = False  # on q, k, v (qwen2), and on o too for llama
+    output_bias: bool = False  # on o
+    qk_norm: bool = False
+    max_positions: int = 32_768
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    pad_id: int | None = None
+
+    @staticmethod
+    def from_architecture(architecture: schema.Architecture, vocab_size: int) -> "ModelSpec":
+        """A decoder from the configuration's numbers."""
+        a = architecture
+        return ModelSpec(
+            family=a.family,
+            vocab=vocab_size,
+            layers=a.layers,
+            width=a.width,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            mlp=a.mlp,
+            tied=a.tied,
+            rope_theta=a.rope_theta,
+            attention_bias=a.family == "qwen2",
+            qk_norm=a.family == "qwen3",
+        )
+
+    @staticmethod
+    def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
+        """From a Hugging Face config.json. CheckpointError names the field that is not supported."""
+        family = config.get("model_type")
+        if family not in ("llama", "qwen2", "qwen3"):
+            raise CheckpointError(
+                f"{where}: model_type {family!r} is not supported. Use a llama, qwen2 or qwen3 model."
+            )
+        _refuse_unsupported(config, where)
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
+        theta, scaling = _rope(config, where)
+        eos = config.get("eos_token_id")
+        return ModelSpec(
+            family=family,
+            vocab=config["vocab_size"],
+            layers=config["num_hidden_layers"],
+            width=width,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or width // heads,
+            mlp=config["intermediate_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            attention_bias=attention_bias,
+            output_bias=attention_bias and family != "qwen2",
+            qk_norm=family == "qwen3",
+            max_positions=config.get("max_position_embeddings", 32_768),
+            eos_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+            bos_id=config.get("bos_token_id"),
+            pad_id=config.get("pad_token_id"),
+        )
+
+    def to_hf_config(self) -> dict[str, Any]:
+        """A config.json that transformers loads."""
+        names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        if self.rope_scaling:
+            s = self.rope_scaling
+            rope |= {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_positions,
+            }
+        config: dict[str, Any] = {
+            "architectures": [names[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp,
+            "tie_word_embeddings": self.tied,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "rms_norm_eps": self.norm_eps,
+            "attention_bias": self.attention_bias,
+            "max_position_embeddings": self.max_positions,
+            "hidden_act": "silu",
+            "eos_token_id": list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None),
+            "bos_token_id": self.bos_id,
+            "pad_token_id": self.pad_id,
+        }
+        if self.rope_scaling:
+            config["rope_scaling"] = rope
+        return config
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    """CheckpointError for a feature that the decoder does not have."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu.")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise CheckpointError(
+            f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to false "
+            "where the context fits the window."
+        )
+    if config.get("mlp_bias"):
+        raise CheckpointError(f"{where}: mlp_bias is not supported.")
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from either generation of config.json."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported, only default and llama3.")
+    return theta, RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One parameter, declared once: init, sharding, manifest and file names are derived from it."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+    fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5
+    hf: str = ""  # name in a Hugging Face file; {layer} where stacked over layers
+    hf_shape: tuple[int, ...] = ()  # shape there, one layer's, as stored (a Linear stores [out, in])
+
+
+def weight_table(spec: ModelSpec) -> dict[str, Any]:
+    """Every weight of the decoder, in the tree that the parameters have."""
+    d, v = spec.width, spec.vocab
+    table: dict[str, Any] = {
+        "embed": Weight(
+            shape=(v, d), axes=("vocab", "embed"), init="normal", fan_in=d,
+            hf="model.embed_tokens.weight", hf_shape=(v, d),
+        ),
+        "layers": {
+            name: Weight(
+                shape=(spec.layers, *w.shape), axes=("layers", *w.axes), init=w.init,
+                fan_in=w.fan_in, hf=f"model.layers.{{layer}}.{w.hf}", hf_shape=w.hf_shape,
+            )
+            for name, w in _layer_table(spec).items()
+        },
+        "final_norm": Weight(shape=(d,), axes=("embed",), init="ones", hf="model.norm.weight", hf_shape=(d,)),
+    }  # fmt: skip
+    if not spec.tied:
+        table["lm_head"] = Weight(
+            shape=(d, v), axes=("embed", "vocab"), init="normal", fan_in=d,
+            hf="lm_head.weight", hf_shape=(v, d),
+        )  # fmt: skip
+    return table
+
+
+def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
+    """The weights of one layer."""
+    d, f, h, n, k = spec.width, spec.mlp, spec.heads, spec.kv_heads, spec.head_dim
+
+    def norm(size: int, axis: str, hf: str) -> Weight:
+        return Weight(shape=(size,), axes=(axis,), init="ones", hf=hf, hf_shape=(size,))
+
+    def project(heads: int, axis: str, hf: str) -> Weight:
+        return Weight(
+            shape=(d, heads, k), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
+            hf=f"self_attn.{hf}.weight", hf_shape=(heads * k, d),
+        )  # fmt: skip
+
+    def bias(heads: int, axis: str, hf: str) -> Weight:
+        return Weight(
+            shape=(heads, k), axes=(axis, "head_dim"), init="zeros",
+            hf=f"self_attn.{hf}.bias", hf_shape=(heads * k,),
+        )  # fmt: skip
+
+    table = {
+        "attn_norm": norm(d, "embed", "input_layernorm.weight"),
+        "q": project(h, "heads", "q_proj"),
+        "k": project(n, "kv_heads", "k_proj"),
+        "v": project(n, "kv_heads", "v_proj"),
+        "o": Weight(
+            shape=(h, k, d), axes=("heads", "head_dim", "embed"), init="normal", fan_in=h * k,
+            hf="self_attn.o_proj.weight", hf_shape=(d, h * k),
+        ),
+        "mlp_norm": norm(d, "embed", "post_attention_layernorm.weight"),
+        "gate": Weight(
+            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
+            hf="mlp.gate_proj.weight", hf_shape=(f, d),
+        ),
+        "up": Weight(
+            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
+            hf="mlp.up_proj.weight", hf_shape=(f, d),
+        ),
+        "down": Weight(
+            shape=(f, d), axes=("mlp", "embed"), init="normal", fan_in=f,
+            hf="mlp.down_proj.weight", hf_shape=(d, f),
+        ),
+    }  # fmt: skip
+    if spec.attention_bias:
+        table |= {
+            "q_bias": bias(h, "heads", "q_proj"),
+            "k_bias": bias(n, "kv_heads", "k_proj"),
+            "v_bias": bias(n, "kv_heads", "v_proj"),
+        }
+    if spec.output_bias:
+        table["o_bias"] = Weight(
+            shape=(d,), axes=("embed",), init="zeros", hf="self_attn.o_proj.bias", hf_shape=(d,)
+        )
+    if spec.qk_norm:
+        table |= {
+            "q_norm": norm(k, "head_dim", "self_attn.q_norm.weight"),
+            "k_norm": norm(k, "head_dim", "self_attn.k_norm.weight"),
+        }
+    return table

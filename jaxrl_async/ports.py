@@ -1,0 +1,124 @@
+"""The seams: one- and two-method Protocols that the parts meet at. No part imports another."""
+
+from asyncio import Future
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxrl_async.types import (
+    Completion,
+    Draw,
+    Drop,
+    Episode,
+    EpisodeGroup,
+    IntArray,
+    Prompt,
+    Request,
+    Score,
+    Ticket,
+    VersionedParams,
+)
+
+
+class Generate(Protocol):
+    """Whatever turns requests into completions: our sampler, a router, a scripted double."""
+
+    def submit_many(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        """Queue all requests at once, in this order; one future each, on the running event loop.
+
+        Queuing is atomic (no plan sees half of them), so that the same requests given to an idle
+        sampler always run on the same schedule. Cancelling a future frees its slot.
+        """
+        ...
+
+
+class Scorer(Protocol):
+    """Whatever judges a group."""
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """One score per episode, same order. Must not change its arguments. Called once per group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment answers to one turn of the policy."""
+
+    token_ids: IntArray  # [reply] int32, appended to the sequence as it is; empty with done=True ends it
+    done: bool
+
+
+class Env(Protocol):
+    """One episode's environment: made fresh for each episode, used once."""
+
+    async def step(self, prompt: Prompt, completion: Completion) -> Reply:
+        """Answer the policy's last turn."""
+        ...
+
+
+class Gate(Protocol):
+    """The rollout side of the replay buffer."""
+
+    def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
+        """Block until a group may start, then give tickets for all that may start now.
+
+        Empty after timeout_s. Raises Closed when the run stops.
+        """
+        ...
+
+    def put(self, group: EpisodeGroup) -> Drop | None:
+        """Hand in a finished group; the reason where it was dropped at once."""
+        ...
+
+    def fail(self, ticket: Ticket, prompt: Prompt, reason: Drop) -> None:
+        """Give a ticket back: the group will never come. Its slot is free again."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Where a sampler looks for new weights between two decode blocks."""
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """Newest complete version that is newer than the last one returned, or None.
+
+        Never blocks, but with wait=True (an idle sampler) finishes a transfer under way first.
+        """
+        ...
+
+    def live(self, version: int) -> None:
+        """The sampler says: from now on every new token comes from this version."""
+        ...
+
+
+class Clock(Protocol):
+    """Seconds since some moment; monotone."""
+
+    def __call__(self) -> float: ...
+
+
+class GroupSource(Protocol):
+    """The trainer side of the replay buffer."""
+
+    def draw(self, version: int, timeout_s: float | None = None) -> Draw:
+        """Block until one step's groups may be trained on at this version. Raises Closed."""
+        ...
+
+    def pause(self) -> None:
+        """Admit no further group until resume()."""
+        ...
+
+    def resume(self) -> None:
+        """Admit groups again."""
+        ...
+
+
+class Publisher(Protocol):
+    """The trainer side of the weight channel."""
+
+    def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
+        """Send weights to every sampler, device to device, without waiting for the copy."""
+        ...
+
+    def wait_live(self, version: int, timeout_s: float) -> None:
+        """Block until every sampler draws from this version. Raises WeightsError after timeout_s."""
+        ...

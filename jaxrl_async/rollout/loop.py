@@ -1,0 +1,220 @@
+"""The rollout loop: N groups at a time on one asyncio loop. Needs no JAX.
+
+                    ┌──────────────────────────── one task per group ───────────────────────────┐
+    gate.admit ──> Tickets ──> Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
+        ^          (a burst, in ticket order, all its requests at once)                             │
+        └──────────────── slots freed by the trainer, or by gate.fail <──────────── gate.put <──────┘
+
+The gate sets how many groups are under way; the loop holds no bound of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxrl_async.errors import Closed, JaxrlError, RolloutError
+from jaxrl_async.ports import Gate, Generate, Scorer
+from jaxrl_async.rollout.env import MakeEnv, SingleTurn
+from jaxrl_async.rollout.episode import Limits, first_requests, play_group
+from jaxrl_async.types import Completion, Drop, EpisodeGroup, Prompt, SamplingParams, Ticket
+
+ADMIT_S = 0.2
+"""Longest stay in one call of the gate, seconds: so long may a cancelled loop take to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStats:
+    """Totals since the start."""
+
+    groups: int  # handed to the gate
+    failures: int  # given back to the gate
+    active: int  # under way now
+    env_s: float  # seconds that environments took, over all episodes
+    score_s: float  # seconds that scorers took, over all groups
+    gate_wait_s: float  # seconds in which the gate was shut
+
+
+class RolloutLoop:
+    """Plays groups until the gate closes. Owned by the thread that runs it; `stats` from anywhere."""
+
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        generate: Generate,
+        scorer: Scorer,
+        gate: Gate,
+        *,
+        group_size: int,
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        max_new_tokens: int,
+        max_length: int,
+        make_env: MakeEnv = SingleTurn,
+        max_failures: int = 8,
+    ) -> None:
+        """`max_failures` groups that fail in a row end the run."""
+        self._prompts = prompts
+        self._generate = generate
+        self._scorer = scorer
+        self._gate = gate
+        self._group_size = group_size
+        self._limits = Limits(
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+        )
+        self._make_env = make_env
+        self._max_failures = max_failures
+        self._first_cause: Exception | None = None  # of the failures in a row
+        self._failures_in_a_row = 0
+        self._groups = self._failures = self._active = 0
+        self._env_s = self._score_s = self._gate_wait_s = 0.0
+
+    def stats(self) -> RolloutStats:
+        """Totals so far."""
+        return RolloutStats(
+            groups=self._groups,
+            failures=self._failures,
+            active=self._active,
+            env_s=self._env_s,
+            score_s=self._score_s,
+            gate_wait_s=self._gate_wait_s,
+        )
+
+    async def run(self) -> None:
+        """Admit and play groups until the gate closes.
+
+        consumes      tickets, and one prompt for each
+        waits for     gate.admit()     unblocked by live weights, by failed groups, and by close
+        produces      one task per group, whose first turns are all queued in one call per burst
+        on failure    RolloutError after `max_failures` failed groups in a row, with the first cause;
+                      Closed ends it quietly; either way, and when cancelled, nothing stays in flight
+        """
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while burst := await self._next_burst():
+                    for ticket, prompt, first in burst:
+                        task = tasks.create_task(self._play(ticket, prompt, first))
+                        running.add(task)
+                        task.add_done_callback(running.discard)
+                        task.add_done_callback(lambda _, first=first: _cancel(first))
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _next_burst(self) -> list[tuple[Ticket, Prompt, "list[asyncio.Future[Completion]]"]]:
+        """Wait for tickets; queue the first turns of all their groups at once. Empty: closed."""
+        tickets: tuple[Ticket, ...] = ()
+        while not tickets:
+            started = time.monotonic()
+            try:
+                tickets = await asyncio.to_thread(self._gate.admit, ADMIT_S)
+            except Closed:
+                return []
+            finally:
+                self._gate_wait_s += time.monotonic() - started
+        burst = [(ticket, self._next_prompt()) for ticket in sorted(tickets, key=lambda t: t.group)]
+        requests = [
+            request
+            for ticket, prompt in burst
+            for request in first_requests(f"g{ticket.group}", prompt, self._group_size, self._limits)
+        ]
+        try:
+            futures = self._generate.submit_many(requests)
+        except Closed:
+            return []
+        each = self._group_size
+        return [
+            (ticket, prompt, list(futures[i * each : (i + 1) * each]))
+            for i, (ticket, prompt) in enumerate(burst)
+        ]
+
+    def _next_prompt(self) -> Prompt:
+        prompt = next(self._prompts, None)
+        if prompt is None:
+            raise RolloutError("the prompts ran out before the run ended. Give a stream that repeats.")
+        return prompt
+
+    async def _play(
+        self, ticket: Ticket, prompt: Prompt, first: "Sequence[asyncio.Future[Completion]]"
+    ) -> None:
+        """Play, score and hand in one group.
+
+        consumes      a ticket, its prompt, the first turns that are already queued
+        waits for     the sampler, the environments, the scorer
+        produces      an EpisodeGroup into the gate
+        on failure    the ticket goes back (Drop.FAILED) and is counted; too many in a row are fatal
+        """
+        self._active += 1
+        try:
+            group = await self._make_group(ticket, prompt, first)
+            self._gate.put(group)
+            self._groups += 1
+            self._failures_in_a_row = 0
+        except Closed:
+            return
+        except Exception as error:
+            self._forgive(ticket, prompt, error)
+        finally:
+            self._active -= 1
+
+    async def _make_group(
+        self, ticket: Ticket, prompt: Prompt, first: "Sequence[asyncio.Future[Completion]]"
+    ) -> EpisodeGroup:
+        episodes = await play_group(
+            self._generate,
+            self._make_env,
+            prompt,
+            first,
+            label=f"g{ticket.group}",
+            limits=self._limits,
+            spent_s=self._count_env,
+        )
+        started = time.monotonic()
+        try:
+            scores = tuple(await self._scorer(episodes, prompt))
+        finally:
+            self._score_s += time.monotonic() - started
+        if len(scores) != len(episodes):
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for {len(episodes)} "
+                "episodes. It must give one each, in order."
+            )
+        return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=ticket)
+
+    def _count_env(self, seconds: float) -> None:
+        self._env_s += seconds
+
+    def _forgive(self, ticket: Ticket, prompt: Prompt, error: Exception) -> None:
+        """Give the ticket back, unless too many groups have failed in a row."""
+        self._failures += 1
+        if self._failures_in_a_row == 0:
+            self._first_cause = error
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._max_failures:
+            cause = self._first_cause
+            raise RolloutError(
+                f"{self._failures_in_a_row} groups failed in a row, the last on prompt {prompt.prompt_id}; "
+                f"the first failure was {_tell(cause)}. Correct the environment or the reward."
+            ) from cause
+        self._gate.fail(ticket, prompt, Drop.FAILED)
+
+
+def _cancel(futures: "Sequence[asyncio.Future[Completion]]") -> None:
+    for future in futures:
+        future.cancel()
+
+
+def _tell(error: BaseException | None) -> str:
+    kind = "" if isinstance(error, JaxrlError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first leaf of a group of exceptions."""
+    inner = errors.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -1,0 +1,104 @@
+"""The run folder: where everything of a run lies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_async.config.schema import Config, Run
+from jaxrl_async.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Files and folders of one run, all below root."""
+
+    root: Path  # run.dir / run.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, YAML."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step; keys in docs/metrics.md."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Sample episodes with their rewards, one JSON object each."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of each group, one JSON object each."""
+        return self.root / "ledger.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Orbax checkpoints, one folder per version."""
+        return self.root / "checkpoints"
+
+    @property
+    def policy(self) -> Path:
+        """The final policy: a Hugging Face directory."""
+        return self.root / "policy"
+
+    @property
+    def report(self) -> Path:
+        """The run on one HTML page."""
+        return self.root / "report.html"
+
+    @property
+    def trace(self) -> Path:
+        """Spans by thread, for Perfetto."""
+        return self.root / "trace.json"
+
+
+def prepare(config: Config | Run) -> Paths:
+    """Make the run's folder, or find it with run.resume, or move an old one aside with run.overwrite.
+
+    Raises ConfigError where the folder holds a run and neither is set, where both are, or where there
+    is nothing to resume.
+    """
+    run = config.run if isinstance(config, Config) else config
+    paths = Paths(Path(run.dir) / run.name)
+    if run.resume and run.overwrite:
+        raise ConfigError(
+            "run.resume and run.overwrite exclude each other: the first continues the run, the second "
+            "starts anew. Set one of them."
+        )
+    if run.resume:
+        if not paths.root.is_dir():
+            raise ConfigError(
+                f"{paths.root}: there is no run to resume (run.dir={run.dir}, run.name={run.name}). "
+                "Leave out --resume to start one, or correct run.name."
+            )
+        return paths
+    if _holds_something(paths.root):
+        if not run.overwrite:
+            raise ConfigError(
+                f"{paths.root} holds a run already. Continue it with --resume, replace it with "
+                "run.overwrite=true (the old one is moved aside), or choose another run.name."
+            )
+        paths.root.rename(free_name(paths.root))
+    paths.root.mkdir(parents=True, exist_ok=True)
+    return paths
+
+
+def free_name(path: Path) -> Path:
+    """path.1, path.2, ...: the first that does not exist."""
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _holds_something(path: Path) -> bool:
+    if path.is_file():
+        raise ConfigError(f"{path} is a file; a run needs a folder there. Move it or change run.name.")
+    return path.is_dir() and any(path.iterdir())

@@ -1,0 +1,90 @@
+"""Drawing one token per slot, and the log-prob of what was really drawn.
+
+Shapes: S slots, V vocabulary. Randomness is one uniform number per slot, keyed by identity (who and
+where), never by slot, neighbours or time.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+MASKED = -jnp.inf
+
+
+class Controls(NamedTuple):
+    """Per-slot sampling parameters."""
+
+    temperature: Array  # [S] float32; 0 is greedy
+    top_k: Array  # [S] int32; 0 is all
+    top_p: Array  # [S] float32
+    min_p: Array  # [S] float32
+
+
+def sample(
+    logits: Array, controls: Controls, keys: Array, positions: Array, *, plain: bool
+) -> tuple[Array, Array]:
+    """Draw a token a slot: ([S] int32, [S] float32 log-prob under the distribution drawn from).
+
+    logits [S, V] float32, keys [S, 2] uint32 (key data), positions [S] int32 (place of the new token).
+    plain (static): no slot uses top-k, top-p or min-p, so nothing is sorted.
+    """
+    greedy = controls.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
+    if not plain:
+        scaled = jnp.where(greedy[:, None], scaled, truncate(scaled, controls))
+    logprobs = jax.nn.log_softmax(scaled, axis=-1)
+    drawn = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def truncate(logits: Array, controls: Controls) -> Array:
+    """Temperature-scaled logits with what top-k, then top-p, then min-p refuse set to -inf; ties stay.
+
+    top-p keeps the likeliest tokens up to and including the one that reaches the probability (Holtzman et
+    al. 2020, arXiv:1904.09751); min-p those at least min_p times as likely as the likeliest (Nguyen et al.
+    2024, arXiv:2407.01082).
+    """
+    V = logits.shape[-1]
+    ranked = -jnp.sort(-logits, axis=-1)
+    k = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, V), V)
+    floor = jnp.take_along_axis(ranked, (k - 1)[:, None], axis=-1)
+    kept = jnp.where(ranked >= floor, ranked, MASKED)
+    probabilities = jax.nn.softmax(kept, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    in_nucleus = (before < controls.top_p[:, None]) & (kept > MASKED)
+    nucleus_floor = jnp.min(jnp.where(in_nucleus, kept, jnp.inf), axis=-1, keepdims=True)
+    likely_floor = ranked[:, :1] + jnp.log(controls.min_p)[:, None]
+    return jnp.where(logits >= jnp.maximum(nucleus_floor, likely_floor), logits, MASKED)
+
+
+def uniforms(keys: Array, positions: Array) -> Array:
+    """[S] float32 in [0, 1): one number for each (key, position)."""
+    def one(key: Array, position: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+        return jax.random.uniform(folded)
+
+    return jax.vmap(one)(keys, positions)
+
+
+def inverse_cdf(probabilities: Array, u: Array) -> Array:
+    """The token whose interval of the cumulated probabilities holds u: [S, V], [S] -> [S] int32.
+
+    Two levels (blocks of about sqrt(V), then within one), which costs one pass and keeps float32's error at
+    that of a short sum. Never gives a token of probability 0.
+    """
+    S, V = probabilities.shape
+    width = 1 << max(0, (V - 1).bit_length() // 2)
+    padded = jnp.pad(probabilities, ((0, 0), (0, -V % width))).reshape(S, -1, width)
+    ends = jnp.cumsum(padded.sum(axis=-1), axis=-1)
+    target = u * ends[:, -1]
+    block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1), ends.shape[1] - 1)
+    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    inner = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    place = jnp.sum(jnp.cumsum(inner, axis=-1) <= (target - start)[:, None], axis=-1)
+    place = jnp.minimum(place, width - 1)
+    possible = jnp.take_along_axis(inner, place[:, None], axis=-1)[:, 0] > 0
+    place = jnp.where(possible, place, jnp.argmax(inner, axis=-1))  # rounding at an interval's edge
+    return (block * width + place).astype(jnp.int32)

@@ -1,0 +1,65 @@
+"""How token losses become one number: the only place that divides by a count.
+
+An aggregate looks at the whole step's batch, on the host, before the first micro-batch, and gives
+each token its weight; the loss is the sum of weight * token loss. Denominators are therefore global
+by construction: micro-batches, devices and packing only change the order of a sum.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.types import FloatArray, PackedBatch
+
+AggregateFn = Callable[
+    ..., FloatArray
+]  # (PackedBatch, **settings) -> [rows, length], 0 outside the mask
+
+aggregate: Registry[AggregateFn] = Registry("aggregate")
+
+
+@aggregate
+def token_mean(batch: PackedBatch) -> FloatArray:
+    """1 / number of learnt tokens: every token counts the same.
+
+    DAPO (arXiv:2503.14476), sec. 3.3.
+    """
+    return _weights(batch, np.full(batch.mask.shape, 1 / max(batch.num_tokens, 1)))
+
+
+@aggregate
+def sequence_mean(batch: PackedBatch) -> FloatArray:
+    """Mean over sequences of their token means: every sequence counts the same.
+
+    GRPO (arXiv:2402.03300), eq. 3. A sequence with nothing to learn does not count.
+    """
+    counts = _tokens_of_sequence(batch)
+    num_sequences = max(int(np.count_nonzero(counts)), 1)
+    return _weights(batch, 1 / (np.maximum(counts[batch.sequence_ids], 1) * num_sequences))
+
+
+@aggregate
+def constant(batch: PackedBatch, *, divisor: float) -> FloatArray:
+    """Mean over sequences of their token sum / divisor, the same for all: no bias by length.
+
+    Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.
+    """
+    num_sequences = max(int(np.count_nonzero(_tokens_of_sequence(batch))), 1)
+    return _weights(batch, np.full(batch.mask.shape, 1 / (num_sequences * divisor)))
+
+
+def mean_of(total: float, count: float) -> float:
+    """total / count; 0 where nothing was counted."""
+    return total / count if count else 0.0
+
+
+def _tokens_of_sequence(batch: PackedBatch) -> NDArray[np.int64]:
+    """Learnt tokens of each sequence; a last entry for padding, whose id -1 points at it."""
+    num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
+    return np.bincount(batch.sequence_ids[batch.mask], minlength=num_sequences + 1)
+
+
+def _weights(batch: PackedBatch, weights: NDArray[np.float64]) -> FloatArray:
+    return np.where(batch.mask, weights, 0.0).astype(np.float32)

@@ -1,0 +1,49 @@
+"""Estimators of KL(policy || other) from the log-probs of tokens that the policy drew.
+
+With d = log policy - log other, from one sample each (Schulman 2020, "Approximating KL divergence",
+http://joschu.net/blog/kl-approx.html). As a loss their gradients differ: on-policy, k2's is that of
+the true divergence in expectation, k1's is 0, and k3's is that of KL(other || policy).
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.trainer.losses import MAX_LOG_RATIO, TokenInputs
+from jaxrl_async.trainer.registry import Registry
+
+KLFn = Callable[
+    ..., Array
+]  # (TokenInputs, **settings) -> [rows, length] float32, 0 outside the mask
+
+kl: Registry[KLFn] = Registry("kl estimator")
+
+
+@kl
+def k1(x: TokenInputs) -> Array:
+    """d: unbiased, of either sign."""
+    return _from_reference(x)
+
+
+@kl
+def k2(x: TokenInputs) -> Array:
+    """d^2 / 2: biased, never negative, low variance."""
+    return _from_reference(x) ** 2 / 2
+
+
+@kl
+def k3(x: TokenInputs) -> Array:
+    """exp(-d) - 1 + d: unbiased and never negative; GRPO's (arXiv:2402.03300, eq. 4)."""
+    return k3_of(_from_reference(x))
+
+
+def k3_of(difference: Array) -> Array:
+    """exp(-d) - 1 + d for d = log policy - log other; finite for every finite d."""
+    return jnp.expm1(jnp.minimum(-difference, MAX_LOG_RATIO)) + difference
+
+
+def _from_reference(x: TokenInputs) -> Array:
+    """log policy - log reference, 0 outside the mask."""
+    assert x.reference_logprobs is not None, "a KL to the reference needs the reference's log-probs"
+    return jnp.where(x.mask, x.policy_logprobs - x.reference_logprobs, 0.0)

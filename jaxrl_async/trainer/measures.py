@@ -1,0 +1,52 @@
+"""What one step's groups say about the policy and the data: pure, host side, names as in METRICS."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxrl_async.types import Drop, EpisodeGroup, StopReason
+
+
+def group_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
+    """Rewards, lengths and staleness of the groups trained on at `version`."""
+    episodes = [e for g in groups for e in g.episodes]
+    rewards = np.array([s.reward for g in groups for s in g.scores], np.float64)
+    lengths = np.array([e.num_drawn for e in episodes])
+    flat = [len({s.reward for s in g.scores}) == 1 for g in groups]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_variance_share": float(np.mean(flat)),
+        **_part_measures(groups),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/truncated_share": float(np.mean([e.stop is StopReason.LENGTH for e in episodes])),
+        "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
+        **_lag_measures(groups, version),
+    }
+
+
+def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Mean of each named part of the reward."""
+    names = sorted({name for g in groups for s in g.scores for name in s.parts})
+    scores = [s for g in groups for s in g.scores]
+    return {f"reward/{n}": float(np.mean([s.parts.get(n, 0.0) for s in scores])) for n in names}
+
+
+def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
+    """Histogram of drawn tokens per lag (trainer's version minus the token's), and its moments."""
+    drawn = np.concatenate([version - e.versions[e.drawn] for g in groups for e in g.episodes])
+    if not len(drawn):
+        return {"staleness/mean": 0.0, "staleness/max": 0.0}
+    lags = {f"staleness/tokens_lag_{lag}": float(n) for lag, n in sorted(Counter(drawn.tolist()).items())}
+    oldest = max(version - g.oldest_version for g in groups)
+    return {"staleness/mean": float(drawn.mean()), "staleness/max": float(oldest), **lags}
+
+
+def drop_measures(dropped: Iterable[tuple[EpisodeGroup, Drop]]) -> dict[str, float]:
+    """Groups dropped in this step by reason, and the mean length of their answers (a bias shows here)."""
+    dropped = list(dropped)
+    counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
+    lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]
+    return {**counts, **({"staleness/dropped_length_mean": float(np.mean(lengths))} if lengths else {})}

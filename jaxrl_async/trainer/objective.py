@@ -1,0 +1,154 @@
+"""The objective of one micro-batch: the chosen functions put together, and what to report of them.
+
+Everything adds up over micro-batches: `aggregate` made the weights of the loss's sum beforehand,
+and each reported mean travels as (total, count) until `summarize` divides on the host.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.config import schema
+from jaxrl_async.trainer.aggregate import mean_of
+from jaxrl_async.trainer.corrections import CorrectionFn, correction
+from jaxrl_async.trainer.kl import KLFn, k3_of, kl
+from jaxrl_async.trainer.losses import (
+    TokenInputs,
+    TokenLossFn,
+    cross_entropy,
+    log_ratio,
+    token_loss,
+)
+
+
+class Recipe(NamedTuple):
+    """The chosen functions, settings bound: token loss * correction + c_kl * kl - c_h * entropy."""
+
+    loss: TokenLossFn
+    correction: CorrectionFn
+    kl: KLFn
+    kl_coefficient: float
+    entropy_coefficient: float
+
+
+class Totals(NamedTuple):
+    """What a micro-batch adds to the report; scalars by name."""
+
+    sums: dict[str, Array]
+    means: dict[str, tuple[Array, Array]]  # total, count
+    maxima: dict[str, Array]  # -inf where nothing was looked at
+    minima: dict[str, Array]  # inf where nothing was looked at
+
+
+def make_recipe(algorithm: schema.Algorithm) -> Recipe:
+    """The functions that the configuration names. Raises ConfigError with the nearest known name."""
+    return Recipe(
+        loss=token_loss.resolve(algorithm.loss),
+        correction=correction.resolve(algorithm.correction),
+        kl=kl.resolve(algorithm.kl),
+        kl_coefficient=algorithm.kl_coefficient,
+        entropy_coefficient=algorithm.entropy_coefficient,
+    )
+
+
+def policy_objective(
+    recipe: Recipe, x: TokenInputs, weights: Array, version: Array
+) -> tuple[Array, Totals]:
+    """This micro-batch's share of the step's loss, and of the report.
+
+    weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn.
+    """
+    token, corrected = recipe.loss(x), recipe.correction(x)
+    policy_loss = _weighted(x, weights, corrected.weights * token.loss)
+    loss = policy_loss
+    if x.reference_logprobs is not None and recipe.kl_coefficient:
+        loss += recipe.kl_coefficient * _weighted(x, weights, recipe.kl(x))
+    if recipe.entropy_coefficient:
+        loss -= recipe.entropy_coefficient * _weighted(x, weights, x.entropy)
+    shares = {
+        "clip_share": _mean(x.mask, token.clipped),
+        "truncated_share": _mean(x.mask, corrected.truncated),
+    }
+    report = Totals(
+        sums={"loss": loss, "policy_loss": policy_loss, "tokens": jnp.sum(x.mask)},
+        means=shares | _policy_means(x, version),
+        maxima=_policy_maxima(x, version),
+        minima={"ratio_min": _smallest(x.mask, jnp.exp(log_ratio(x)))},
+    )
+    return loss, jax.lax.stop_gradient(report)
+
+
+def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
+    """The same for maximum likelihood of given tokens."""
+    loss = _weighted(x, weights, cross_entropy(x).loss)
+    sums = {"loss": loss, "tokens": jnp.sum(x.mask)}
+    report = Totals(sums, {"entropy": _mean(x.mask, x.entropy)}, {}, {})
+    return loss, jax.lax.stop_gradient(report)
+
+
+def summarize(totals: Sequence[Totals]) -> dict[str, float]:
+    """One report from all micro-batches' totals, which lie on the host already.
+
+    A mean or extreme that no token went into (no token of the current version, say) is left out
+    rather than made up.
+    """
+    first = totals[0]
+    stats = {k: float(sum(float(t.sums[k]) for t in totals)) for k in first.sums}
+    for key in first.means:
+        total, count = (sum(float(t.means[key][i]) for t in totals) for i in (0, 1))
+        if count:
+            stats[key] = mean_of(total, count)
+    stats |= {k: max(float(t.maxima[k]) for t in totals) for k in first.maxima}
+    stats |= {k: min(float(t.minima[k]) for t in totals) for k in first.minima}
+    return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
+
+
+def _policy_means(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
+    """How far the policy is from what drew the tokens, and from the reference."""
+    difference = log_ratio(x)
+    mismatch = jnp.abs(difference)
+    means = {
+        "entropy": _mean(x.mask, x.entropy),
+        "ratio_mean": _mean(x.mask, jnp.exp(difference)),
+        "kl_behavior_k1": _mean(x.mask, -difference),
+        "kl_behavior_k3": _mean(x.mask, k3_of(-difference)),
+        "mismatch_mean": _mean(_fresh(x, version), mismatch),
+        "mismatch_all_mean": _mean(x.mask, mismatch),
+    }
+    if x.reference_logprobs is not None:
+        means["kl_reference"] = _mean(x.mask, k3_of(x.policy_logprobs - x.reference_logprobs))
+    return means
+
+
+def _policy_maxima(x: TokenInputs, version: Array) -> dict[str, Array]:
+    difference = log_ratio(x)
+    mismatch = jnp.abs(difference)
+    return {
+        "ratio_max": _largest(x.mask, jnp.exp(difference)),
+        "mismatch_max": _largest(_fresh(x, version), mismatch),
+        "mismatch_all_max": _largest(x.mask, mismatch),
+    }
+
+
+def _fresh(x: TokenInputs, version: Array) -> Array:
+    """Tokens drawn by exactly the weights that learn: any mismatch is numerics, not staleness."""
+    return x.mask & (x.versions == version)
+
+
+def _weighted(x: TokenInputs, weights: Array, values: Array) -> Array:
+    return jnp.sum(jnp.where(x.mask, weights * values, 0.0))
+
+
+def _mean(mask: Array, values: Array) -> tuple[Array, Array]:
+    return jnp.sum(jnp.where(mask, values, 0.0)), jnp.sum(mask)
+
+
+def _largest(mask: Array, values: Array) -> Array:
+    return jnp.max(jnp.where(mask, values, -jnp.inf))
+
+
+def _smallest(mask: Array, values: Array) -> Array:
+    return jnp.min(jnp.where(mask, values, jnp.inf))

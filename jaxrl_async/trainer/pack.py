@@ -1,0 +1,166 @@
+"""Token sequences into fixed rows and back out in micro-batches: NumPy, pure, deterministic.
+
+sequences  AAAAA BBB CCCC DD        rows of 8   AAAAABBB
+                                                CCCCDD..      '.' is padding, segment 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import NOT_DRAWN, BoolArray, EpisodeGroup, FloatArray, IntArray, PackedBatch
+
+_PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value of padding
+    "token_ids": (np.int32, 0),
+    "positions": (np.int32, 0),
+    "segment_ids": (np.int32, 0),
+    "mask": (np.bool_, False),
+    "behavior_logprobs": (np.float32, 0.0),
+    "versions": (np.int32, NOT_DRAWN),
+    "advantages": (np.float32, 0.0),
+    "sequence_ids": (np.int32, -1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One sequence to learn from; the first token is never masked, since nothing predicts it."""
+
+    token_ids: IntArray  # [length] int32
+    mask: BoolArray  # [length] True where the token is to be learnt
+    behavior_logprobs: FloatArray  # [length] float32
+    versions: IntArray  # [length] int32
+    advantages: FloatArray  # [length] float32
+
+
+def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
+    """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
+
+    sequence_ids are places in `sequences`. Raises DataError where one is longer than a row, or
+    learns its first token.
+    """
+    for index, sequence in enumerate(sequences):
+        _check(index, sequence, row_length)
+    rows = _first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
+    batch = _empty(len(rows), row_length)
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members, 1):
+            sequence = sequences[index]
+            end = start + len(sequence.token_ids)
+            for name, values in _columns(sequence, index, segment).items():
+                getattr(batch, name)[row, start:end] = values
+            start = end
+    return batch
+
+
+def pack_groups(
+    groups: Sequence[EpisodeGroup], advantages: Sequence[Sequence[FloatArray]], row_length: int
+) -> PackedBatch:
+    """Pack every episode of every group, in order; advantages: per group and episode `[length]`."""
+    return pack(
+        [
+            TrainSequence(
+                token_ids=episode.token_ids,
+                mask=episode.drawn,
+                behavior_logprobs=episode.logprobs,
+                versions=episode.versions,
+                advantages=values,
+            )
+            for group, of_group in zip(groups, advantages, strict=True)
+            for episode, values in zip(group.episodes, of_group, strict=True)
+        ],
+        row_length,
+    )
+
+
+def pack_pairs(pairs: Sequence[tuple[IntArray, BoolArray]], row_length: int) -> PackedBatch:
+    """Pack (token_ids, mask) pairs for supervised training: no policy drew them."""
+    return pack(
+        [
+            TrainSequence(
+                token_ids=token_ids,
+                mask=mask,
+                behavior_logprobs=np.zeros(len(token_ids), np.float32),
+                versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
+                advantages=np.zeros(len(token_ids), np.float32),
+            )
+            for token_ids, mask in pairs
+        ],
+        row_length,
+    )
+
+
+def fits(group: EpisodeGroup, row_length: int) -> bool:
+    """Whether every episode of the group fits a row."""
+    return all(len(e.token_ids) <= row_length for e in group.episodes)
+
+
+def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
+    """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
+    columns = {
+        name: split(getattr(batch, name), rows, fill) for name, (_, fill) in _PADDING.items()
+    }
+    return [
+        PackedBatch(**dict(zip(columns, parts, strict=True)))
+        for parts in zip(*columns.values(), strict=True)
+    ]
+
+
+def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
+    """Parts of exactly `rows` rows, the last one filled up; at least one."""
+    missing = max(-(-len(array) // rows), 1) * rows - len(array)
+    whole = np.concatenate([array, np.full((missing, *array.shape[1:]), fill, array.dtype)])
+    return [whole[at : at + rows] for at in range(0, len(whole), rows)]
+
+
+def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
+    length = len(sequence.token_ids)
+    if length > row_length:
+        raise DataError(
+            f"sequence {index} of the step has {length} tokens, more than a row of {row_length}. "
+            "Raise trainer.row_length, or leave such sequences out."
+        )
+    if length and sequence.mask[0]:
+        raise DataError(
+            f"sequence {index} of the step learns its first token, which nothing predicts. "
+            "Start every sequence with at least one prompt token."
+        )
+
+
+def _first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Indices in each row: longest first, ties by index, each into the first row with room."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(index)
+        room[row] -= length
+    return rows
+
+
+def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any]:
+    """One sequence as values of PackedBatch's fields; what is not learnt is cleared."""
+    mask = sequence.mask
+    return {
+        "token_ids": sequence.token_ids,
+        "positions": np.arange(len(mask)),
+        "segment_ids": segment,
+        "mask": mask,
+        "behavior_logprobs": np.where(mask, sequence.behavior_logprobs, 0.0),
+        "versions": np.where(mask, sequence.versions, NOT_DRAWN),
+        "advantages": np.where(mask, sequence.advantages, 0.0),
+        "sequence_ids": index,
+    }
+
+
+def _empty(rows: int, length: int) -> PackedBatch:
+    return PackedBatch(**{k: np.full((rows, length), v, t) for k, (t, v) in _PADDING.items()})

@@ -1,0 +1,163 @@
+"""The trainer: one thread that draws groups, learns from them, and publishes the new weights.
+
+        ReplayBuffer ──draw──> pack ──> micro-batches ──accumulate──> apply ──┐
+             ^                                                                │ version + 1
+             │ slots freed when live                                          v
+        Live(version) <────────────── WeightChannel <──────publish────── TrainState
+                                                                              │
+                                                report (metrics), save (checkpoint), evaluate
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import Closed, TrainingError
+from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.ports import Clock, GroupSource, Publisher
+from jaxrl_async.trainer.advantages import AdvantageFn
+from jaxrl_async.trainer.measures import drop_measures, group_measures
+from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.step import TrainState, TrainStep
+from jaxrl_async.types import Draw, EpisodeGroup, IntArray
+
+LIVE_TIMEOUT_S = 600.0
+"""Longest wait for a sampler to take new weights before an evaluation, seconds (compiles included)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where the trainer's results go. Called on the trainer's thread, in this order."""
+
+    evaluate: Callable[[], Mapping[str, float]]  # with the weights that are live now
+    report: Callable[[int, Mapping[str, float], Sequence[EpisodeGroup]], None]  # version, metrics, groups
+    save: Callable[[TrainState, int, int], None]  # state, version, next group to admit after a resume
+    should_stop: Callable[[], bool]
+
+
+class Trainer:
+    """Learns until `total_steps` versions are made, somebody asks for a stop, or nothing is finite."""
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        state: TrainState,
+        source: GroupSource,
+        publisher: Publisher,
+        advantage: AdvantageFn,
+        outlets: Outlets,
+        row_length: int,
+        total_steps: int,
+        version: int = 0,
+        next_group: int = 0,
+        eval_every: int = 10,
+        save_every: int = 0,
+        max_skipped_steps: int = 3,
+        reference_params: Any = None,
+        probe: IntArray | None = None,
+        turns: Any = NO_TURNS,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._step, self.state = step, state
+        self._source, self._publisher, self._outlets = source, publisher, outlets
+        self._advantage, self._row_length = advantage, row_length
+        self.version, self._next_group, self._total_steps = version, next_group, total_steps
+        self._eval_every, self._save_every = eval_every, save_every
+        self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
+        self._reference, self._probe, self._turns, self._clock = reference_params, probe, turns, clock
+        self._saved_version = -1
+
+    def run(self) -> None:
+        """Make one version after another.
+
+        consumes      one step's groups from the buffer, in order
+        waits for     source.draw()          unblocked by the rollout loop and by close()
+                      publisher.publish()    while the sampler has not taken the last version
+        produces      weights for the samplers, metrics, checkpoints
+        on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
+        """
+        self._outlets.report(self.version, self._outlets.evaluate(), ())
+        self._source.resume()
+        try:
+            while self.version < self._total_steps and not self._outlets.should_stop():
+                self._one_step()
+        except Closed:
+            if not self._outlets.should_stop():
+                raise
+        finally:
+            self._save()
+
+    def _one_step(self) -> None:
+        start = self._clock()
+        draw = self._source.draw(self.version)
+        values = self._learn(draw)
+        trained = self._clock()
+        last = self.version == self._total_steps or self._outlets.should_stop()
+        evaluates = last or (self._eval_every > 0 and self.version % self._eval_every == 0)
+        if evaluates:  # nothing new starts until the evaluation has run on exactly this version
+            self._source.pause()
+        self._publish()
+        published = self._clock()
+        if evaluates:
+            self._publisher.wait_live(self.version, LIVE_TIMEOUT_S)
+            values |= self._outlets.evaluate()
+        step_s = self._clock() - start
+        values |= {
+            "time/step_s": step_s,
+            "time/wait_data_s": draw.waited_s,
+            "time/train_s": trained - start - draw.waited_s,
+            "time/publish_s": published - trained,
+            "trainer/idle_share": 1.0 - (trained - start - draw.waited_s) / step_s,
+        }
+        self._outlets.report(self.version, values, draw.groups)
+        if self._save_every and self.version % self._save_every == 0:
+            self._save()
+        if evaluates and not last:
+            self._source.resume()
+        self._stop_if_lost()
+
+    def _learn(self, draw: Draw) -> dict[str, float]:
+        """One update from the groups drawn: metrics of the data and of the step."""
+        advantages = [self._advantage(g) for g in draw.groups]
+        batch = pack_groups(draw.groups, advantages, self._row_length)
+        self.state, stats = self._step.update(
+            self.state,
+            batch,
+            version=self.version,
+            reference_params=self._reference,
+            turns=self._turns,
+        )
+        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped) | stats
+        self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
+        self._next_group = 1 + max(g.ticket.group for g in draw.groups)
+        self.version += 1
+        return values
+
+    def _publish(self) -> None:
+        with self._turns:
+            logprobs = None
+            if self._probe is not None:
+                logprobs = self._step.logprobs(self.state.params, self._probe)
+            self._publisher.publish(self.version, self.state.params, logprobs)
+
+    def _save(self) -> None:
+        if self._saved_version != self.version:
+            self._outlets.save(self.state, self.version, self._next_group)
+            self._saved_version = self.version
+
+    def _stop_if_lost(self) -> None:
+        if self._skipped_in_row >= self._max_skipped:
+            raise TrainingError(
+                f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the last made "
+                f"version {self.version}); the weights from before them are kept and saved. Lower "
+                "algorithm.learning_rate or trainer.max_grad_norm, or look at the rewards in samples.jsonl."
+            )
+
+
+def probe_tokens(vocab: int, length: int) -> IntArray:
+    """The fixed sequence that trainer and sampler compare log-probs on: [length] int32, spread over ids."""
+    return ((np.arange(length, dtype=np.int64) * 7919 + 1) % vocab).astype(np.int32)

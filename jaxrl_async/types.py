@@ -1,0 +1,194 @@
+"""The carriers: frozen host-side records, NumPy only. Read this file first.
+
+    Prompt -> Request -> Completion -> Episode -> EpisodeGroup -> PackedBatch
+                 ^                                                     |
+                 +---- VersionedParams <---- WeightUpdate <---- train step
+
+A *version* is the number of updates that made a set of weights: version 0 is the start of the
+run, and each update publishes the next one. A token's version is that of the weights whose
+logits it was drawn from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+NOT_DRAWN = -1
+"""Version of a token that the policy did not draw (prompt, tool reply, padding)."""
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # drew one of the request's stop tokens (kept as the last token)
+    LENGTH = "length"  # reached max_new_tokens or the sampler's max_length
+    CANCELLED = "cancelled"  # the caller cancelled it
+
+
+class Drop(StrEnum):
+    """Why a group was not trained on. Every exit from the pipe is a member, counted by name."""
+
+    STALE = "stale"  # older than max_staleness allows
+    FROM_THE_FUTURE = "from_the_future"  # drawn by weights newer than the trainer's (after a restart)
+    FAILED = "failed"  # the environment or a scorer failed
+    TOO_LONG = "too_long"  # an episode does not fit a training row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task from the data stream."""
+
+    prompt_id: int  # index of the record in the dataset
+    position: int  # place in the shuffled, repeated stream: unique within a run
+    token_ids: IntArray  # [prompt] int32
+    text: str  # what token_ids say, for people and for rewards
+    reference: str  # what scorers need (the right answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Leave to start one group, given by the staleness gate."""
+
+    group: int  # admission number: 0, 1, 2, ... and the order in which strict draws take groups
+    version: int  # policy version live in every sampler at admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Distribution that tokens are drawn from: temperature first, then top-k, top-p, min-p."""
+
+    temperature: float = 1.0  # 0 is greedy; log-probs are then those of the untempered distribution
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate."""
+
+    request_id: str  # "g5/m2/t0": group 5, member 2, turn 0
+    token_ids: IntArray  # [prompt] int32
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    key: tuple[int, int] = (0, 0)  # (group or prompt, member): with position, all that randomness depends on
+    forced_length: int | None = None  # benchmarks: ignore stop tokens and end after this many tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the sampler drew for one request.
+
+    Drew A A B; the weights changed from 7 to 9 before B's logits were made:
+        token_ids = [A A B]   logprobs = [a a b]   versions = [7 7 9]
+    """
+
+    request_id: str
+    token_ids: IntArray  # [drawn] int32, the stop token included
+    logprobs: FloatArray  # [drawn] float32, of the distribution really drawn from
+    versions: IntArray  # [drawn] int32, policy version of the logits; never falls
+    stop: StopReason
+    queued_s: float = 0.0  # submit to prefill, seconds
+    latency_s: float = 0.0  # submit to finish, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One token sequence as the policy saw it: nothing is rendered or tokenised again after this.
+
+    Prompt P (3 tokens), answer A (2), tool reply T (2), answer B (1):
+        token_ids = [P P P A A T T B]     drawn    = [0 0 0 1 1 0 0 1]
+        logprobs  = [0 0 0 a a 0 0 b]     versions = [- - - 7 7 - - 9]     # '-' is NOT_DRAWN
+    """
+
+    token_ids: IntArray  # [length] int32
+    drawn: BoolArray  # [length] True where the policy drew the token
+    logprobs: FloatArray  # [length] float32, of the distribution really drawn from; 0 where not drawn
+    versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
+    stop: StopReason
+    num_turns: int = 1
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew."""
+        return int(self.drawn.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a scorer thinks of one episode."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components, before weighting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeGroup:
+    """All episodes of one prompt: the unit that is admitted, buffered, and trained on."""
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+    scores: tuple[Score, ...]  # same order as episodes
+    ticket: Ticket
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version of any drawn token; the ticket's where nothing was drawn."""
+        drawn = [int(e.versions[e.drawn].min()) for e in self.episodes if e.drawn.any()]
+        return min(drawn, default=self.ticket.version)
+
+    @property
+    def newest_version(self) -> int:
+        """Largest version of any drawn token; the ticket's where nothing was drawn."""
+        drawn = [int(e.versions[e.drawn].max()) for e in self.episodes if e.drawn.any()]
+        return max(drawn, default=self.ticket.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What the buffer gave for one step, in training order, and what it threw away meanwhile."""
+
+    groups: tuple[EpisodeGroup, ...]
+    dropped: tuple[tuple[EpisodeGroup, Drop], ...]
+    waited_s: float  # how long the trainer stood still
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Token sequences side by side in fixed rows; segment 0 is padding.
+
+    Position t holds token t; `mask[t]` says that token t was drawn and is to be learnt, and its
+    log-prob comes from the logits at t - 1. A segment's first token is never masked.
+    """
+
+    token_ids: IntArray  # [rows, length] int32
+    positions: IntArray  # [rows, length] int32, from 0 in each segment
+    segment_ids: IntArray  # [rows, length] int32, from 1 in each row; 0 is padding
+    mask: BoolArray  # [rows, length]
+    behavior_logprobs: FloatArray  # [rows, length] float32, 0 outside the mask
+    versions: IntArray  # [rows, length] int32, NOT_DRAWN outside the mask
+    advantages: FloatArray  # [rows, length] float32, 0 outside the mask
+    sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are learnt."""
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionedParams:
+    """Weights on a sampler's devices, complete and checked, with the version they are."""
+
+    version: int
+    params: Any  # pytree of device arrays; host code never looks inside
+    probe_logprobs: Any = None  # [probe] device array, the trainer's log-probs on the probe; None: no probe

@@ -1,0 +1,54 @@
+"""What a step's groups say: against counts made by hand."""
+
+import numpy as np
+import pytest
+
+from jaxrl_async.trainer.measures import drop_measures, group_measures
+from jaxrl_async.types import Drop, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+
+def episode(versions: list[int], stop: StopReason = StopReason.EOS) -> Episode:
+    drawn = np.array([v >= 0 for v in versions])
+    return Episode(
+        token_ids=np.arange(len(versions), dtype=np.int32),
+        drawn=drawn,
+        logprobs=np.zeros(len(versions), np.float32),
+        versions=np.array(versions, np.int32),
+        stop=stop,
+    )
+
+
+def group(number: int, episodes: list[Episode], rewards: list[float]) -> EpisodeGroup:
+    return EpisodeGroup(
+        prompt=Prompt(
+            prompt_id=number, position=number, token_ids=np.zeros(1, np.int32), text="", reference=""
+        ),
+        episodes=tuple(episodes),
+        scores=tuple(Score(reward=r, parts={"exact": r}) for r in rewards),
+        ticket=Ticket(group=number, version=3),
+    )
+
+
+def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
+    groups = [
+        group(0, [episode([-1, 3, 4]), episode([-1, 4], StopReason.LENGTH)], [1.0, 0.0]),
+        group(1, [episode([-1, 4, 4, 4]), episode([-1, 4])], [1.0, 1.0]),
+    ]
+    values = group_measures(groups, version=4)
+    assert values["reward/mean"] == pytest.approx(0.75)
+    assert values["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
+    assert values["reward/exact"] == pytest.approx(0.75)
+    assert values["reward/zero_variance_share"] == 0.5
+    assert values["rollout/length_mean"] == pytest.approx(7 / 4)
+    assert values["rollout/length_max"] == 3
+    assert values["rollout/truncated_share"] == 0.25
+    assert (values["staleness/tokens_lag_0"], values["staleness/tokens_lag_1"]) == (6, 1)
+    assert values["staleness/max"] == 1
+    assert values["staleness/mean"] == pytest.approx(1 / 7)
+
+
+def test_drops_are_counted_by_reason_with_their_length() -> None:
+    stale = group(0, [episode([-1, 0, 0]), episode([-1, 0])], [0.0, 0.0])
+    values = drop_measures([(stale, Drop.STALE), (stale, Drop.STALE)])
+    assert values == {"staleness/dropped_stale": 2.0, "staleness/dropped_length_mean": 1.5}
+    assert drop_measures([]) == {}

@@ -1,0 +1,119 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.trainer.losses import TokenInputs
+from jaxrl_async.trainer.objective import (
+    make_recipe,
+    policy_objective,
+    summarize,
+    supervised_objective,
+)
+
+SHAPE = (4, 6)
+
+
+@pytest.fixture
+def x() -> TokenInputs:
+    rng = np.random.default_rng(0)
+    policy = -rng.exponential(1.0, SHAPE)
+    return TokenInputs(
+        policy_logprobs=jnp.asarray(policy, jnp.float32),
+        behavior_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
+        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
+        mask=jnp.asarray(rng.random(SHAPE) < 0.7),
+        versions=jnp.asarray(rng.integers(3, 6, SHAPE), jnp.int32),
+        entropy=jnp.asarray(rng.random(SHAPE), jnp.float32),
+        reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.3, SHAPE), jnp.float32),
+    )
+
+
+@pytest.fixture
+def weights(x):
+    return jnp.where(x.mask, 1 / x.mask.sum(), 0.0)
+
+
+def recipe(**settings):
+    return make_recipe(schema.Algorithm(**settings))
+
+
+def report(x, weights, version=5, **settings) -> dict[str, float]:
+    return summarize([policy_objective(recipe(**settings), x, weights, jnp.int32(version))[1]])
+
+
+def test_the_report_is_the_masked_means_and_extremes(x, weights):
+    stats = report(x, weights)
+    m = np.asarray(x.mask)
+    d = (
+        np.asarray(x.policy_logprobs, np.float64)[m]
+        - np.asarray(x.behavior_logprobs, np.float64)[m]
+    )
+    fresh = np.asarray(x.versions)[m] == 5
+    reference = np.asarray(x.policy_logprobs - x.reference_logprobs, np.float64)[m]
+    expected = {
+        "tokens": m.sum(),
+        "entropy": np.asarray(x.entropy)[m].mean(),
+        "ratio_mean": np.exp(d).mean(),
+        "ratio_max": np.exp(d).max(),
+        "ratio_min": np.exp(d).min(),
+        "kl_behavior_k1": -d.mean(),
+        "kl_behavior_k3": (np.exp(d) - 1 - d).mean(),
+        "kl_reference": (np.exp(-reference) - 1 + reference).mean(),
+        "mismatch_mean": np.abs(d[fresh]).mean(),
+        "mismatch_max": np.abs(d[fresh]).max(),
+        "mismatch_all_mean": np.abs(d).mean(),
+        "mismatch_all_max": np.abs(d).max(),
+        "truncated_share": (np.exp(d) > 2).mean(),
+    }
+    for key, value in expected.items():
+        assert stats[key] == pytest.approx(value, rel=1e-4), key
+    assert 0 < stats["clip_share"] < 1
+
+
+def test_the_loss_is_policy_loss_plus_kl_less_entropy(x, weights):
+    plain = report(x, weights)
+    stats = report(x, weights, kl_coefficient=0.5, entropy_coefficient=0.25, kl="k3")
+    assert plain["loss"] == plain["policy_loss"] == stats["policy_loss"]
+    expected = stats["policy_loss"] + 0.5 * stats["kl_reference"] - 0.25 * stats["entropy"]
+    assert stats["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_token_of_the_current_version_makes_no_mismatch_up(x, weights):
+    stats = report(x, weights, version=9)
+    assert "mismatch_mean" not in stats and "mismatch_max" not in stats
+    assert stats["mismatch_all_mean"] > 0
+
+
+def test_micro_batches_report_the_same_as_the_whole(x, weights):
+    whole = report(x, weights)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = TokenInputs(*(a[rows] for a in x))
+        parts.append(policy_objective(recipe(), part, weights[rows], jnp.int32(5))[1])
+    split = summarize(parts)
+    assert split.keys() == whole.keys()
+    for key, value in whole.items():
+        assert split[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+
+
+def test_nothing_to_learn_is_reported_as_nothing(x, weights):
+    stats = report(x._replace(mask=jnp.zeros(SHAPE, bool)), weights)
+    assert stats == {"loss": 0.0, "policy_loss": 0.0, "tokens": 0.0}
+
+
+def test_a_supervised_report_is_the_mean_log_likelihood(x, weights):
+    loss, totals = supervised_objective(x, weights)
+    expected = -np.asarray(x.policy_logprobs)[np.asarray(x.mask)].mean()
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert summarize([totals])["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [("loss", "token loss"), ("correction", "correction"), ("kl", "kl estimator")],
+)
+def test_an_unknown_function_in_the_recipe_is_a_config_error(field, kind):
+    with pytest.raises(ConfigError, match=f"unknown {kind} 'nonsense'"):
+        make_recipe(schema.Algorithm(**{field: "nonsense"}))

@@ -1,0 +1,73 @@
+import pytest
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.trainer.registry import Registry
+
+
+@pytest.fixture
+def shapes() -> Registry:
+    registry: Registry = Registry("shape")
+
+    @registry
+    def circle(x: float, *, radius: float = 1.0, sides: int = 0) -> float:
+        return x * radius + sides
+
+    @registry
+    def square(x: float, *, side: float) -> float:
+        return x * side
+
+    return registry
+
+
+def test_names_are_the_functions_names(shapes):
+    assert sorted(shapes) == ["circle", "square"]
+    assert len(shapes) == 2
+
+
+def test_a_name_resolves_to_the_function_with_its_defaults(shapes):
+    assert shapes.resolve("circle")(3.0) == 3.0
+
+
+def test_arguments_are_bound(shapes):
+    assert shapes.resolve({"circle": {"radius": 2.0, "sides": 1}})(3.0) == 7.0
+    assert shapes.resolve({"square": {"side": 2}})(3.0) == 6.0
+
+
+def test_an_unknown_name_names_the_nearest_and_all_known(shapes):
+    with pytest.raises(
+        ConfigError, match=r"unknown shape 'circl'; did you mean 'circle'\?.*circle, square"
+    ):
+        shapes.resolve("circl")
+
+
+def test_an_unknown_argument_names_the_nearest(shapes):
+    with pytest.raises(
+        ConfigError, match=r"'circle' has no argument 'radus'; did you mean 'radius'"
+    ):
+        shapes.resolve({"circle": {"radus": 2.0}})
+
+
+def test_the_data_argument_cannot_be_bound(shapes):
+    with pytest.raises(ConfigError, match="no argument 'x'"):
+        shapes.resolve({"circle": {"x": 2.0}})
+
+
+@pytest.mark.parametrize("bad", ["two", None, True, [1]])
+def test_a_number_must_be_a_number(shapes, bad):
+    with pytest.raises(ConfigError, match="radius must be float"):
+        shapes.resolve({"circle": {"radius": bad}})
+
+
+def test_a_float_is_not_an_int(shapes):
+    with pytest.raises(ConfigError, match="sides must be int"):
+        shapes.resolve({"circle": {"sides": 1.5}})
+
+
+def test_a_missing_argument_shows_how_to_write_it(shapes):
+    with pytest.raises(ConfigError, match=r"needs side: write \{square: \{side: \.\.\.\}\}"):
+        shapes.resolve("square")
+
+
+def test_two_choices_at_once_are_refused(shapes):
+    with pytest.raises(ConfigError, match="keep one"):
+        shapes.resolve({"circle": {}, "square": {"side": 1.0}})

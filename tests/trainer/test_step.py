@@ -1,0 +1,362 @@
+"""The update on a tiny decoder: what may change its numbers, and what must not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
+from jaxrl_async.trainer.step import (
+    TrainState,
+    TrainStep,
+    decayed,
+    num_matmul_params,
+    rows_per_micro_batch,
+    train_flops,
+)
+
+VOCAB, ROW = 24, 16
+ARCHITECTURE = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
+SPEC = ModelSpec.from_architecture(ARCHITECTURE, VOCAB)
+LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
+"""AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    return make_slices(schema.Mesh(trainer=schema.Axes(**axes)), jax.devices()).trainer
+
+
+_STEPS: dict[str, TrainStep] = {}
+
+
+def step_of(
+    *, axes: dict | None = None, algorithm: dict | None = None, trainer: dict | None = None, **kw
+) -> TrainStep:
+    """A step of these settings; the same one each time, so that it compiles once."""
+    key = repr((axes, algorithm, trainer, sorted(kw.items(), key=str)))
+    if key not in _STEPS:
+        _STEPS[key] = TrainStep(
+            SPEC,
+            mesh_of(**(axes or {})),
+            TRAINER_RULES,
+            algorithm=schema.Algorithm(**{"learning_rate": 1e-2, **(algorithm or {})}),
+            trainer=schema.Trainer(
+                **{"micro_batch_tokens": 4 * ROW, "logprob_chunk": 32, **(trainer or {})}
+            ),
+            row_length=ROW,
+            total_steps=10,
+            **kw,
+        )
+    return _STEPS[key]
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return init_params(SPEC, jax.random.key(0), jnp.float32)
+
+
+def sequences(num: int = 14, seed: int = 0, version: int = 3) -> list[TrainSequence]:
+    """Two-turn sequences of several lengths, drawn at two versions."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(num):
+        length = int(rng.integers(6, ROW + 1))
+        mask = np.ones(length, bool)
+        mask[:2] = mask[4] = False
+        made.append(
+            TrainSequence(
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                mask=mask,
+                behavior_logprobs=-3 - rng.random(length).astype(np.float32) / 5,
+                versions=np.full(length, version - index % 2, np.int32),
+                advantages=np.full(length, rng.normal(), np.float32),
+            )
+        )
+    return made
+
+
+BATCH = pack(sequences(), ROW)
+
+
+def copied(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)
+
+
+def assert_close(a: Any, b: Any, tolerance: float) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=tolerance, rtol=tolerance)
+
+
+def test_an_update_moves_the_weights_and_reports_finite_numbers(params):
+    step = step_of()
+    state, stats = step.update(step.init(params), BATCH, version=3)
+    assert int(state.step) == 1 and stats["train/skipped"] == 0
+    assert stats["train/tokens"] == BATCH.num_tokens
+    assert all(isinstance(v, float) and np.isfinite(v) for v in stats.values()), stats
+    assert any(
+        (np.asarray(a) != b).any()
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(copied(params)), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "aggregate", ["token_mean", "sequence_mean", {"constant": {"divisor": 20}}]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_micro_batches_add_up_to_one_big_batch(params, aggregate, rows):
+    results = []
+    for tokens in (rows * ROW, 64 * ROW):
+        step = step_of(
+            algorithm={"aggregate": aggregate, "entropy_coefficient": 0.01},
+            trainer={"micro_batch_tokens": tokens, **LINEAR},
+        )
+        state, stats = step.update(step.init(params), BATCH, version=3)
+        results.append((copied(state.params), stats))
+    (split, split_stats), (whole, whole_stats) = results
+    assert_close(split, whole, 1e-6)
+    for key in (
+        "train/loss",
+        "train/entropy",
+        "train/ratio_max",
+        "train/grad_norm",
+        "train/clip_share",
+    ):
+        assert split_stats[key] == pytest.approx(whole_stats[key], abs=1e-6, rel=1e-6), key
+
+
+def test_packing_does_not_change_the_update(params):
+    loose = pack(sequences()[::-1], ROW)
+    step = step_of(trainer=LINEAR)
+    first, _ = step.update(step.init(params), BATCH)
+    second, _ = step.update(step.init(params), loose)
+    assert_close(first.params, second.params, 1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}, {"tensor": 4}])
+def test_a_sharded_step_equals_one_device(params, axes):
+    losses, ends = [], []
+    for shape in ({}, axes):
+        step = step_of(axes=shape, trainer={"micro_batch_tokens": ROW, "weight_decay": 0.1})
+        state, of_mesh = step.init(params), []
+        for _ in range(3):
+            state, stats = step.update(state, BATCH, reference_params=params_on(step, params))
+            of_mesh.append(
+                (stats["train/loss"], stats["train/grad_norm"], stats["train/kl_reference"])
+            )
+        losses.append(of_mesh)
+        ends.append(copied(state.params))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    assert_close(ends[1], ends[0], 1e-3)  # AdamW divides by tiny gradients: rounding grows
+
+
+def params_on(step: TrainStep, params: Any) -> Any:
+    return jax.device_put(params, step.state_shardings.params)
+
+
+def test_moments_are_sharded_like_their_weights(params):
+    step = step_of(axes={"fsdp": 2, "tensor": 2})
+    state = step.init(params)
+    wanted = {(p.shape, str(p.sharding.spec)) for p in jax.tree.leaves(state.params)}
+    moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
+    assert {(m.shape, str(m.sharding.spec)) for m in moments} == wanted
+    assert any("fsdp" in spec for _, spec in wanted) and any("tensor" in spec for _, spec in wanted)
+    moved, _ = step.update(state, BATCH)
+    assert [m.sharding for m in jax.tree.leaves(moved)] == list(jax.tree.leaves(step.state_shardings))
+
+
+def test_the_old_state_is_donated_and_the_callers_weights_are_not(params):
+    step = step_of()
+    mine = params_on(step, params)
+    state = step.init(mine)
+    moved, _ = step.update(state, BATCH)
+    assert all(p.is_deleted() for p in jax.tree.leaves(state.params))
+    assert not any(p.is_deleted() for p in jax.tree.leaves((mine, moved)))
+
+
+@pytest.mark.parametrize("poison", ["advantages", "behavior_logprobs"])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_works(params, poison):
+    broken = sequences()
+    getattr(broken[5], poison)[3] = np.nan
+    step = step_of()
+    state, _ = step.update(step.init(params), BATCH)
+    before = copied(state)
+    state, stats = step.update(state, pack(broken, ROW))
+    assert stats["train/skipped"] == 1
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(copied(state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, stats = step.update(state, BATCH)
+    assert stats["train/skipped"] == 0 and int(state.step) == 2
+
+
+def test_not_a_number_outside_the_mask_changes_nothing(params):
+    clean, dirty = sequences(), sequences()
+    for s in dirty:
+        s.advantages[~s.mask] = s.behavior_logprobs[~s.mask] = np.nan
+    step = step_of()
+    first, _ = step.update(step.init(params), pack(clean, ROW))
+    second, stats = step.update(step.init(params), pack(dirty, ROW))
+    assert stats["train/skipped"] == 0
+    assert_close(first.params, second.params, 0)
+
+
+def test_an_update_is_the_same_bit_for_bit_when_repeated(params):
+    ends = []
+    for _ in range(2):
+        _STEPS.clear()  # compiled anew, too
+        step = step_of()
+        state, _ = step.update(step.init(params), BATCH)
+        ends.append(copied(state))
+    assert_close(ends[0], ends[1], 0)
+
+
+def test_learning_rate_zero_moves_nothing(params):
+    step = step_of(algorithm={"learning_rate": 0.0}, trainer={"weight_decay": 0.5})
+    state, stats = step.update(step.init(params), BATCH)
+    assert_close(state.params, params, 0)
+    assert stats["train/learning_rate"] == 0 and stats["train/grad_norm"] > 0
+
+
+def test_weights_that_drew_the_tokens_give_ratio_one_at_the_samplers_temperature(params):
+    fresh = sequences()
+    for s in fresh:
+        logits = naive_logits(params, s.token_ids) / 0.7
+        logprobs = jax.nn.log_softmax(logits)[np.arange(len(s.token_ids) - 1), s.token_ids[1:]]
+        s.behavior_logprobs[1:] = np.asarray(logprobs)
+    step = step_of(temperature=0.7)
+    _, stats = step.update(step.init(params), pack(fresh, ROW), version=3)
+    assert stats["train/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert stats["train/ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert stats["train/mismatch_max"] < 1e-5 and stats["train/mismatch_all_max"] < 1e-5
+    assert stats["train/clip_share"] == stats["train/truncated_share"] == 0
+
+
+@jax.jit
+def naive_logits(params: Any, token_ids: np.ndarray) -> jax.Array:
+    """[n - 1, vocab] logits of each next token, through the whole vocabulary at once."""
+    tokens = jnp.asarray(token_ids)[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = hidden_states(
+        SPEC, params, tokens, positions, jnp.ones_like(tokens), dtype=jnp.float32
+    )
+    return (hidden[0] @ output_head(SPEC, params))[:-1].astype(jnp.float32)
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
+def test_the_probe_is_the_untempered_log_softmax(params, axes):
+    tokens = np.arange(9, dtype=np.int32) % VOCAB
+    step = step_of(axes=axes, temperature=0.5)
+    got = step.logprobs(params_on(step, params), tokens)
+    expected = jax.nn.log_softmax(naive_logits(params, tokens))[np.arange(8), tokens[1:]]
+    assert got.shape == (8,) and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_the_reference_divergence_is_zero_at_first_and_pulls_back_later(params):
+    step = step_of(algorithm={"kl_coefficient": 0.1})
+    reference = params_on(step, params)
+    state, first = step.update(step.init(params), BATCH, reference_params=reference)
+    _, second = step.update(state, BATCH, reference_params=reference)
+    assert first["train/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert first["train/loss"] == pytest.approx(first["train/policy_loss"], abs=1e-6)
+    assert second["train/kl_reference"] > 1e-4
+    assert second["train/loss"] == pytest.approx(
+        second["train/policy_loss"] + 0.1 * second["train/kl_reference"], rel=1e-4
+    )
+
+
+def test_supervised_updates_learn_the_answers(params):
+    pairs = [(s.token_ids, s.mask) for s in sequences(8)]
+    batch = pack_pairs(pairs, ROW)
+    step = step_of(learning_rate=1e-2)
+    state, losses = step.init(params), []
+    for _ in range(15):
+        state, stats = step.update(state, batch, objective="supervised")
+        losses.append(stats["train/loss"])
+    assert losses[-1] < 0.5 * losses[0]
+    assert stats["train/learning_rate"] == pytest.approx(1e-2)
+
+
+def test_bfloat16_weights_keep_their_type_and_move(params):
+    step = step_of(param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    state = step.init(params)
+    start = copied(state.params)
+    for _ in range(2):
+        state, stats = step.update(state, BATCH)
+    assert {p.dtype for p in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert {m.dtype for m in jax.tree.leaves(state.opt_state) if m.ndim} == {jnp.dtype(jnp.float32)}
+    assert stats["train/skipped"] == 0
+    assert any(
+        (a != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(state.params), strict=True)
+    )
+
+
+def test_programs_are_compiled_once_whatever_the_batch(params):
+    step = step_of(algorithm={"loss": "reinforce"})
+    state = step.init(params)
+    for num in (3, 14, 7):
+        state, _ = step.update(state, pack(sequences(num), ROW), version=num)
+    assert step._accumulate["policy"]._cache_size() == 1 and step._apply._cache_size() == 1
+
+
+class CountedTurns:
+    """Counts turns and refuses to be nested."""
+
+    def __init__(self) -> None:
+        self.taken, self.held = 0, False
+
+    def __enter__(self) -> None:
+        assert not self.held
+        self.held, self.taken = True, self.taken + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+
+def test_each_micro_batch_takes_a_turn_of_its_own(params):
+    step, turns = step_of(), CountedTurns()
+    state, stats = step.update(step.init(params), BATCH, turns=turns)
+    micros = stats["train/rows"] / step.micro_rows
+    assert (
+        micros > 1 and turns.taken == 2 + micros
+    )  # clearing the sums, the micro-batches, the optimizer
+    plain, _ = step.update(step.init(params), BATCH)
+    assert_close(state.params, plain.params, 0)
+
+
+def test_rows_fill_the_token_budget_and_every_device():
+    assert rows_per_micro_batch(4096, 64, 1) == 64
+    assert rows_per_micro_batch(100, 64, 1) == 1
+    assert rows_per_micro_batch(64 * 3, 64, 4) == 4
+    assert rows_per_micro_batch(10, 64, 2) == 2
+
+
+def test_only_matrices_decay(params):
+    from_table = decayed_paths()
+    assert {path for path, is_decayed in from_table if is_decayed} == {
+        path for path, _ in from_table if not ("norm" in path or "bias" in path)
+    }
+
+
+def decayed_paths() -> list[tuple[str, bool]]:
+    spec = ModelSpec.from_architecture(ARCHITECTURE.model_copy(update={"family": "qwen2"}), VOCAB)
+    flat, _ = jax.tree_util.tree_flatten_with_path(decayed(weight_table(spec)))
+    return [(jax.tree_util.keystr(path), value) for path, value in flat]
+
+
+def test_flops_count_weights_tokens_and_causal_attention():
+    batch = pack_pairs([(np.zeros(n, np.int32), np.zeros(n, bool)) for n in (5, 9)], ROW)
+    attention = 2 * 2 * 4 * 8 * (25 + 81)
+    forward = 2 * num_matmul_params(SPEC) * 14 + attention
+    assert train_flops(SPEC, batch, reference=False) == 3 * forward
+    assert train_flops(SPEC, batch, reference=True) == 4 * forward
+
+
+def test_a_state_is_a_pytree_of_three():
+    assert TrainState._fields == ("params", "opt_state", "step")
