@@ -93,9 +93,13 @@ def _read(path: Path) -> _Draft:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8."
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}. Give the path of a YAML file.") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error}. Give the path of a YAML file."
+        ) from None
     draft = _Draft(file=str(path))
     tree = _parse(text, draft.file, draft)
     if tree is not None and not isinstance(tree, dict):
@@ -117,18 +121,32 @@ def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{where}{place}: not valid YAML: {error.problem or error.context}."
+        ) from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError,
-            AttributeError) as error:  # PyYAML lets what its constructors raise through
-        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    except (
+        yaml.YAMLError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # PyYAML lets what its constructors raise through
+        reason = (
+            "nested too deeply"
+            if isinstance(error, RecursionError)
+            else " ".join(str(error).split())
+        )
         raise ConfigError(f"{where}: not valid YAML: {reason}.") from None
 
 
-def _keys(node: yaml.Node, where: str, path: KeyPath, seen: frozenset[int] = frozenset(),
-          depth: int = 0) -> Iterator[tuple[KeyPath, int]]:
+def _keys(
+    node: yaml.Node, where: str, path: KeyPath, seen: frozenset[int] = frozenset(), depth: int = 0
+) -> Iterator[tuple[KeyPath, int]]:
     """Path and line of each key below `node`; raises on what we do not take from YAML."""
     line = node.start_mark.line + 1
     if id(node) in seen or depth > MAX_DEPTH:
@@ -144,10 +162,13 @@ def _keys(node: yaml.Node, where: str, path: KeyPath, seen: frozenset[int] = fro
         name, line = str(key.value), key.start_mark.line + 1
         dotted = ".".join((*path, name))
         if isinstance(key, yaml.ScalarNode) and name == "<<":
-            raise ConfigError(f"{where}, line {line}: merging with << is not supported. Write it out.")
+            raise ConfigError(
+                f"{where}, line {line}: merging with << is not supported. Write it out."
+            )
         if name in first:
             raise ConfigError(
-                f"{where}, line {line}: {dotted} is given twice, first in line {first[name]}. Remove one."
+                f"{where}, line {line}: {dotted} is given twice, first in line {first[name]}. "
+                "Remove one."
             )
         first[name] = line
         yield (*path, name), line
@@ -162,7 +183,9 @@ def _apply(draft: _Draft, text: str) -> None:
     dotted, equals, raw = text.partition("=")
     path = tuple(part.strip() for part in dotted.strip().split("."))
     if not equals or not all(path):
-        draft.problems.append(f"{COMMAND_LINE}: {_show(text)} is not an override. Write section.key=value.")
+        draft.problems.append(
+            f"{COMMAND_LINE}: {_show(text)} is not an override. Write section.key=value."
+        )
         return
     target = _find(path)
     if target is None and not _below_choice(path):
@@ -187,7 +210,9 @@ def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         inner = tree.get(key)
         if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
-            inner = {inner: {}} if inner == path[depth + 1] else {}  # `loss: ppo_clip` takes an argument
+            inner = (
+                {inner: {}} if inner == path[depth + 1] else {}
+            )  # `loss: ppo_clip` takes an argument
         if not isinstance(inner, dict):
             return  # the section itself is wrong, and is reported as such
         if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
@@ -211,7 +236,9 @@ def _override_value(raw: str, target: Any) -> Any:
 # --- checking ----------------------------------------------------------------------------------
 
 
-def _keep_known(draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath) -> Tree:
+def _keep_known(
+    draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
+) -> Tree:
     """The part of `tree` that the schema knows; the rest is noted as problems."""
     known: Tree = {}
     for key, value in tree.items():
@@ -224,7 +251,9 @@ def _keep_known(draft: _Draft, tree: Mapping[Any, Any], section: type[Section], 
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
         elif inner is not None:
-            draft.complain(here, f"{'.'.join(here)} = {_show(value)} must be a section: keys and values.")
+            draft.complain(
+                here, f"{'.'.join(here)} = {_show(value)} must be a section: keys and values."
+            )
         elif _wrong_at_sight(value, target):
             draft.complain(here, _not_allowed(here, value, target))
         else:
@@ -272,22 +301,24 @@ def _unknown(path: KeyPath) -> str:
 
 
 def _nearest(path: KeyPath) -> list[str]:
-    """Known key paths like `path`: a typo in its section, else its name elsewhere, else the most alike."""
+    """Known key paths like `path`: in another section, misspelt in its own, or just alike."""
     parent, name, dotted = path[:-1], path[-1], ".".join(path)
     known = dict(_all_paths(Config, ()))
     siblings = [c for c in known if c[:-1] == parent]
     namesakes = sorted(c for c in known if c[-1] == name)
+    if namesakes:
+        return [".".join(c) for c in namesakes[:3]]
     best = _most_alike(name, {c[-1]: c for c in siblings}, 0.7)
     if best is not None:
         return [".".join(best)]
-    if namesakes:
-        return [".".join(c) for c in namesakes[:3]]
-    best = _most_alike(dotted, {".".join(c): c for c, is_section in known.items() if not is_section}, 0.8)
+    best = _most_alike(
+        dotted, {".".join(c): c for c, is_section in known.items() if not is_section}, 0.8
+    )
     return [".".join(best)] if best is not None else []
 
 
 def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
-    """The candidate most like the word, by difflib's ratio (0 to 1); None where all are below `least`."""
+    """The candidate most like the word; None where difflib's ratio (0 to 1) is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
 
@@ -376,9 +407,13 @@ def _allowed(target: FieldInfo) -> str:
 def _kind(kind: Any, limits: Sequence[Any]) -> str:
     if get_origin(kind) is Annotated:
         inner, *notes = get_args(kind)
-        return _kind(inner, [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])])
+        return _kind(
+            inner, [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])]
+        )
     if len(_alternatives(kind)) > 1:
-        return " or ".join(_kind(k, limits if k is not type(None) else ()) for k in _alternatives(kind))
+        return " or ".join(
+            _kind(k, limits if k is not type(None) else ()) for k in _alternatives(kind)
+        )
     if kind is type(None):
         return "null"
     if get_origin(kind) is Literal:

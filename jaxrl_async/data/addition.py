@@ -4,7 +4,7 @@
     answer  "8+5=13 3+8+1=12 7+9+1=17 4+2+1=7 #7723"     columns from the right; "+1" is the carry
 
 Problems are a function of (seed, index): nothing is stored, every index can be asked for. The
-held-out problems are the same for every seed, and no seed's stream has one of them, in either order.
+held-out problems are the same for every seed, and no stream has one of them, in either order.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,8 @@ def worked_answer(a: int, b: int) -> str:
     >>> worked_answer(204, 3)
     '4+3=7 0+0=0 2+0=2 #207'
     """
-    steps, carry, x, y = [], 0, a, b
+    steps: list[str] = []
+    carry, x, y = 0, a, b
     while x or y or not steps:
         total = x % 10 + y % 10 + carry
         steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={total}")
@@ -76,8 +77,8 @@ def held_out(digits: int, size: int) -> tuple[Problem, ...]:
     possible = numbers * (numbers + 1) // 2
     if size > possible // 2:
         raise ConfigError(
-            f"data.addition.eval_size = {size} must be at most {possible // 2}, half of the {possible} "
-            f"problems with {digits} digits. Lower it or raise data.addition.digits."
+            f"data.addition.eval_size = {size} must be at most {possible // 2}, half of the "
+            f"{possible} problems with {digits} digits. Lower it or raise data.addition.digits."
         )
     random = np.random.default_rng([HELD_OUT_SEED, digits])
     found: dict[tuple[int, int], Problem] = {}

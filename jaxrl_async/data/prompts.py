@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import grain
+import grain  # type: ignore[import-untyped]
 import numpy as np
 
 from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
@@ -87,7 +87,9 @@ class AdditionSource:
         )
 
 
-def read_jsonl(path: str | Path, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Record]:
+def read_jsonl(
+    path: str | Path, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
+) -> list[Record]:
     """The usable records of a file of JSON objects, one a line; blank lines do not count.
 
     Bad records are skipped, counted by kind, and logged with their line. Raises DataError where the
@@ -113,7 +115,9 @@ def read_jsonl(path: str | Path, section: Jsonl, tokenizer: Tokenizer, max_promp
     return records
 
 
-def _parse_record(line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int) -> Record | Bad:
+def _parse_record(
+    line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
+) -> Record | Bad:
     try:
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -122,7 +126,10 @@ def _parse_record(line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_
         return Bad.JSON
     if not isinstance(fields, dict):
         return Bad.JSON
-    question, answer = _text(fields.get(section.prompt_field)), _text(fields.get(section.answer_field))
+    question, answer = (
+        _text(fields.get(section.prompt_field)),
+        _text(fields.get(section.answer_field)),
+    )
     if question is None or answer is None:
         return Bad.FIELD
     token_ids = tokenizer.encode_prompt(question, section.template)
@@ -149,11 +156,15 @@ def final_answer(answer: str) -> str:
     return answer.rpartition(ANSWER_MARK)[2].strip()
 
 
-def _judge_bad(path: str | Path, bad: Sequence[tuple[int, Bad]], good: int, max_bad_share: float) -> None:
+def _judge_bad(
+    path: str | Path, bad: Sequence[tuple[int, Bad]], good: int, max_bad_share: float
+) -> None:
     for number, reason in bad[:LOGGED_RECORDS]:
         log.warning("%s, line %d: skipped: %s", path, number, reason)
     if bad:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(b for _, b in bad).most_common())
+        kinds = ", ".join(
+            f"{count} x {kind}" for kind, count in Counter(b for _, b in bad).most_common()
+        )
         log.warning("%s: %d of %d records skipped: %s", path, len(bad), len(bad) + good, kinds)
     if not bad and not good:
         raise DataError(f"{path}: the file is empty. Give a file with one JSON object a line.")
@@ -168,7 +179,7 @@ def _judge_bad(path: str | Path, bad: Sequence[tuple[int, Bad]], good: int, max_
 
 
 def _jsonl_split(data: Data, tokenizer: Tokenizer, split: Split) -> list[Record]:
-    """Training records, or held-out ones: a file of their own, or else the last of the same file."""
+    """Training records, or held-out ones: those of eval_path, or else the last of the same file."""
     section = data.jsonl
     if section.eval_path is not None:
         path = section.path if split == "train" else section.eval_path
@@ -184,7 +195,9 @@ def _jsonl_split(data: Data, tokenizer: Tokenizer, split: Split) -> list[Record]
     return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
 
 
-def _addition_split(section: Addition, tokenizer: Tokenizer, seed: int, split: Split) -> AdditionSource:
+def _addition_split(
+    section: Addition, tokenizer: Tokenizer, seed: int, split: Split
+) -> AdditionSource:
     held = held_out(section.digits, section.eval_size)
     return AdditionSource(AdditionStream(section, seed) if split == "train" else held, tokenizer)
 
@@ -200,12 +213,13 @@ def make_source(data: Data, tokenizer: Tokenizer, seed: int, split: Split = "tra
 
 
 def _shuffled(source: Source, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
-    """Endless MapDataset of (record number, Record): this process's share, shuffled anew each pass."""
+    """Endless MapDataset of (number, Record): this process's share, shuffled anew each pass."""
     numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle()
     mine = numbers[process_index::process_count]
     if len(mine) == 0:
         raise DataError(
-            f"{len(source)} records cannot be shared among {process_count} processes. Give more records."
+            f"{len(source)} records cannot be shared among {process_count} processes. "
+            "Give more records."
         )
     return mine.repeat().map(lambda number: (int(number), source[int(number)]))
 
@@ -216,7 +230,9 @@ class PromptStream:
     Process i of n gives the positions i, i + n, i + 2n, ...: unique over all processes.
     """
 
-    def __init__(self, source: Source, seed: int, *, process_index: int = 0, process_count: int = 1) -> None:
+    def __init__(
+        self, source: Source, seed: int, *, process_index: int = 0, process_count: int = 1
+    ) -> None:
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
         self._dataset = _shuffled(source, seed, process_index, process_count)
@@ -249,7 +265,7 @@ class PromptStream:
         if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
             told = ", ".join(f"{k} {state.get(k)} then, {self._identity[k]} now" for k in differing)
             raise DataError(
-                f"the saved place belongs to another stream of prompts: {told or 'no place in it'}. "
+                f"the saved place is of another stream of prompts: {told or 'no place in it'}. "
                 "Resume with the same data, seed and processes, or start a new run."
             )
         self._next = state["next"]
@@ -336,5 +352,7 @@ def _fitting_pairs(
         if left_out == 1 or left_out % 100 == 0:
             log.warning(
                 "warm start: %d of %d pairs so far are longer than a row of %d tokens and left out",
-                left_out, place, max_length,
+                left_out,
+                place,
+                max_length,
             )

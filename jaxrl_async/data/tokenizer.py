@@ -24,12 +24,14 @@ class Tokenizer:
     """A Hugging Face fast tokenizer with the four things that a run needs of it. Thread safe."""
 
     def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
-        """`eos_ids` end an answer, the first is the one that is taught; None: the tokenizer's own."""
+        """`eos_ids` end an answer, the first of them is taught; None: the tokenizer's own."""
         self.hf = hf
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_ids = own if eos_ids is None else eos_ids
         vocabulary = hf.get_vocab()
-        self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # largest id + 1, added tokens included
+        self.vocab_size = 1 + max(
+            vocabulary.values(), default=-1
+        )  # largest id + 1, added tokens included
         self._lock = threading.Lock()  # the backend's settings are not safe to share
 
     @property
@@ -52,14 +54,18 @@ class Tokenizer:
         if template is None and self.hf.chat_template:
             messages = [{"role": "user", "content": text}]
             with self._lock:
-                shown = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                shown = self.hf.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
             return self._encode(shown, special=False)
-        ids = self._encode(text if template is None else fill_template(template, text), special=True)
+        ids = self._encode(
+            text if template is None else fill_template(template, text), special=True
+        )
         bare = self._encode(text[-1:], special=True)
         return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text of the ids, end tokens and special tokens left out."""
+        """Text of the ids; end tokens, special tokens and ids without a token are left out."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
         with self._lock:
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
@@ -78,7 +84,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a Hugging Face directory: tokenizer.json, and tokenizer_config.json if there.
+    """The tokenizer in a Hugging Face directory: tokenizer.json, tokenizer_config.json if there.
 
     End tokens are the tokenizer's own and those of generation_config.json and config.json. Nothing
     is looked up on a network and no code of the directory runs. Raises DataError.
@@ -87,8 +93,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise DataError(
-            f"{folder}: no tokenizer.json here. Point data.tokenizer at a Hugging Face directory that "
-            "has one (save_pretrained of a fast tokenizer writes it)."
+            f"{folder}: no tokenizer.json here. Point data.tokenizer at a Hugging Face "
+            "directory that has one (save_pretrained of a fast tokenizer writes it)."
         )
     hf = _open(folder, file)
     own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
@@ -130,8 +136,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
     """Raise DataError where the tokenizer makes ids that the model at `where` has no row for."""
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {where} has "
-            f"{vocab_size} entries. Set data.tokenizer to the tokenizer of that model."
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of "
+            f"{where} has {vocab_size} entries. Set data.tokenizer to the tokenizer of that model."
         )
 
 
@@ -140,10 +146,13 @@ def check_template(template: str) -> None:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise ConfigError(f"data.jsonl.template = {template!r}: {error}. Write a brace as {{{{.") from None
+        raise ConfigError(
+            f"data.jsonl.template = {template!r}: {error}. Write a brace as {{{{."
+        ) from None
     if not names or any(name != "prompt" for name in names):
         raise ConfigError(
-            f"data.jsonl.template = {template!r} must hold {{prompt}} and no other field. Write a brace as {{{{."
+            f"data.jsonl.template = {template!r} must hold {{prompt}} and no other field. "
+            "Write a brace as {{."
         )
 
 
@@ -158,7 +167,9 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
     A real tokenizer: save_pretrained writes a directory that AutoTokenizer loads.
     """
     words = [PAD, BOS, EOS, UNKNOWN, *alphabet]
-    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend = Backend(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     hf = PreTrainedTokenizerFast(

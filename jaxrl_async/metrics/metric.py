@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +97,23 @@ METRICS: tuple[Metric, ...] = (
         False,
         ("reward/mean", "reward", "Mean over the step's episodes, as the scorer gave it."),
         ("reward/std", "reward", "Standard deviation over the step's episodes."),
-        ("reward/zero_variance_share", "share", "Groups whose rewards are all equal: nothing to learn."),
+        ("reward/zero_variance_share", "share", "Groups with all rewards equal: nothing to learn."),
         ("reward/<part>", "reward", "Mean of a named part of the reward, before weighting."),
         ("rollout/length_mean", "tokens", "Drawn tokens in an episode."),
         ("rollout/truncated_share", "share", "Episodes that ran into a length limit."),
         ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
-        ("policy/entropy", "nats", "Entropy of the policy's next-token distribution, over learnt tokens."),
-        ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl's estimator."),
+        ("policy/entropy", "nats", "Entropy of the next-token distribution, over learnt tokens."),
+        ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
         ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over learnt tokens."),
         ("policy/clip_share", "share", "Learnt tokens whose gradient the loss clipped away."),
-        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was cut or dropped."),
-        ("policy/weight_mean", "ratio", "Importance weight of a learnt token after the correction."),
-        ("policy/k1_behavior", "nats", "Divergence of policy and behaviour: mean of behaviour - policy."),
-        ("policy/k3_behavior", "nats", "The same by k3, r - 1 - log r with r = policy / behaviour; never < 0."),
-        ("mismatch/mean", "nats", "|sampler - trainer log-prob| over tokens of lag 0: same weights on both."),
+        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was cut."),
+        ("policy/weight_mean", "ratio", "Importance weight of a learnt token, corrected."),
+        ("policy/k1_behavior", "nats", "Policy vs behaviour: mean of behaviour - policy."),
+        ("policy/k3_behavior", "nats", "The same by r - 1 - log r with r the ratio; never < 0."),
+        ("mismatch/mean", "nats", "|sampler - trainer log-prob| at lag 0: same weights."),
         ("mismatch/all_mean", "nats", "The same over tokens of every lag."),
         ("staleness/mean", "versions", "Trainer's version minus the token's, over learnt tokens."),
-        ("staleness/dropped_length_mean", "tokens", "Episode length in dropped groups: a bias shows here."),
+        ("staleness/dropped_length_mean", "tokens", "Answers of dropped groups: a bias shows."),
         ("train/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms."),
         ("train/policy_loss", "loss", "The policy loss alone."),
         ("train/packing", "share", "Real tokens in the packed rows; the rest is padding."),
@@ -130,7 +131,7 @@ METRICS: tuple[Metric, ...] = (
         ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a learnt token."),
         ("mismatch/max", "nats", "Largest |sampler - trainer log-prob| at lag 0."),
         ("mismatch/all_max", "nats", "The same over tokens of every lag."),
-        ("staleness/max", "versions", "Trainer's version minus a group's oldest; never > max_staleness."),
+        ("staleness/max", "versions", "Trainer's version minus a group's oldest; bounded."),
         ("weights/probe_error", "nats", "Largest |sampler - trainer log-prob| on the fixed probe."),
     ),
     *_metrics(
@@ -141,12 +142,14 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(
         Sum,
         False,
-        ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens that were n versions old: the histogram."),
+        ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens n versions old: a histogram."),
         ("staleness/dropped_<reason>", "groups", "Groups dropped in this step, for this reason."),
-        ("train/skipped", "steps", "1 where loss or gradient was not finite and the step was skipped."),
+        ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),
         ("train/tokens", "tokens", "Tokens that were learnt."),
+        ("train/sequence_tokens", "tokens", "Tokens in the packed rows, prompts included."),
         ("train/rows", "rows", "Packed rows, all micro-batches together."),
         ("train/micro_batches", "passes", "Forward and backward passes in the step."),
+        ("train/flops", "FLOP", "Model FLOP of the step: no padding, no rematerialisation."),
     ),
     *_metrics(
         Last,
@@ -154,12 +157,12 @@ METRICS: tuple[Metric, ...] = (
         ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
         ("train/param_norm", "norm", "Global norm of the weights."),
         ("train/learning_rate", "rate", "Learning rate of the step."),
-        ("weights/transfer_bytes", "bytes", "Bytes that one publish moved to the sampler's devices."),
+        ("weights/transfer_bytes", "bytes", "Bytes that one publish moved to the sampler."),
     ),
     *_metrics(
         Last,
         True,
-        ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing and evaluating."),
+        ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing, evaluating."),
         ("time/train_s", "s", "Packing, forward and backward passes, update."),
         ("time/wait_data_s", "s", "The trainer stood still because too few groups were ready."),
         ("time/publish_s", "s", "Trainer's share of sending the new weights."),
@@ -167,23 +170,23 @@ METRICS: tuple[Metric, ...] = (
         ("time/save_s", "s", "How long the trainer stood still for a checkpoint."),
         ("time/warm_start_s", "s", "The supervised warm start."),
         ("time/elapsed_s", "s", "Since the run (or its resumption) began."),
-        ("trainer/idle_share", "share", "Step time in which the trainer's devices had nothing to do."),
+        ("trainer/idle_share", "share", "Step time in which the trainer did not learn."),
         ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
         ("sampler/busy_share", "share", "Wall time in which the sampler had work on its devices."),
         ("sampler/slot_occupancy", "share", "Decode steps x slots that drew a wanted token."),
-        ("sampler/gate_wait_share", "share", "Wall time the rollouts waited for the staleness gate."),
+        ("sampler/gate_wait_share", "share", "Wall time rollouts waited for the gate."),
         ("sampler/queue_s", "s", "Mean time from submit to prefill."),
         ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn, by wall time."),
         ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt, by wall time."),
-        ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak of the trainer's slice)."),
+        ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak FLOP/s)."),
         ("weights/transfer_s", "s", "From publish to complete on the sampler's devices."),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
         ("weights/swap_pause_s", "s", "Longest pause of decoding for a weight swap."),
-        ("buffer/active", "groups", "Groups admitted and not yet released: in flight, waiting, in training."),
+        ("buffer/active", "groups", "Groups admitted and not released: in flight or waiting."),
         ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),
         ("memory/host_bytes", "bytes", "Resident memory of the process."),
-        ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device, where it can be read."),
-        ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device, where it can be read."),
+        ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device."),
+        ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device."),
     ),
 )
 """Every key of a run. Logging another one is a programmer's error."""
@@ -197,7 +200,9 @@ _FAMILIES = tuple(
 def metric_of(key: str) -> Metric:
     """The declaration of a key. Asserts that there is one."""
     found = _EXACT.get(key) or next((m for pattern, m in _FAMILIES if pattern.fullmatch(key)), None)
-    assert found is not None, f"metric {key!r} is not declared: add it to METRICS in metrics/metric.py"
+    assert found is not None, (
+        f"metric {key!r} is not declared: add it to METRICS in metrics/metric.py"
+    )
     return found
 
 
@@ -209,7 +214,11 @@ def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, float]:
             kind = metric_of(key).kind
             assert isinstance(value, kind), f"metric {key!r} is a {kind.__name__}, got {value!r}"
             grouped.setdefault(key, []).append(value)
-    return {k: reduce(lambda a, b: a.merge(b), vs).value for k, vs in grouped.items()}  # type: ignore[arg-type]
+    return {key: reduce(_merged, values).value for key, values in grouped.items()}
+
+
+def _merged(a: Any, b: Any) -> Any:
+    return a.merge(b)
 
 
 def comparable(line: Mapping[str, float]) -> dict[str, float]:
@@ -224,7 +233,9 @@ def markdown() -> str:
         spaces.setdefault(m.key.split("/")[0], []).append(m)
     parts = [_HEAD]
     for space in sorted(spaces):
-        parts.append(f"\n## {space}\n\n| key | unit | kind | meaning |\n| --- | --- | --- | --- |\n")
+        parts.append(
+            f"\n## {space}\n\n| key | unit | kind | meaning |\n| --- | --- | --- | --- |\n"
+        )
         parts += [
             f"| `{m.key}` | {m.unit} | {m.kind.__name__.lower()}{', timing' if m.timing else ''} "
             f"| {m.help.replace('|', chr(92) + '|')} |\n"
@@ -235,16 +246,19 @@ def markdown() -> str:
 
 _HEAD = """# Metrics
 
-Written from `jaxrl_async/metrics/metric.py` by `python -m jaxrl_async.metrics.metric > docs/metrics.md`.
+Written by `python -m jaxrl_async.metrics.metric > docs/metrics.md`; change the table in that module.
 
-`metrics.jsonl` in the run folder has one JSON object a step: `step` (the version that the step made;
-0 is before the first update), then the keys below, sorted. A key is absent where there was nothing to
-measure. JSON has no word for what is not finite: such a value is the string `"nan"`, `"inf"` or `"-inf"`
-(Python's `float()` reads it back). The same keys are TensorBoard tags.
+`metrics.jsonl` in the run folder has one JSON object a step: `step` (the version that the step
+made; 0 is before the first update), then the keys below, sorted. A key is absent where there was
+nothing to measure. JSON has no word for what is not finite: such a value is the string `"nan"`,
+`"inf"` or `"-inf"` (Python's `float()` reads it back). The same keys are TensorBoard tags.
 
-*Kind* says how values of one step from several sources are merged. *timing* keys depend on wall time or
-on the machine; all others are equal for two runs with one seed at `staleness.max_staleness=0`. `<...>`
-in a key stands for any name or number.
+A resumed run goes on in the same file. Lines of steps after the one it resumes from are moved to
+`metrics.superseded.jsonl` (samples: `samples.superseded.jsonl`): the run will make them again.
+
+*Kind* says how values of one step from several sources are merged. *timing* keys depend on wall
+time or on the machine; all others are equal for two runs with one seed at
+`staleness.max_staleness=0`. `<...>` in a key stands for any name or number.
 """
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jaxrl_async.metrics.metric import metric_of
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SUPERSEDED = ".superseded.jsonl"
-"""Where lines go that a resumed run will write again: metrics.superseded.jsonl, samples.superseded.jsonl."""
+"""End of the names of the files that take lines which a resumed run will write again."""
 
 
 class Recorder:
@@ -26,7 +26,9 @@ class Recorder:
     TensorBoard is told to forget them; lines up to and with that step stay.
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, SAMPLES_FILE):
             _set_aside(run_dir / name, resume_step)
@@ -56,7 +58,7 @@ class Recorder:
                 self._board.flush()
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write sample episodes of a step: any JSON fields; the report knows prompt, completion, reward."""
+        """Write samples of a step: JSON fields; the report knows prompt, completion, reward."""
         with self._lock:
             for record in records:
                 _append(self._samples, {"step": step, **record})
@@ -74,7 +76,7 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, "nan", "inf" and "-inf" as numbers; a torn last line is left out."""
+    """The objects of a .jsonl file, "nan", "inf", "-inf" as numbers; torn lines are left out."""
     if not path.exists():
         return []
     return [line for _, line in _parsed(path) if line is not None]
@@ -128,7 +130,7 @@ def _last_line(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _set_aside(path: Path, resume_step: int | None) -> None:
-    """Move lines after resume_step, and torn ones, to *.superseded.jsonl; the rest is put back at once."""
+    """Move lines after resume_step, and torn ones, to *.superseded.jsonl."""
     if not path.exists():
         return
     pairs = _parsed(path)

@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """Collects spans from any thread; `close()` writes them. Without a path it does nothing, cheaply."""
+    """Collects spans from any thread; `close()` writes them. Without a path it does nothing."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class Trace:
         if self._path is not None:
             self._add("C", name, self._clock(), 0.0, {"value": value})
 
-    def _add(self, phase: str, name: str, at_s: float, duration_s: float, args: Mapping[str, Any]) -> None:
+    def _add(
+        self, phase: str, name: str, at_s: float, duration_s: float, args: Mapping[str, Any]
+    ) -> None:
         thread = threading.current_thread()
         event = Event(phase, name, thread.native_id or 0, at_s - self._start, duration_s, args)
         with self._lock:
@@ -79,7 +81,9 @@ class Trace:
             self._events.clear()
         if path is not None:
             fresh = path.with_name(path.name + ".tmp")
-            fresh.write_text(json.dumps(document(events, threads, self._added - len(events))), "utf-8")
+            fresh.write_text(
+                json.dumps(document(events, threads, self._added - len(events))), "utf-8"
+            )
             fresh.replace(path)
 
 
@@ -101,7 +105,9 @@ def document(events: list[Event], threads: Mapping[int, str], forgotten: int) ->
 
 
 def _event(event: Event) -> dict[str, Any]:
-    args = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in event.args.items()}
+    args = {
+        k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in event.args.items()
+    }
     common = {"ph": event.phase, "name": event.name, "pid": 1, "tid": event.thread}
     extra = {"X": {"dur": event.duration_s * 1e6}, "i": {"s": "t"}, "C": {}}[event.phase]
     return {**common, "ts": event.at_s * 1e6, **extra, "args": args}

@@ -88,11 +88,12 @@ def make_request(
 
 
 def first_requests(label: str, prompt: Prompt, group_size: int, limits: Limits) -> list[Request]:
-    """The first turn of each member of a group. Raises RolloutError where the prompt leaves no room."""
+    """The first turn of each member of a group. Raises RolloutError where there is no room."""
     if len(prompt.token_ids) >= limits.max_length:
         raise RolloutError(
-            f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, which leaves no room for an "
-            f"answer in {limits.max_length}. Raise sampler.max_length or lower data.max_prompt_tokens."
+            f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, which leaves no room "
+            f"for an answer in {limits.max_length}. Raise sampler.max_length or lower "
+            "data.max_prompt_tokens."
         )
     return [make_request(label, prompt, m, 0, prompt.token_ids, limits) for m in range(group_size)]
 
@@ -116,7 +117,7 @@ async def play_episode(
     on failure    the environment's exception; RolloutError where it makes no progress
 
     A turn that was cut off (length, cancelled) ends the episode: half a turn has no answer. So does
-    a reply that leaves no room for a further token; it is left out, since nothing is learnt from it.
+    a reply that leaves no room for a further token; it is left out: nothing is learnt from it.
     """
     clock = asyncio.get_running_loop().time
     turns: list[Turn] = []
@@ -166,7 +167,14 @@ async def play_group(
     """
     return await all_or_none(
         play_episode(
-            generate, make_env(prompt), prompt, turn, label=label, member=m, limits=limits, spent_s=spent_s
+            generate,
+            make_env(prompt),
+            prompt,
+            turn,
+            label=label,
+            member=m,
+            limits=limits,
+            spent_s=spent_s,
         )
         for m, turn in enumerate(first)
     )

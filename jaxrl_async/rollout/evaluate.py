@@ -58,7 +58,9 @@ async def evaluate(
     environment or the scorer raises: an evaluation with holes would not be comparable.
     """
     if not prompts:
-        raise RolloutError("there are no held-out prompts to evaluate on. Set eval_size to at least 1.")
+        raise RolloutError(
+            "there are no held-out prompts to evaluate on. Set eval_size to at least 1."
+        )
     limits = Limits(
         sampling=sampling,
         stop_token_ids=stop_token_ids,

@@ -1,23 +1,29 @@
 """The rollout loop: N groups at a time on one asyncio loop. Needs no JAX.
 
-                    ┌──────────────────────────── one task per group ───────────────────────────┐
-    gate.admit ──> Tickets ──> Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
-        ^          (a burst, in ticket order, all its requests at once)                             │
-        └──────────────── slots freed by the trainer, or by gate.fail <──────────── gate.put <──────┘
+                                               ┌────────── one task per group ──────────┐
+    gate.admit ─> Tickets, Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
+        ^         (a burst in ticket order,                                                  │
+        │          all its requests at once)                                                 v
+        └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
 The gate sets how many groups are under way; the loop holds no bound of its own.
 """
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError
 from jaxrl_async.ports import Gate, Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import Limits, first_requests, play_group
 from jaxrl_async.types import Completion, Drop, EpisodeGroup, Prompt, SamplingParams, Ticket
+
+log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
 """Longest stay in one call of the gate, seconds: so long may a cancelled loop take to end."""
@@ -36,7 +42,7 @@ class RolloutStats:
 
 
 class RolloutLoop:
-    """Plays groups until the gate closes. Owned by the thread that runs it; `stats` from anywhere."""
+    """Plays groups until the gate closes. Owned by one thread; `stats` from anywhere."""
 
     def __init__(
         self,
@@ -89,8 +95,8 @@ class RolloutLoop:
         consumes      tickets, and one prompt for each
         waits for     gate.admit()     unblocked by live weights, by failed groups, and by close
         produces      one task per group, whose first turns are all queued in one call per burst
-        on failure    RolloutError after `max_failures` failed groups in a row, with the first cause;
-                      Closed ends it quietly; either way, and when cancelled, nothing stays in flight
+        on failure    RolloutError after `max_failures` failed groups in a row, with the first
+                      cause; Closed ends it quietly; nothing stays in flight, also when cancelled
         """
         running: set[asyncio.Task[None]] = set()
         try:
@@ -100,7 +106,7 @@ class RolloutLoop:
                         task = tasks.create_task(self._play(ticket, prompt, first))
                         running.add(task)
                         task.add_done_callback(running.discard)
-                        task.add_done_callback(lambda _, first=first: _cancel(first))
+                        task.add_done_callback(partial(_cancel, first))
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as errors:
@@ -121,7 +127,9 @@ class RolloutLoop:
         requests = [
             request
             for ticket, prompt in burst
-            for request in first_requests(f"g{ticket.group}", prompt, self._group_size, self._limits)
+            for request in first_requests(
+                f"g{ticket.group}", prompt, self._group_size, self._limits
+            )
         ]
         try:
             futures = self._generate.submit_many(requests)
@@ -136,7 +144,9 @@ class RolloutLoop:
     def _next_prompt(self) -> Prompt:
         prompt = next(self._prompts, None)
         if prompt is None:
-            raise RolloutError("the prompts ran out before the run ended. Give a stream that repeats.")
+            raise RolloutError(
+                "the prompts ran out before the run ended. Give a stream that repeats."
+            )
         return prompt
 
     async def _play(
@@ -181,8 +191,8 @@ class RolloutLoop:
             self._score_s += time.monotonic() - started
         if len(scores) != len(episodes):
             raise RolloutError(
-                f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for {len(episodes)} "
-                "episodes. It must give one each, in order."
+                f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
+                f"{len(episodes)} episodes. It must give one each, in order."
             )
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=ticket)
 
@@ -198,13 +208,16 @@ class RolloutLoop:
         if self._failures_in_a_row >= self._max_failures:
             cause = self._first_cause
             raise RolloutError(
-                f"{self._failures_in_a_row} groups failed in a row, the last on prompt {prompt.prompt_id}; "
-                f"the first failure was {_tell(cause)}. Correct the environment or the reward."
+                f"{self._failures_in_a_row} groups failed in a row, the last on prompt "
+                f"{prompt.prompt_id}; the first failure was {_tell(cause)}. Correct the environment "
+                "or the reward."
             ) from cause
-        self._gate.fail(ticket, prompt, Drop.FAILED)
+        log.warning("group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _tell(error))
+        with contextlib.suppress(Closed):
+            self._gate.fail(ticket, prompt, Drop.FAILED)
 
 
-def _cancel(futures: "Sequence[asyncio.Future[Completion]]") -> None:
+def _cancel(futures: "Sequence[asyncio.Future[Completion]]", _: object) -> None:
     for future in futures:
         future.cancel()
 

@@ -1,37 +1,48 @@
 """From a configuration to parts that know nothing of each other. The only file that knows every class."""
 
 import asyncio
+import functools
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.prompts import eval_prompts, make_prompts, warm_start_pairs
-from jaxrl_async.data.tokenizer import load_tokenizer
-from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, TRAINER_RULES, Turns, make_slices, shardings
+from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.prompts import PromptStream, eval_prompts, make_prompts, warm_start_pairs
+from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import (
+    NO_TURNS,
+    SAMPLER_RULES,
+    TRAINER_RULES,
+    Slices,
+    Turns,
+    make_slices,
+    shardings,
+)
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.checkpoint import Checkpoints
+from jaxrl_async.run.checkpoint import Checkpoints, Saved
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.scorers.rewards import make_scorer
+from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.step import TrainState, TrainStep
@@ -39,3 +50,364 @@ from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
 from jaxrl_async.types import EpisodeGroup, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTH = 16
+"""Tokens of the sequence that trainer and sampler compare log-probs on."""
+CACHE_FOLDER = ".jax_cache"
+"""JAX's persistent compilation cache, beside the runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that a run consists of, introduced to each other."""
+
+    config: Config
+    paths: Paths
+    policy: Policy
+    trainer: Trainer
+    sampler: Sampler
+    rollouts: RolloutLoop
+    buffer: ReplayBuffer
+    channel: WeightChannel
+    recorder: Recorder
+    checkpoints: Checkpoints
+    console: Console
+    observer: Observer
+
+    def save_policy(self) -> Path:
+        """Write the newest weights as a Hugging Face directory; the folder."""
+        final = Policy(self.policy.spec, self.trainer.state.params, self.policy.tokenizer)
+        final.save_pretrained(self.paths.policy)
+        return self.paths.policy
+
+
+def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Parts:
+    """Build every part, warm-start the policy or restore it; nothing runs yet."""
+    paths.config.write_text(dump(config), encoding="utf-8")
+    claim_devices(config)
+    keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
+    slices = make_slices(config.mesh)
+    turns = Turns() if slices.colocated else NO_TURNS
+    checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
+
+    tokenizer = make_tokenizer(config)
+    scorer = make_scorer(config.reward, tokenizer.decode)
+    policy = make_policy(config, tokenizer, slices)
+    step = make_step(config, policy.spec, slices, config.run.steps, config.algorithm.learning_rate)
+    held_out = eval_prompts(config.data, tokenizer)
+    prompts = make_prompts(config.data, tokenizer, config.run.seed)
+
+    if config.run.resume:
+        saved = restore(checkpoints, step, policy, config)
+        state, reference = saved.state["train"], saved.state.get("reference")
+        version, next_group = int(saved.loop["version"]), int(saved.loop["next_group"])
+        prompts.restore(saved.loop["prompts"])
+    else:
+        policy = warm_start(config, policy, slices, tokenizer, console)
+        state, version, next_group = step.init(policy.params), 0, 0
+        reference = frozen_copy(state.params) if config.algorithm.kl_coefficient else None
+    recorder = Recorder(
+        paths.root,
+        tensorboard=config.metrics.tensorboard,
+        resume_step=version if config.run.resume else None,
+    )
+    buffer = ReplayBuffer(
+        groups_per_step=config.algorithm.groups_per_step,
+        max_staleness=config.staleness.max_staleness,
+        lookahead=config.staleness.lookahead,
+        version=version,
+        next_group=next_group,
+        ledger=Ledger(paths.ledger),
+    )
+    push = Push(
+        step.state_shardings.params,
+        shardings(weight_table(policy.spec), slices.sampler, SAMPLER_RULES),
+        dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
+    )
+    channel = WeightChannel(push, on_live=buffer.set_live, version=version)
+    probe = probe_tokens(policy.spec.vocab, PROBE_LENGTH) if config.weights.probe else None
+    sampler = Sampler(
+        (policy.spec, push(state.params)),
+        section=config.sampler,
+        mesh=slices.sampler,
+        seed=config.run.seed,
+        dtype=jnp.dtype(config.model.dtype),
+        weights=channel,
+        version=version,
+        probe=None
+        if probe is None
+        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        turns=turns,
+    )
+    sampling = SamplingParams(
+        temperature=config.sampler.temperature,
+        top_k=config.sampler.top_k,
+        top_p=config.sampler.top_p,
+        min_p=config.sampler.min_p,
+    )
+    limits: dict[str, Any] = {
+        "stop_token_ids": tokenizer.eos_ids,
+        "max_new_tokens": config.sampler.max_new_tokens,
+        "max_length": config.sampler.max_length,
+    }
+    rollouts = RolloutLoop(
+        prompts,
+        sampler,
+        scorer,
+        buffer,
+        group_size=config.algorithm.group_size,
+        sampling=sampling,
+        **limits,
+    )
+    observer = Observer(
+        lambda: Counters(
+            at_s=time.perf_counter(),
+            sampler=sampler.stats(),
+            channel=channel.stats(),
+            buffer=buffer.stats(),
+            gate_wait_s=rollouts.stats().gate_wait_s,
+        ),
+        peak_flops=(config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0]))
+        * slices.trainer.size,
+    )
+    outlets = Outlets(
+        evaluate=functools.partial(
+            run_evaluation,
+            sampler,
+            held_out,
+            scorer,
+            sampling=SamplingParams(temperature=config.eval.temperature),
+            **limits,
+        ),
+        report=functools.partial(report, config, observer, recorder, console, tokenizer),
+        save=functools.partial(save, checkpoints, reference, prompts, config.run.seed),
+        should_stop=stop.is_set,
+    )
+    trainer = Trainer(
+        step=step,
+        state=state,
+        source=buffer,
+        publisher=channel,
+        advantage=advantage.resolve(config.algorithm.advantage),
+        outlets=outlets,
+        row_length=config.row_length,
+        total_steps=config.run.steps,
+        version=version,
+        next_group=next_group,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        max_skipped_steps=config.trainer.max_skipped_steps,
+        reference_params=reference,
+        probe=probe,
+        turns=turns,
+    )
+    return Parts(
+        config=config,
+        paths=paths,
+        policy=policy,
+        trainer=trainer,
+        sampler=sampler,
+        rollouts=rollouts,
+        buffer=buffer,
+        channel=channel,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        console=console,
+        observer=observer,
+    )
+
+
+# ---- devices
+
+
+def claim_devices(config: Config) -> None:
+    """Before JAX's first use: ask the CPU backend for as many devices as the mesh needs.
+
+    Without effect where an accelerator is the default backend, or where XLA_FLAGS says how many.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
+        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
+    try:
+        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+    except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
+        log.info("JAX was started before; the mesh uses the devices that are there")
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """JAX's persistent compilation cache, shared by all runs in the folder."""
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+# ---- policy
+
+
+def make_tokenizer(config: Config) -> Tokenizer:
+    """The configured directory's, the model's, or the embedded task's own."""
+    folder = config.data.tokenizer or config.model.path
+    if folder is not None:
+        return load_tokenizer(folder)
+    if config.data.source != "addition":
+        raise ConfigError(
+            f"data.source={config.data.source} needs a tokenizer: set data.tokenizer or model.path to a "
+            "Hugging Face directory."
+        )
+    return addition_tokenizer()
+
+
+def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
+    """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    if config.model.path is not None:
+        policy = Policy.from_pretrained(
+            config.model.path, mesh=slices.trainer, rules=TRAINER_RULES, dtype=dtype, tokenizer=tokenizer
+        )
+    else:
+        spec = ModelSpec.from_architecture(config.model.architecture, _rounded(tokenizer.vocab_size))
+        make = jax.jit(
+            functools.partial(init_params, spec, dtype=dtype),
+            out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
+        )
+        policy = Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
+    check_vocabulary(tokenizer, policy.spec.vocab, config.model.path or "model.architecture")
+    return policy
+
+
+def _rounded(vocab_size: int, multiple: int = 8) -> int:
+    """A vocabulary that tensor axes divide."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def make_step(
+    config: Config, spec: ModelSpec, slices: Slices, total_steps: int, learning_rate: float
+) -> TrainStep:
+    """The compiled update for this run."""
+    return TrainStep(
+        spec,
+        slices.trainer,
+        TRAINER_RULES,
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        row_length=config.row_length,
+        total_steps=total_steps,
+        learning_rate=learning_rate,
+        temperature=config.sampler.temperature,
+        dtype=jnp.dtype(config.model.dtype),
+        param_dtype=jnp.dtype(config.model.param_dtype),
+        remat=config.model.remat,
+    )
+
+
+def warm_start(
+    config: Config, policy: Policy, slices: Slices, tokenizer: Tokenizer, console: Console
+) -> Policy:
+    """A short supervised training on worked answers; the policy unchanged where warm_start.steps is 0."""
+    section = config.warm_start
+    if not section.steps:
+        return policy
+    console.phase("warm start", "compiling")
+    step = make_step(config, policy.spec, slices, section.steps, section.learning_rate)
+    state = step.init(policy.params)
+    pairs = warm_start_pairs(config, tokenizer)
+    for number in range(1, section.steps + 1):
+        batch = pack_pairs([next(pairs) for _ in range(section.batch_size)], config.row_length)
+        state, stats = step.update(state, batch, objective="supervised")
+        console.phase("warm start", f"{number}/{section.steps}, loss {stats['train/loss']:.3f}")
+    return Policy(policy.spec, state.params, policy.tokenizer)
+
+
+def frozen_copy(params: Any) -> Any:
+    """The reference policy: a copy that no step donates."""
+    return jax.tree.map(jnp.copy, params)
+
+
+# ---- what the trainer's results go to
+
+
+def run_evaluation(
+    sampler: Sampler, held_out: Any, scorer: RewardScorer, **limits: Any
+) -> Mapping[str, float]:
+    """Accuracy on the held-out prompts with the weights that are live now."""
+    start = time.perf_counter()
+    result: EvalResult = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
+    return {
+        "eval/accuracy": result.accuracy,
+        "eval/reward": result.mean_reward,
+        "eval/length_mean": result.mean_length_tokens,
+        "eval/truncated_share": result.truncated_share,
+        "time/eval_s": time.perf_counter() - start,
+    }
+
+
+def report(
+    config: Config,
+    observer: Observer,
+    recorder: Recorder,
+    console: Console,
+    tokenizer: Tokenizer,
+    version: int,
+    values: Mapping[str, float],
+    groups: Sequence[EpisodeGroup],
+) -> None:
+    """One step's line in metrics.jsonl, on the screen, and sometimes sample completions."""
+    values = observer.complete(values)
+    recorder.log(version, values)
+    every = config.metrics.samples_every
+    if groups and every and version % every == 0:
+        recorder.samples(version, sample_records(groups[:2], tokenizer))
+    console.phase("training")
+    console.step(version, values)
+
+
+def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The first two episodes of some groups, for people."""
+    return [
+        {
+            "prompt": group.prompt.text,
+            "completion": tokenizer.decode(episode.token_ids[episode.drawn]),
+            "reference": group.prompt.reference,
+            "reward": score.reward,
+            "length": episode.num_drawn,
+            "stop": episode.stop.value,
+            "group": group.ticket.group,
+        }
+        for group in groups
+        for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
+    ]
+
+
+# ---- checkpoints
+
+
+def save(
+    checkpoints: Checkpoints,
+    reference: Any,
+    prompts: PromptStream,
+    seed: int,
+    state: TrainState,
+    version: int,
+    next_group: int,
+) -> None:
+    """Write the train state and where the loop is. Prompts in flight are admitted again on resume."""
+    tree: dict[str, Any] = {"train": state}
+    if reference is not None:
+        tree["reference"] = reference
+    loop = {
+        "version": version,
+        "next_group": next_group,
+        "seed": seed,
+        "prompts": {**prompts.state(), "next": next_group},
+    }
+    checkpoints.save(version, {"state": tree, "loop": loop})
+
+
+def restore(checkpoints: Checkpoints, step: TrainStep, policy: Policy, config: Config) -> Saved:
+    """The newest readable checkpoint, onto this run's mesh. Raises CheckpointError."""
+    tree: dict[str, Any] = {"train": step.init(policy.params)}
+    if config.algorithm.kl_coefficient:
+        tree["reference"] = tree["train"].params
+    return checkpoints.restore(None, tree)

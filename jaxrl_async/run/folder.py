@@ -60,23 +60,23 @@ class Paths:
 
 
 def prepare(config: Config | Run) -> Paths:
-    """Make the run's folder, or find it with run.resume, or move an old one aside with run.overwrite.
+    """Make the run's folder; find it with run.resume; with run.overwrite move an old one aside.
 
-    Raises ConfigError where the folder holds a run and neither is set, where both are, or where there
-    is nothing to resume.
+    Raises ConfigError where the folder holds a run and neither is set, where both are, or where
+    there is nothing to resume.
     """
     run = config.run if isinstance(config, Config) else config
     paths = Paths(Path(run.dir) / run.name)
     if run.resume and run.overwrite:
         raise ConfigError(
-            "run.resume and run.overwrite exclude each other: the first continues the run, the second "
-            "starts anew. Set one of them."
+            "run.resume and run.overwrite exclude each other: the first continues the run, the "
+            "second starts anew. Set one of them."
         )
     if run.resume:
         if not paths.root.is_dir():
             raise ConfigError(
-                f"{paths.root}: there is no run to resume (run.dir={run.dir}, run.name={run.name}). "
-                "Leave out --resume to start one, or correct run.name."
+                f"{paths.root}: there is no run to resume (run.dir={run.dir}, run.name="
+                f"{run.name}). Leave out --resume to start one, or correct run.name."
             )
         return paths
     if _holds_something(paths.root):
@@ -100,5 +100,7 @@ def free_name(path: Path) -> Path:
 
 def _holds_something(path: Path) -> bool:
     if path.is_file():
-        raise ConfigError(f"{path} is a file; a run needs a folder there. Move it or change run.name.")
+        raise ConfigError(
+            f"{path} is a file; a run needs a folder there. Move it or change run.name."
+        )
     return path.is_dir() and any(path.iterdir())

@@ -20,9 +20,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import Closed
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run.assemble import Parts, assemble
 from jaxrl_async.run.folder import prepare
@@ -62,25 +65,40 @@ class Failure:
 def train(config: Config) -> None:
     """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError kinds."""
     paths = prepare(config)
-    with Stop() as stop:
-        parts = assemble(config, paths, stop)
+    console = Console(config.run.steps)
+    with Stop() as stop, console:
+        console.phase("preparing")
+        parts = assemble(config, paths, stop, console)
         try:
             run_threads(parts, stop)
         finally:
             parts.recorder.close()
             parts.checkpoints.close()
-        parts.console.phase("writing the policy and the report")
+        console.phase("writing the policy and the report")
         policy_dir = parts.save_policy()
         report = write_report(paths.root)
-    parts.console.summary(
+    console.summary(
         [
-            *parts.headline(),
+            *headline(paths.metrics),
             f"stopped early by {stop.reason}: everything is saved; --resume continues" if stop.reason else "",
             f"policy (Hugging Face directory)  {policy_dir}",
             f"metrics, samples, checkpoints    {paths.root}",
             f"report                           {report}",
         ]
     )
+
+
+def headline(metrics: Path) -> list[str]:
+    """What the run achieved, in two lines."""
+    lines = read_lines(metrics)
+    accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
+    if not accuracy:
+        return []
+    (first, start), (last, end) = accuracy[0], accuracy[-1]
+    return [
+        f"held-out accuracy {start:.3f} at step {first}, {end:.3f} at step {last}",
+        f"{last} updates in {lines[-1].get('time/elapsed_s', 0.0):.0f} s",
+    ]
 
 
 def run_threads(parts: Parts, stop: Stop) -> None:

@@ -1,7 +1,7 @@
 """Rates and shares of one step, from the parts' cumulative counters: who was busy, who waited."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,38 +9,55 @@ import jax.numpy as jnp
 
 
 class Counters(NamedTuple):
-    """Cumulative readings at one moment."""
+    """Readings of all parts at one moment."""
 
     at_s: float
     sampler: Any  # SamplerStats
     channel: Any  # ChannelStats
+    buffer: Any  # BufferStats
+    gate_wait_s: float
 
 
 class Observer:
     """Turns counters into per-step rates. Owned by the trainer's thread."""
 
-    def __init__(self, read: Callable[[], Counters]) -> None:
-        self._read = read
-        self._last = read()
+    def __init__(self, read: Callable[[], Counters], *, peak_flops: float) -> None:
+        """peak_flops: of the whole trainer slice, FLOP/s."""
+        self._read, self._peak_flops = read, peak_flops
+        self._first = self._last = read()
 
-    def step(self) -> dict[str, float]:
-        """Rates since the last call."""
+    def complete(self, values: Mapping[str, float]) -> dict[str, float]:
+        """A step's values with the rates since the last call added; its FLOPs become a utilisation."""
         before, self._last = self._last, self._read()
-        return rates(before, self._last)
+        wall_s = max(self._last.at_s - before.at_s, 1e-9)
+        done = dict(values)
+        flops = done.pop("train/flops", None)
+        if flops is not None:
+            done["throughput/mfu"] = flops / (self._peak_flops * max(done["time/train_s"], 1e-9))
+            done["throughput/trained_tokens_per_s"] = done["train/tokens"] / wall_s
+        done["time/elapsed_s"] = self._last.at_s - self._first.at_s
+        return done | rates(before, self._last, wall_s)
 
 
-def rates(before: Counters, after: Counters) -> dict[str, float]:
+def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
     """Shares and rates between two readings; keys as in METRICS."""
-    wall_s = max(after.at_s - before.at_s, 1e-9)
     sampler, was = after.sampler, before.sampler
-    busy = (sampler.busy_s - was.busy_s) / wall_s
+    busy = min((sampler.busy_s - was.busy_s) / wall_s, 1.0)
     slot_steps = sampler.slot_steps - was.slot_steps
     used = sampler.used_slot_steps - was.used_slot_steps
+    tokens = sampler.generated_tokens - was.generated_tokens
     return {
-        "sampler/busy_share": min(busy, 1.0),
-        "sampler/idle_share": max(0.0, 1.0 - busy),
+        "sampler/busy_share": busy,
+        "sampler/idle_share": 1.0 - busy,
         "sampler/slot_occupancy": used / slot_steps if slot_steps else 0.0,
-        "throughput/generated_tokens_per_s": (sampler.generated_tokens - was.generated_tokens) / wall_s,
+        "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
+        "throughput/generated_tokens_per_s": tokens / wall_s,
+        "weights/transfer_s": after.channel.transfer_s,
+        "weights/transfer_bytes": float(after.channel.transfer_bytes),
+        "weights/swap_pause_s": sampler.swap_pause_s,
+        "weights/probe_error": sampler.probe_error,
+        "buffer/active": float(after.buffer.active),
+        "buffer/ready": float(after.buffer.ready),
     }
 
 

@@ -33,12 +33,17 @@ class Stop:
         self.reason = ""
 
     def __enter__(self) -> "Stop":
-        assert threading.current_thread() is threading.main_thread(), "signals arrive at the main thread"
+        assert threading.current_thread() is threading.main_thread(), (
+            "signals arrive at the main thread"
+        )
         self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -69,4 +74,6 @@ class Stop:
             return
         self.request(name)
         # os.write, not print or logging: a handler may run in the middle of either.
-        os.write(2, f"\n{name}: stopping after this step and saving; once more ends at once\n".encode())
+        os.write(
+            2, f"\n{name}: stopping after this step and saving; once more ends at once\n".encode()
+        )

@@ -30,15 +30,15 @@ NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
 
 
 def exact(prompt: str, completion: str, reference: str) -> float:
-    """1 where the text after the last '#' (all of it without one) is the reference, spaces aside."""
+    """1 where what follows the last '#' (all of it without one) is the reference, spaces aside."""
     return float(completion.rpartition("#")[2].strip() == reference.strip())
 
 
 def gsm8k(prompt: str, completion: str, reference: str) -> float:
-    """1 where the final number is the reference's: the first after the last '####', else the last one.
+    """1 where the final number is the reference's: the first after the last '####', else the last.
 
-    Commas and dollar signs are left out; 18, 18.0 and $18 are the same number. The format is that of
-    Cobbe et al. 2021 (arXiv:2110.14168).
+    Commas and dollar signs are left out; 18, 18.0 and $18 are the same number. The format is that
+    of Cobbe et al. 2021 (arXiv:2110.14168).
     """
     right, given = final_number(reference), final_number(completion)
     return float(right is not None and given == right)
@@ -83,7 +83,9 @@ def _user_reward(file: Path, name: str) -> RewardFunction:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{where}: {file} fails to load: {type(error).__name__}: {error}.") from error
+        raise ConfigError(
+            f"{where}: {file} fails to load: {type(error).__name__}: {error}."
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{where}: {file} has no function {name}.")
@@ -93,7 +95,9 @@ def _user_reward(file: Path, name: str) -> RewardFunction:
 
 def _check_signature(function: Callable[..., object], where: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{where} is async. Make it a plain function: it runs in a thread of its own.")
+        raise ConfigError(
+            f"{where} is async. Make it a plain function: it runs in a thread of its own."
+        )
     try:
         inspect.signature(function).bind("", "", "")
     except (TypeError, ValueError) as error:
@@ -110,7 +114,12 @@ class RewardScorer:
     """
 
     def __init__(
-        self, function: RewardFunction, decode: Callable[[IntArray], str], *, timeout_s: float, name: str = ""
+        self,
+        function: RewardFunction,
+        decode: Callable[[IntArray], str],
+        *,
+        timeout_s: float,
+        name: str = "",
     ) -> None:
         """`decode` turns drawn tokens into text without special tokens."""
         self._function = function
@@ -145,18 +154,22 @@ class RewardScorer:
             result = self._function(prompt.text, completion, prompt.reference)
         except Exception as error:
             raise RolloutError(
-                f"{self._about(prompt)} raised {type(error).__name__}: {error}. Correct the function."
+                f"{self._about(prompt)} raised {type(error).__name__}: {error}. "
+                "Correct the function."
             ) from error
         if isinstance(result, Mapping):
-            parts = {str(name): self._number(part, prompt, f"part {name!r}") for name, part in result.items()}
+            parts = {
+                str(name): self._number(part, prompt, f"part {name!r}")
+                for name, part in result.items()
+            }
             return Score(reward=math.fsum(parts.values()), parts=parts)
         return Score(reward=self._number(result, prompt, "a reward"))
 
     def _number(self, value: object, prompt: Prompt, what: str) -> float:
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RolloutError(
-                f"{self._about(prompt)} gave {what} of {value!r} ({type(value).__name__}). It must give a "
-                "finite number, or a mapping of names to finite numbers."
+                f"{self._about(prompt)} gave {what} of {value!r} ({type(value).__name__}). It must "
+                "give a finite number, or a mapping of names to finite numbers."
             )
         return float(value)
 

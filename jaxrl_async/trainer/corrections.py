@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.losses import TokenInputs, log_ratio
 from jaxrl_async.trainer.registry import Registry
 
@@ -37,7 +38,7 @@ def none(x: TokenInputs) -> Correction:
 
 @correction
 def truncate_token(x: TokenInputs, *, cap: float = 2.0) -> Correction:
-    """min(1, cap / r), r = exp(policy - behavior): the effective ratio is min(r, cap). cap >= 1.
+    """min(1, cap / r), r = exp(policy - behavior): the effective ratio is min(r, cap). cap >= 1, or ConfigError.
 
     A gradient r A d log policy becomes min(r, cap) A d log policy: truncated importance sampling.
     With ppo_clip it matters where A < 0, since there r is not clipped from above.
@@ -45,5 +46,7 @@ def truncate_token(x: TokenInputs, *, cap: float = 2.0) -> Correction:
     language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     RL training".
     """
+    if not cap >= 1:
+        raise ConfigError(f"correction 'truncate_token': cap must be at least 1, not {cap}.")
     excess = jax.lax.stop_gradient(log_ratio(x)) - math.log(cap)  # logs: exact also where r is huge
     return Correction(jnp.exp(-jnp.maximum(excess, 0.0)), x.mask & (excess > 0))

@@ -70,8 +70,8 @@ def ppo_clip(x: TokenInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -
 def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = exp(policy - behavior): gradient -r A d log policy.
 
-    The score function estimator of Williams 1992 (Machine Learning 8) with the importance ratio that
-    makes it right for tokens of an older policy (1 on-policy). Bound r with a correction.
+    The score function estimator of Williams 1992 (Machine Learning 8), with the importance ratio
+    that makes it right for tokens of an older policy (1 on-policy). Bound r with a correction.
     """
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(x)))
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)

@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a micro-batch adds to the report; scalars by name."""
+    """What a micro-batch adds to the report; scalars by the names of metrics.metric.METRICS."""
 
     sums: dict[str, Array]
     means: dict[str, tuple[Array, Array]]  # total, count
@@ -44,7 +44,7 @@ class Totals(NamedTuple):
 
 
 def make_recipe(algorithm: schema.Algorithm) -> Recipe:
-    """The functions that the configuration names. Raises ConfigError with the nearest known name."""
+    """The functions that the configuration names. ConfigError with the nearest known name."""
     return Recipe(
         loss=token_loss.resolve(algorithm.loss),
         correction=correction.resolve(algorithm.correction),
@@ -68,24 +68,25 @@ def policy_objective(
         loss += recipe.kl_coefficient * _weighted(x, weights, recipe.kl(x))
     if recipe.entropy_coefficient:
         loss -= recipe.entropy_coefficient * _weighted(x, weights, x.entropy)
-    shares = {
-        "clip_share": _mean(x.mask, token.clipped),
-        "truncated_share": _mean(x.mask, corrected.truncated),
+    ratio = jnp.exp(log_ratio(x))
+    means = {
+        "policy/clip_share": _mean(x.mask, token.clipped),
+        "policy/truncated_share": _mean(x.mask, corrected.truncated),
+        "policy/weight_mean": _mean(x.mask, ratio * corrected.weights),
     }
-    report = Totals(
-        sums={"loss": loss, "policy_loss": policy_loss, "tokens": jnp.sum(x.mask)},
-        means=shares | _policy_means(x, version),
-        maxima=_policy_maxima(x, version),
-        minima={"ratio_min": _smallest(x.mask, jnp.exp(log_ratio(x)))},
-    )
+    if x.reference_logprobs is not None:
+        means["policy/kl_reference"] = _mean(x.mask, recipe.kl(x))
+    sums = {"train/loss": loss, "train/policy_loss": policy_loss, "train/tokens": jnp.sum(x.mask)}
+    minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
+    report = Totals(sums, means | _distances(x, version), _largest_distances(x, version), minima)
     return loss, jax.lax.stop_gradient(report)
 
 
 def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
     """The same for maximum likelihood of given tokens."""
     loss = _weighted(x, weights, cross_entropy(x).loss)
-    sums = {"loss": loss, "tokens": jnp.sum(x.mask)}
-    report = Totals(sums, {"entropy": _mean(x.mask, x.entropy)}, {}, {})
+    sums = {"train/loss": loss, "train/tokens": jnp.sum(x.mask)}
+    report = Totals(sums, {"policy/entropy": _mean(x.mask, x.entropy)}, {}, {})
     return loss, jax.lax.stop_gradient(report)
 
 
@@ -106,30 +107,27 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
     return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
 
 
-def _policy_means(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
-    """How far the policy is from what drew the tokens, and from the reference."""
-    difference = log_ratio(x)
-    mismatch = jnp.abs(difference)
-    means = {
-        "entropy": _mean(x.mask, x.entropy),
-        "ratio_mean": _mean(x.mask, jnp.exp(difference)),
-        "kl_behavior_k1": _mean(x.mask, -difference),
-        "kl_behavior_k3": _mean(x.mask, k3_of(-difference)),
-        "mismatch_mean": _mean(_fresh(x, version), mismatch),
-        "mismatch_all_mean": _mean(x.mask, mismatch),
-    }
-    if x.reference_logprobs is not None:
-        means["kl_reference"] = _mean(x.mask, k3_of(x.policy_logprobs - x.reference_logprobs))
-    return means
-
-
-def _policy_maxima(x: TokenInputs, version: Array) -> dict[str, Array]:
+def _distances(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
+    """How far the policy is from what drew the tokens."""
     difference = log_ratio(x)
     mismatch = jnp.abs(difference)
     return {
-        "ratio_max": _largest(x.mask, jnp.exp(difference)),
-        "mismatch_max": _largest(_fresh(x, version), mismatch),
-        "mismatch_all_max": _largest(x.mask, mismatch),
+        "policy/entropy": _mean(x.mask, x.entropy),
+        "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
+        "policy/k1_behavior": _mean(x.mask, -difference),
+        "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
+        "mismatch/mean": _mean(_fresh(x, version), mismatch),
+        "mismatch/all_mean": _mean(x.mask, mismatch),
+    }
+
+
+def _largest_distances(x: TokenInputs, version: Array) -> dict[str, Array]:
+    difference = log_ratio(x)
+    mismatch = jnp.abs(difference)
+    return {
+        "policy/ratio_max": _largest(x.mask, jnp.exp(difference)),
+        "mismatch/max": _largest(_fresh(x, version), mismatch),
+        "mismatch/all_max": _largest(x.mask, mismatch),
     }
 
 

@@ -68,8 +68,7 @@ class Registry(Generic[F]):
         if missing:
             example = ", ".join(f"{k}: ..." for k in missing)
             raise ConfigError(
-                f"{self.kind} {name!r} needs {', '.join(missing)}: "
-                f"write {{{name}: {{{example}}}}}."
+                f"{self.kind} {name!r} needs {', '.join(missing)}: write {{{name}: {{{example}}}}}."
             )
 
 
@@ -79,7 +78,8 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
         return choice, {}
     if len(choice) != 1:
         raise ConfigError(
-            f"a {kind} is one name or {{name: {{argument: value}}}}, not {sorted(choice)}: keep one."
+            f"a {kind} is one name or {{name: {{argument: value}}}}, not {sorted(choice)}: "
+            "keep one."
         )
     ((name, arguments),) = choice.items()
     return name, dict(arguments or {})

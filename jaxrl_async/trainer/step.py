@@ -170,7 +170,7 @@ class TrainStep:
         reference_params: frozen weights for the KL, on this mesh; null: none.
         turns: held for each program, until it has run, where a sampler shares the devices.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
-        The report's keys are in metrics' table under train/.
+        The report's keys are explained in metrics.metric.METRICS.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
         weights = token_mean(batch) if objective == "supervised" else self._aggregate(batch)
@@ -186,7 +186,9 @@ class TrainStep:
                 sums, total = self._accumulate[objective](
                     state.params, sums, device_batch, reference_params, np.int32(version)
                 )
-                if turns is not NO_TURNS or (self._bounded and index % MAX_QUEUED == MAX_QUEUED - 1):
+                if turns is not NO_TURNS or (
+                    self._bounded and index % MAX_QUEUED == MAX_QUEUED - 1
+                ):
                     jax.block_until_ready(sums)
             totals.append(total)
         with turns:
@@ -194,10 +196,13 @@ class TrainStep:
             host_totals, host_applied = jax.device_get(
                 (totals, applied)
             )  # the one sync of an update
-        stats = summarize(host_totals) | {k: float(v) for k, v in host_applied.items()}
-        stats |= batch_stats(batch, self.micro_rows * len(totals))
-        stats["flops"] = train_flops(self._spec, batch, reference=reference_params is not None)
-        return state, {f"train/{k}": v for k, v in stats.items()}
+        flops = train_flops(self._spec, batch, reference=reference_params is not None)
+        return state, {
+            **summarize(host_totals),
+            **{f"train/{k}": float(v) for k, v in host_applied.items()},
+            **packing_measures(batch, self.micro_rows, len(totals)),
+            "train/flops": flops,
+        }
 
     def logprobs(self, params: Params, token_ids: IntArray) -> Array:
         """Untempered log-probs of token_ids[1:], given what precedes: [n - 1] float32 on the mesh.
@@ -304,9 +309,7 @@ class TrainStep:
 
     def _put(self, micro: PackedBatch, weights: FloatArray) -> DeviceBatch:
         columns = {k: getattr(micro, k) for k in DeviceBatch._fields if k != "weights"}
-        return DeviceBatch(
-            **jax.device_put({**columns, "weights": weights}, self._batch_sharding)
-        )
+        return DeviceBatch(**jax.device_put({**columns, "weights": weights}, self._batch_sharding))
 
 
 def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
@@ -324,13 +327,13 @@ def _is_matrix(weight: Weight) -> bool:
     return weight.init == "normal"
 
 
-def batch_stats(batch: PackedBatch, num_rows: int) -> dict[str, float]:
-    """How full the rows are. num_rows: with those that fill the last micro-batch."""
-    used = int(np.count_nonzero(batch.segment_ids))
+def packing_measures(batch: PackedBatch, rows: int, num_micro_batches: int) -> dict[str, float]:
+    """How full the rows are, with those that only fill the last micro-batch."""
+    num_rows = rows * num_micro_batches
     return {
-        "sequence_tokens": float(used),
-        "rows": float(num_rows),
-        "packing_efficiency": used / (num_rows * batch.token_ids.shape[1]),
+        "train/rows": float(num_rows),
+        "train/micro_batches": float(num_micro_batches),
+        "train/packing": np.count_nonzero(batch.segment_ids) / (num_rows * batch.mask.shape[1]),
     }
 
 

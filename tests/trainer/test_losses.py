@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.corrections import none, truncate_token
 from jaxrl_async.trainer.kl import k1, k2, k3
 from jaxrl_async.trainer.losses import TokenInputs, cross_entropy, ppo_clip, reinforce
@@ -111,6 +112,11 @@ def test_a_huge_ratio_is_truncated_to_exactly_the_cap(x):
     np.testing.assert_allclose(grads, np.where(x.mask, -2.0 * x.advantages, 0), rtol=1e-5)
 
 
+def test_a_cap_below_one_would_correct_on_policy_tokens_and_is_refused(x):
+    with pytest.raises(ConfigError, match="cap must be at least 1"):
+        truncate_token(x, cap=0.5)
+
+
 def test_no_correction_weighs_everything_one(x):
     assert (np.asarray(none(x).weights) == 1).all()
 
@@ -130,7 +136,7 @@ def test_kl_estimators_are_schulmans(x, estimator, formula):
 
 
 def test_kl_estimators_average_to_the_true_divergence():
-    """Over all tokens of a small vocabulary, weighted by the policy: k1 and k3 exactly, k2 nearly."""
+    """Over a whole vocabulary, weighted by the policy: k1 and k3 exactly, k2 nearly."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.35, 0.2])
     x = TokenInputs(
         policy_logprobs=jnp.log(jnp.asarray([p])),

@@ -53,37 +53,42 @@ def test_the_report_is_the_masked_means_and_extremes(x, weights):
     fresh = np.asarray(x.versions)[m] == 5
     reference = np.asarray(x.policy_logprobs - x.reference_logprobs, np.float64)[m]
     expected = {
-        "tokens": m.sum(),
-        "entropy": np.asarray(x.entropy)[m].mean(),
-        "ratio_mean": np.exp(d).mean(),
-        "ratio_max": np.exp(d).max(),
-        "ratio_min": np.exp(d).min(),
-        "kl_behavior_k1": -d.mean(),
-        "kl_behavior_k3": (np.exp(d) - 1 - d).mean(),
-        "kl_reference": (np.exp(-reference) - 1 + reference).mean(),
-        "mismatch_mean": np.abs(d[fresh]).mean(),
-        "mismatch_max": np.abs(d[fresh]).max(),
-        "mismatch_all_mean": np.abs(d).mean(),
-        "mismatch_all_max": np.abs(d).max(),
-        "truncated_share": (np.exp(d) > 2).mean(),
+        "train/tokens": m.sum(),
+        "policy/entropy": np.asarray(x.entropy)[m].mean(),
+        "policy/ratio_mean": np.exp(d).mean(),
+        "policy/ratio_max": np.exp(d).max(),
+        "policy/ratio_min": np.exp(d).min(),
+        "policy/k1_behavior": -d.mean(),
+        "policy/k3_behavior": (np.exp(d) - 1 - d).mean(),
+        "policy/kl_reference": (np.exp(-reference) - 1 + reference).mean(),
+        "mismatch/mean": np.abs(d[fresh]).mean(),
+        "mismatch/max": np.abs(d[fresh]).max(),
+        "mismatch/all_mean": np.abs(d).mean(),
+        "mismatch/all_max": np.abs(d).max(),
+        "policy/truncated_share": (np.exp(d) > 2).mean(),
+        "policy/weight_mean": np.minimum(np.exp(d), 2).mean(),
     }
     for key, value in expected.items():
         assert stats[key] == pytest.approx(value, rel=1e-4), key
-    assert 0 < stats["clip_share"] < 1
+    assert 0 < stats["policy/clip_share"] < 1
 
 
 def test_the_loss_is_policy_loss_plus_kl_less_entropy(x, weights):
     plain = report(x, weights)
     stats = report(x, weights, kl_coefficient=0.5, entropy_coefficient=0.25, kl="k3")
-    assert plain["loss"] == plain["policy_loss"] == stats["policy_loss"]
-    expected = stats["policy_loss"] + 0.5 * stats["kl_reference"] - 0.25 * stats["entropy"]
-    assert stats["loss"] == pytest.approx(expected, rel=1e-5)
+    assert plain["train/loss"] == plain["train/policy_loss"] == stats["train/policy_loss"]
+    expected = (
+        stats["train/policy_loss"]
+        + 0.5 * stats["policy/kl_reference"]
+        - 0.25 * stats["policy/entropy"]
+    )
+    assert stats["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_token_of_the_current_version_makes_no_mismatch_up(x, weights):
     stats = report(x, weights, version=9)
-    assert "mismatch_mean" not in stats and "mismatch_max" not in stats
-    assert stats["mismatch_all_mean"] > 0
+    assert "mismatch/mean" not in stats and "mismatch/max" not in stats
+    assert stats["mismatch/all_mean"] > 0
 
 
 def test_micro_batches_report_the_same_as_the_whole(x, weights):
@@ -100,14 +105,14 @@ def test_micro_batches_report_the_same_as_the_whole(x, weights):
 
 def test_nothing_to_learn_is_reported_as_nothing(x, weights):
     stats = report(x._replace(mask=jnp.zeros(SHAPE, bool)), weights)
-    assert stats == {"loss": 0.0, "policy_loss": 0.0, "tokens": 0.0}
+    assert stats == {"train/loss": 0.0, "train/policy_loss": 0.0, "train/tokens": 0.0}
 
 
 def test_a_supervised_report_is_the_mean_log_likelihood(x, weights):
     loss, totals = supervised_objective(x, weights)
     expected = -np.asarray(x.policy_logprobs)[np.asarray(x.mask)].mean()
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-    assert summarize([totals])["loss"] == pytest.approx(expected, rel=1e-5)
+    assert summarize([totals])["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

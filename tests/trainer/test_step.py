@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
@@ -99,16 +100,14 @@ def test_an_update_moves_the_weights_and_reports_finite_numbers(params):
     assert int(state.step) == 1 and stats["train/skipped"] == 0
     assert stats["train/tokens"] == BATCH.num_tokens
     assert all(isinstance(v, float) and np.isfinite(v) for v in stats.values()), stats
+    assert all(metric_of(key) for key in stats)
     assert any(
         (np.asarray(a) != b).any()
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(copied(params)), strict=True)
     )
 
 
-@pytest.mark.parametrize(
-    "aggregate", ["token_mean", "sequence_mean", {"constant": {"divisor": 20}}]
-)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("aggregate", "rows"), [("token_mean", 1), ("sequence_mean", 3)])
 def test_micro_batches_add_up_to_one_big_batch(params, aggregate, rows):
     results = []
     for tokens in (rows * ROW, 64 * ROW):
@@ -122,10 +121,10 @@ def test_micro_batches_add_up_to_one_big_batch(params, aggregate, rows):
     assert_close(split, whole, 1e-6)
     for key in (
         "train/loss",
-        "train/entropy",
-        "train/ratio_max",
+        "policy/entropy",
+        "policy/ratio_max",
         "train/grad_norm",
-        "train/clip_share",
+        "policy/clip_share",
     ):
         assert split_stats[key] == pytest.approx(whole_stats[key], abs=1e-6, rel=1e-6), key
 
@@ -138,21 +137,39 @@ def test_packing_does_not_change_the_update(params):
     assert_close(first.params, second.params, 1e-6)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}, {"tensor": 4}])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_a_sharded_step_equals_one_device(params, axes):
+    """Three steps: the losses within 1e-5, and the weights too.
+
+    The steps are proportional to the gradient: AdamW's first ones divide each gradient by itself,
+    which makes whole steps of the rounding of those that are nearly 0.
+    """
+    keys = ("train/loss", "train/grad_norm", "policy/kl_reference", "policy/entropy")
     losses, ends = [], []
     for shape in ({}, axes):
-        step = step_of(axes=shape, trainer={"micro_batch_tokens": ROW, "weight_decay": 0.1})
+        step = step_of(
+            axes=shape, trainer={"micro_batch_tokens": ROW, "weight_decay": 0.1, **LINEAR}
+        )
         state, of_mesh = step.init(params), []
         for _ in range(3):
             state, stats = step.update(state, BATCH, reference_params=params_on(step, params))
-            of_mesh.append(
-                (stats["train/loss"], stats["train/grad_norm"], stats["train/kl_reference"])
-            )
+            of_mesh.append([stats[key] for key in keys])
         losses.append(of_mesh)
         ends.append(copied(state.params))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-5)
-    assert_close(ends[1], ends[0], 1e-3)  # AdamW divides by tiny gradients: rounding grows
+    assert_close(ends[1], ends[0], 1e-5)
+
+
+def test_a_sharded_adamw_gives_the_same_losses(params):
+    losses = []
+    for shape in ({}, {"fsdp": 2, "tensor": 2}):
+        step = step_of(axes=shape, algorithm={"learning_rate": 1e-3})
+        state, of_mesh = step.init(params), []
+        for _ in range(3):
+            state, stats = step.update(state, BATCH)
+            of_mesh.append(stats["train/loss"])
+        losses.append(of_mesh)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
 def params_on(step: TrainStep, params: Any) -> Any:
@@ -167,7 +184,9 @@ def test_moments_are_sharded_like_their_weights(params):
     assert {(m.shape, str(m.sharding.spec)) for m in moments} == wanted
     assert any("fsdp" in spec for _, spec in wanted) and any("tensor" in spec for _, spec in wanted)
     moved, _ = step.update(state, BATCH)
-    assert [m.sharding for m in jax.tree.leaves(moved)] == list(jax.tree.leaves(step.state_shardings))
+    assert [m.sharding for m in jax.tree.leaves(moved)] == list(
+        jax.tree.leaves(step.state_shardings)
+    )
 
 
 def test_the_old_state_is_donated_and_the_callers_weights_are_not(params):
@@ -230,21 +249,25 @@ def test_weights_that_drew_the_tokens_give_ratio_one_at_the_samplers_temperature
         s.behavior_logprobs[1:] = np.asarray(logprobs)
     step = step_of(temperature=0.7)
     _, stats = step.update(step.init(params), pack(fresh, ROW), version=3)
-    assert stats["train/ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert stats["train/ratio_min"] == pytest.approx(1, abs=1e-5)
-    assert stats["train/mismatch_max"] < 1e-5 and stats["train/mismatch_all_max"] < 1e-5
-    assert stats["train/clip_share"] == stats["train/truncated_share"] == 0
+    assert stats["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert stats["policy/ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert stats["mismatch/max"] < 1e-5 and stats["mismatch/all_max"] < 1e-5
+    assert stats["policy/clip_share"] == stats["policy/truncated_share"] == 0
+
+
+def naive_logits(params: Any, token_ids: np.ndarray) -> jax.Array:
+    """[n - 1, vocab] logits of each next token, through the whole vocabulary at once."""
+    length = len(token_ids)
+    padded = np.pad(token_ids, (0, ROW - length))  # one shape for all lengths; causal, so no matter
+    return _all_logits(params, padded[None])[: length - 1]
 
 
 @jax.jit
-def naive_logits(params: Any, token_ids: np.ndarray) -> jax.Array:
-    """[n - 1, vocab] logits of each next token, through the whole vocabulary at once."""
-    tokens = jnp.asarray(token_ids)[None]
+def _all_logits(params: Any, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = hidden_states(
-        SPEC, params, tokens, positions, jnp.ones_like(tokens), dtype=jnp.float32
-    )
-    return (hidden[0] @ output_head(SPEC, params))[:-1].astype(jnp.float32)
+    ones = jnp.ones_like(tokens)
+    hidden = hidden_states(SPEC, params, tokens, positions, ones, dtype=jnp.float32)
+    return (hidden[0] @ output_head(SPEC, params)).astype(jnp.float32)
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
@@ -262,11 +285,11 @@ def test_the_reference_divergence_is_zero_at_first_and_pulls_back_later(params):
     reference = params_on(step, params)
     state, first = step.update(step.init(params), BATCH, reference_params=reference)
     _, second = step.update(state, BATCH, reference_params=reference)
-    assert first["train/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert first["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
     assert first["train/loss"] == pytest.approx(first["train/policy_loss"], abs=1e-6)
-    assert second["train/kl_reference"] > 1e-4
+    assert second["policy/kl_reference"] > 1e-4
     assert second["train/loss"] == pytest.approx(
-        second["train/policy_loss"] + 0.1 * second["train/kl_reference"], rel=1e-4
+        second["train/policy_loss"] + 0.1 * second["policy/kl_reference"], rel=1e-4
     )
 
 

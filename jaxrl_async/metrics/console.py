@@ -1,0 +1,192 @@
+"""Live progress: a few lines that redraw themselves on a terminal, one line per step elsewhere."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+EVERY_S = 2.0
+"""Seconds between two plain lines, at least; first, last and evaluation steps always get one."""
+WINDOW = 32
+"""Steps that the estimate of the remaining time looks back on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is shown. `values` holds the newest value of each key, also from earlier steps."""
+
+    total_steps: int
+    step: int = 0
+    phase: str = ""
+    detail: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    eta_s: float | None = None
+    elapsed_s: float = 0.0
+
+
+SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "reward/mean", "{:.3f}".format),
+    ("eval", "eval/accuracy", "{:.3f}".format),
+    ("tokens/s", "throughput/generated_tokens_per_s", "{:,.0f}".format),
+    ("staleness", "staleness/mean", "{:.2f}".format),
+    ("sampler idle", "sampler/idle_share", "{:.0%}".format),
+    ("trainer idle", "trainer/idle_share", "{:.0%}".format),
+)
+"""Label, key, format."""
+
+
+class Console:
+    """Shows a run to a person. One thread at a time may call it; a missing value is left out."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`live` None: where the stream is a terminal."""
+        self._stream = stream or sys.stdout
+        self._clock, self._start = clock, clock()
+        self._progress = Progress(total_steps=total_steps)
+        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._printed_at = -EVERY_S
+        self._rich = RichConsole(file=self._stream)
+        wanted = (
+            self._rich.is_terminal and not self._rich.is_dumb_terminal if live is None else live
+        )
+        self._live = (
+            Live(get_renderable=self._draw, console=self._rich, refresh_per_second=4)
+            if wanted
+            else None
+        )
+        self._started = False
+        self._spinner = Spinner("dots")
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Say what goes on (compiling, warm start, training, saving); detail may change often."""
+        now = self._clock()
+        changed = name != self._progress.phase
+        self._progress = replace(
+            self._progress, phase=name, detail=detail, elapsed_s=now - self._start
+        )
+        if self._live is not None:
+            self._show()
+        elif changed or (detail and now - self._printed_at >= EVERY_S):
+            self._print(f"[{duration(now - self._start)}] {name}{f': {detail}' if detail else ''}")
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Show that version `step` was made, with what it measured."""
+        now = self._clock()
+        total = self._progress.total_steps
+        self._times.append((step, now))
+        self._progress = replace(
+            self._progress,
+            step=step,
+            values={**self._progress.values, **values},
+            eta_s=eta_s(self._times, total),
+            elapsed_s=now - self._start,
+        )
+        first = len(self._times) == 1
+        due = (
+            now - self._printed_at >= EVERY_S or first or step == total or "eval/accuracy" in values
+        )
+        if self._live is not None:
+            self._show()
+        elif due:
+            self._print(plain_line(self._progress))
+
+    def summary(self, lines: Iterable[str]) -> None:
+        """End the display and print the closing lines; empty ones are left out."""
+        self.close()
+        for line in lines:
+            if line:
+                self._print(line)
+
+    def close(self) -> None:
+        """End the live display; what it showed last stays. A second call does nothing."""
+        if self._live is not None and self._started:
+            self._progress = replace(self._progress, phase="", detail="")
+            self._live.stop()
+        self._live = None
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show(self) -> None:
+        assert self._live is not None
+        if not self._started:
+            self._started = True
+            self._live.start()
+
+    def _print(self, line: str) -> None:
+        self._printed_at = self._clock()
+        print(line, file=self._stream, flush=True)
+
+    def _draw(self) -> Group:
+        # Called by rich's own thread: reads one reference, which is only ever replaced whole.
+        progress = self._progress
+        table = Table.grid(padding=(0, 1))
+        left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
+        table.add_row(
+            Text(f"step {progress.step}/{progress.total_steps}", style="bold"),
+            ProgressBar(total=progress.total_steps, completed=progress.step, width=32),
+            Text(f"{duration(self._clock() - self._start)}{left}", style="dim"),
+        )
+        numbers = Text()
+        for label, value in shown(progress):
+            numbers.append(f"{label} ", style="dim").append(value, style="cyan").append("   ")
+        rows: list[Table | Text | Spinner] = [table]
+        if numbers.plain:
+            rows.append(numbers)
+        if progress.phase:
+            self._spinner.update(text=Text(f"{progress.phase}  {progress.detail}", style="dim"))
+            rows.append(self._spinner)
+        return Group(*rows)
+
+
+def shown(progress: Progress) -> list[tuple[str, str]]:
+    """Label and text of each number that there is."""
+    return [
+        (label, form(progress.values[key])) for label, key, form in SHOWN if key in progress.values
+    ]
+
+
+def plain_line(progress: Progress) -> str:
+    """One line for logs: step    12/150  reward 0.531  eval 0.812  ...  eta 1:23."""
+    width = len(str(progress.total_steps))
+    parts = [f"step {progress.step:>{width}}/{progress.total_steps}"]
+    parts += [f"{label} {value}" for label, value in shown(progress)]
+    if progress.eta_s is not None and progress.step < progress.total_steps:
+        parts.append(f"eta {duration(progress.eta_s)}")
+    return "  ".join(parts)
+
+
+def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:
+    """Seconds left at the pace between the oldest and the newest (step, time); None without one."""
+    times = list(times)
+    if len(times) < 2 or times[-1][0] <= times[0][0]:
+        return None
+    (first, start), (last, now) = times[0], times[-1]
+    return (now - start) / (last - first) * max(total_steps - last, 0)
+
+
+def duration(seconds: float) -> str:
+    """1:05, 12:00 or 1:02:03."""
+    whole = round(max(seconds, 0.0))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

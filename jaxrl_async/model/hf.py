@@ -1,0 +1,213 @@
+"""Hugging Face directories: safetensors straight onto the mesh and back. The one door to safetensors.
+
+A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it holds, so
+that no host copy of the whole model ever exists.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_FILE_BYTES = 4 * 1024**3
+IGNORED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some files carry and nobody needs."""
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """The model that config.json describes. Raises CheckpointError."""
+    file = folder / "config.json"
+    return ModelSpec.from_hf_config(_read_json(file), str(file))
+
+
+def load_params(
+    folder: str | Path, spec: ModelSpec, shardings: Any = None, dtype: Any = jnp.float32
+) -> Any:
+    """The parameters, on `shardings` (a tree like weight_table's; null: the default device).
+
+    Everything is compared before anything is loaded: CheckpointError lists what is missing, too much or
+    of the wrong shape.
+    """
+    folder = Path(folder)
+    table = weight_table(spec)
+    if shardings is None:
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: one, table, is_leaf=lambda w: isinstance(w, Weight))
+    with ExitStack() as files:
+        tensors = _open_all(folder, files)
+        _check(folder, table, tensors)
+        return jax.tree.map(
+            lambda w, s: _load(w, tensors, s, dtype),
+            table,
+            shardings,
+            is_leaf=lambda w: isinstance(w, Weight),
+        )
+
+
+def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
+    """Write config.json and safetensors that transformers loads; several files above 4 GiB."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    config = {**spec.to_hf_config(), "torch_dtype": dtype, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    shards = list(_in_shards(_export(spec, params)))
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        return
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(x.nbytes for shard in shards for x in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+# ---- reading
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise CheckpointError(
+            f"{file}: not found. model.path must be a Hugging Face directory with config.json and "
+            "*.safetensors."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}. Copy the file again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object.")
+    return content
+
+
+def _open_all(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it."""
+    names = [SINGLE]
+    if (folder / INDEX).exists():
+        names = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+    tensors: dict[str, Any] = {}
+    for name in names:
+        path = folder / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / INDEX}: names the file {name!r} outside the folder.")
+        try:
+            file = files.enter_context(safe_open(path, framework="numpy"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read as safetensors: {error}. Copy the file again, or convert the "
+                "model to safetensors."
+            ) from None
+        tensors |= dict.fromkeys(file.keys(), file)
+    return tensors
+
+
+def _check(folder: Path, table: Any, tensors: Mapping[str, Any]) -> None:
+    wanted = {
+        name: weight.hf_shape
+        for weight in jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
+        for name in _names(weight)
+    }
+    missing = sorted(wanted.keys() - tensors.keys())
+    extra = sorted(
+        n for n in tensors.keys() - wanted.keys() if not n.endswith(IGNORED) and n != "lm_head.weight"
+    )
+    shapes = {n: tuple(tensors[n].get_slice(n).get_shape()) for n in wanted.keys() & tensors.keys()}
+    wrong = sorted(n for n, shape in shapes.items() if shape != wanted[n])
+    problems = [
+        *_tell(missing, "missing", lambda n: f"{n} {list(wanted[n])}"),
+        *_tell(extra, "not part of this model", str),
+        *_tell(wrong, "misshapen", lambda n: f"{n} is {list(shapes[n])}, not {list(wanted[n])}"),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder}: " + "; ".join(problems) + ". config.json and the weights belong to different "
+            "models: point model.path at a complete directory."
+        )
+
+
+def _tell(names: list[str], what: str, show: Any) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"{len(names)} tensors {what} ({', '.join(show(n) for n in names[:3])}{more})"]
+
+
+def _names(weight: Weight) -> list[str]:
+    """Names in the file: one, or one per layer."""
+    if "{layer}" not in weight.hf:
+        return [weight.hf]
+    return [weight.hf.format(layer=i) for i in range(weight.shape[0])]
+
+
+def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any) -> Array:
+    """One weight on its devices; each device's part is read on its own."""
+    names = _names(weight)
+    stacked = "{layer}" in weight.hf
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if not stacked:
+            return _slice(weight, weight.shape, tensors[names[0]], names[0], index).astype(dtype)
+        layers = range(*index[0].indices(weight.shape[0]))
+        return np.stack(
+            [
+                _slice(weight, weight.shape[1:], tensors[names[i]], names[i], index[1:]).astype(dtype)
+                for i in layers
+            ]
+        )
+
+    return jax.make_array_from_callback(weight.shape, sharding, part)
+
+
+def _slice(
+    weight: Weight, shape: tuple[int, ...], file: Any, name: str, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it is).
+
+    Reads the whole tensor of one layer at most, never more.
+    """
+    stored = np.asarray(file.get_tensor(name))
+    turned = stored.T if _is_turned(weight) else stored
+    return np.ascontiguousarray(turned.reshape(shape)[index])
+
+
+def _is_turned(weight: Weight) -> bool:
+    """Whether the file stores the matrix transposed: all Linear weights, not the embedding."""
+    return len(weight.hf_shape) == 2 and weight.axes[0] != "vocab"
+
+
+# ---- writing
+
+
+def _export(spec: ModelSpec, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) as stored in files, one layer at a time."""
+    table = jax.tree.leaves(weight_table(spec), is_leaf=lambda w: isinstance(w, Weight))
+    for weight, values in zip(table, jax.tree.leaves(params), strict=True):
+        for i, name in enumerate(_names(weight)):
+            ours = np.asarray(values[i] if "{layer}" in weight.hf else values)
+            if _is_turned(weight):
+                ours = ours.reshape(weight.hf_shape[::-1]).T
+            yield name, np.ascontiguousarray(ours.reshape(weight.hf_shape))
+
+
+def _in_shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    shard: dict[str, np.ndarray] = {}
+    for name, array in tensors:
+        if shard and sum(x.nbytes for x in shard.values()) + array.nbytes > MAX_FILE_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = array
+    yield shard

@@ -1,0 +1,244 @@
+"""Loading a configuration: what is taken, what is refused, and how it is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.config.load import dump, help_text, load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text):
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return to_file
+
+
+def refusal(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return str(caught.value)
+
+
+def test_an_empty_file_gives_the_defaults(write):
+    assert load(write("")) == Config()
+
+
+@pytest.mark.parametrize("name", ["addition.yaml", "gsm8k.yaml"])
+def test_the_shipped_configurations_load_and_survive_a_dump(name, write):
+    given = ["data.jsonl.path=x.jsonl"] if name == "gsm8k.yaml" else []
+    config = load(CONFIGS / name, given)
+    assert load(write(dump(config))) == config
+    assert (CONFIGS / name).read_text().startswith(f"# python -m jaxrl_async.train configs/{name}")
+
+
+def test_the_gsm8k_configuration_asks_for_its_file():
+    assert "data.jsonl.path" in refusal(CONFIGS / "gsm8k.yaml")
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(write):
+    config = load(write("sampler: {slots: 3}"), ["sampler.slots=4", "sampler.slots=5"])
+    assert config.sampler.slots == 5
+
+
+def test_an_exponent_without_a_point_is_a_number(write):
+    config = load(write("algorithm: {learning_rate: 1e-3}"), ["warm_start.learning_rate=2e-4"])
+    assert (config.algorithm.learning_rate, config.warm_start.learning_rate) == (1e-3, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.jsonl.template=Q: {prompt} # A:", "Q: {prompt} # A:"),
+        ("data.jsonl.template={prompt}", "{prompt}"),
+        (r'data.jsonl.template="{prompt}\n"', "{prompt}\n"),
+        ("data.jsonl.template=null", None),
+    ],
+)
+def test_text_on_the_command_line_is_taken_as_it_stands(write, override, value):
+    assert load(write(""), [override]).data.jsonl.template == value
+
+
+def test_a_run_may_be_named_like_a_number_on_the_command_line(write):
+    assert load(write(""), ["run.name=2026"]).run.name == "2026"
+
+
+def test_arguments_of_a_chosen_function_are_set_by_a_dotted_override(write):
+    path = write("algorithm: {loss: {ppo_clip: {clip_low: 0.1}}}")
+    config = load(path, ["algorithm.loss.ppo_clip.clip_high=0.28"])
+    assert config.algorithm.loss == {"ppo_clip": {"clip_low": 0.1, "clip_high": 0.28}}
+    assert load(path, ["algorithm.loss.cispo.clip=5"]).algorithm.loss == {"cispo": {"clip": 5}}
+    assert load(path, ["algorithm.loss=cispo"]).algorithm.loss == "cispo"
+
+
+def test_a_section_on_the_command_line_is_merged(write):
+    config = load(write("sampler: {slots: 3}"), ["sampler={block: 2}"])
+    assert (config.sampler.slots, config.sampler.block) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("trainer.learning_rate", "algorithm.learning_rate"),
+        ("sampler.slot", "sampler.slots"),
+        ("smapler.slots", "sampler"),
+        ("algorithm.los.ppo_clip.clip_high", "algorithm.loss"),
+        ("group_size", "algorithm.group_size"),
+        ("max_staleness", "staleness.max_staleness"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_known_one(write, key, suggestion):
+    message = refusal(write(""), f"{key}=1")
+    assert "command line" in message
+    assert f"did you mean {suggestion}" in message
+
+
+def test_an_unknown_key_in_the_file_is_told_with_its_line(write):
+    path = write("run: {name: a}\ntrainer:\n  learning_rate: 1e-5\n")
+    assert (
+        f"{path}, line 3: trainer.learning_rate is not a setting; did you mean algorithm."
+        in refusal(path)
+    )
+
+
+def test_all_problems_come_in_one_message(write):
+    path = write("sampler:\n  slots: 0\n  top_p: 2\nmodel: {dtype: fp16}\nfoo: 1\n")
+    message = refusal(path, "run.steps=many", "eval.evry=3")
+    for expected in (
+        "6 problems",
+        f"{path}, line 2: sampler.slots = 0 is not allowed; it must be a whole number >= 1.",
+        f"{path}, line 3: sampler.top_p = 2 is not allowed; it must be a number > 0 and <= 1.",
+        f"{path}, line 4: model.dtype = 'fp16' is not allowed; it must be one of float32, bf",
+        f"{path}, line 5: foo is not a setting",
+        "command line: run.steps = 'many' is not allowed; it must be a whole number >= 1.",
+        "command line: eval.evry is not a setting; did you mean eval.every?",
+    ):
+        assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run: {name: a}\nrun: {name: b}\n", "line 2: run is given twice, first in line 1"),
+        ("run:\n  name: a\n  name: b\n", "line 3: run.name is given twice, first in line 2"),
+        ("run: {name: a\nmodel: 1\n", "not valid YAML"),
+        ("run:\n\t name: a\n", "line 2, column 1: not valid YAML"),
+        ("- run\n", "must hold sections"),
+        ("run: 5\n", "line 1: run = 5 must be a section"),
+        ("run:\n", "line 1: run = null must be a section"),
+        ("run: &a {name: b}\nmesh: *a\n", "mesh.name is not a setting"),
+        ("run: &a [*a]\n", "nested more than"),
+        ("run: {? [a]: b}\n", "not valid YAML"),
+        ("run: !!python/object:os.system {}\n", "not valid YAML"),
+        ("run: {seed: 2001-99-99}\n", "not valid YAML"),
+        ("a: " + "[" * 5000, "not valid YAML"),
+        (b"run: \xff\n", "not UTF-8"),
+        (b"run: {seed: " + b"9" * 5000 + b"}", "not valid YAML"),
+        ("run: {seed: 0x" + "f" * 5000 + "}", "a very long number"),
+        ("run: {steps: true}", "run.steps = true is not allowed"),
+        ("run: {resume: 1}", "run.resume = 1 is not allowed; it must be true or false"),
+        ("algorithm: {learning_rate: .nan}", "learning_rate = nan is not allowed"),
+        ("algorithm: {learning_rate: .inf}", "learning_rate = inf is not allowed"),
+        ("algorithm: {loss: {a: {}, b: {}}}", "it must be a name or {name: {argument: value}}"),
+        ("run: {name: ../x}", "run.name = '../x' is not allowed"),
+        ("trainer: {row_length: 0}", "it must be a whole number >= 1 or null"),
+    ],
+)
+def test_a_malformed_file_is_refused_in_words(write, text, expected):
+    assert expected in refusal(write(text))
+
+
+def test_impossible_combinations_name_both_keys_and_a_way_out(write):
+    message = refusal(write("staleness: {max_staleness: 0, lookahead: 2}"))
+    assert "staleness.lookahead (2)" in message
+    assert "Set staleness.lookahead=0" in message
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    assert "cannot be read" in refusal(tmp_path / "none.yaml")
+    assert "cannot be read" in refusal("a\0b")
+
+
+@pytest.mark.parametrize(
+    "override", ["x", "=3", "a..b=1", "run.name.x=1", "run.steps=[", "run.steps="]
+)
+def test_a_malformed_override_is_refused(write, override):
+    assert "command line" in refusal(write(""), override)
+
+
+def test_help_explains_every_field():
+    text = help_text()
+
+    def check(section, path):
+        for name, field in section.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+                check(inner, [*path, name])
+            else:
+                assert f"{'.'.join([*path, name])} = " in text
+                assert field.description and " ".join(field.description.split()) in text
+
+    check(Config, [])
+    assert "sampler.top_p = 1.0    (a number > 0 and <= 1)" in text
+
+
+def test_the_command_line_needs_no_jax():
+    code = (
+        "import sys, jaxrl_async.config.load; "
+        "sys.exit(bool({'jax', 'grain', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent).returncode == 0
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats().map(lambda x: f"{x}"),
+    st.text(max_size=8),
+    st.sampled_from(
+        ["*a", "&a", "<<", "!!binary aGk=", "!!set {a}", "2001-01-01", "1:30", "~", "{", "[", '"']
+    ),
+)
+KEYS = st.sampled_from(
+    ["run", "run.name", "run.steps", "sampler", "sampler.top_p", "algorithm.loss", "x", ".",
+     "algorithm.loss.a", "algorithm.loss.a.b", "mesh.trainer.fsdp", "data.jsonl.template",
+     "trainer.row_length"]
+)  # fmt: skip
+YAMLS = st.one_of(
+    st.binary(max_size=60),
+    st.text(max_size=60).map(lambda s: s.encode("utf-8", "surrogatepass")),
+    st.dictionaries(
+        st.sampled_from(["run", "sampler", "algorithm", "model"]),
+        st.dictionaries(st.sampled_from(["name", "steps", "slots", "loss", "?"]), SCALARS),
+    ).map(lambda d: "\n".join(f"{k}:\n" + "\n".join(f"  {i}: {v}" for i, v in s.items())
+                              for k, s in d.items()).encode("utf-8", "surrogatepass")),
+)  # fmt: skip
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=YAMLS, overrides=st.lists(st.one_of(st.text(max_size=20), st.tuples(KEYS, SCALARS).map(
+    lambda pair: f"{pair[0]}={pair[1]}")), max_size=3))  # fmt: skip
+@example(text=b"run: {name: \xed\xa0\x80}", overrides=[])
+@example(text=b"", overrides=["run.dir=\udcff", "algorithm.loss=\ud800"])
+def test_whatever_is_given_is_a_config_or_a_config_error(write, text, overrides):
+    path = write(text)
+    try:
+        config = load(path, overrides)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert isinstance(dump(config), str)

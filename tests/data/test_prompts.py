@@ -1,0 +1,235 @@
+"""The prompt pipeline: order, shards, places, bad records, warm-start pairs."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
+from jaxrl_async.data.addition import addition_tokenizer, worked_answer
+from jaxrl_async.data.prompts import (
+    PromptStream,
+    Record,
+    eval_prompts,
+    final_answer,
+    make_prompts,
+    warm_start_pairs,
+)
+from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
+from jaxrl_async.errors import ConfigError, DataError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+needs_shared = pytest.mark.skipif(
+    not (SHARED / "gsm8k").is_dir(), reason="the shared GSM8K data is not here"
+)
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 #?:")
+
+
+def records(count):
+    ids = np.zeros(1, np.int32)
+    return [Record(token_ids=ids, text=str(i), reference="", answer="") for i in range(count)]
+
+
+def jsonl(tmp_path, lines, **settings):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(
+        b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
+    )
+    return Data(source="jsonl", jsonl=Jsonl(path=str(path), **settings))
+
+
+def question(i):
+    return {"question": f"q{i}", "answer": f"so it is {i} #### {i}"}
+
+
+def test_each_pass_holds_every_record_once_in_another_order():
+    stream = PromptStream(records(20), 3)
+    first, second = ([p.prompt_id for p in islice(stream, 20)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second != list(range(20))
+
+
+def test_the_same_seed_gives_the_same_stream_and_another_seed_another():
+    one, two, other = (
+        [p.prompt_id for p in islice(PromptStream(records(50), s), 80)] for s in (1, 1, 2)
+    )
+    assert one == two != other
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(3, 40), processes=st.integers(1, 3), seed=st.integers(0, 5))
+def test_processes_share_the_records_and_never_a_place(count, processes, seed):
+    streams = [
+        PromptStream(records(count), seed, process_index=i, process_count=processes)
+        for i in range(processes)
+    ]
+    one_pass = [
+        p for i, s in enumerate(streams) for p in islice(s, len(range(i, count, processes)))
+    ]
+    assert sorted(p.prompt_id for p in one_pass) == list(range(count))
+    assert sorted(p.position for p in one_pass) == list(range(count))
+
+
+@settings(max_examples=30, deadline=None)
+@given(taken=st.integers(0, 60))
+def test_a_restored_stream_goes_on_where_it_was(taken):
+    stream = PromptStream(records(20), 0)
+    list(islice(stream, taken))
+    again = PromptStream(records(20), 0)
+    again.restore(json.loads(json.dumps(stream.state())))
+    assert [(p.prompt_id, p.position) for p in islice(again, 30)] == [
+        (p.prompt_id, p.position) for p in islice(stream, 30)
+    ]
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 9}, {"num_records": 3}, {"process_count": 2}, {"next": None}]
+)
+def test_the_place_in_another_stream_is_refused(change):
+    stream = PromptStream(records(20), 0)
+    with pytest.raises(DataError, match="of another stream"):
+        stream.restore({**stream.state(), **change})
+
+
+def test_too_few_records_for_the_processes_are_refused():
+    with pytest.raises(DataError, match="cannot be shared"):
+        PromptStream(records(2), 0, process_index=2, process_count=3)
+
+
+def test_addition_prompts_are_problems_with_their_sums():
+    tokenizer = addition_tokenizer()
+    data = Data(addition=Addition(digits=3, eval_size=10))
+    held = eval_prompts(data, tokenizer)
+    train = list(islice(make_prompts(data, tokenizer, 0), 200))
+    for prompt in (*held, *train):
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+        assert sum(int(x) for x in prompt.text.rstrip("=").split("+")) == int(prompt.reference)
+    assert len({p.text for p in held}) == 10
+    assert not {p.text for p in held} & {p.text for p in train}
+    assert not {p.position for p in held} & {p.position for p in train}
+
+
+def test_the_last_records_are_held_out_and_the_others_are_trained_on(tmp_path):
+    data = jsonl(tmp_path, [question(i) for i in range(10)], eval_size=3)
+    assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q7", "q8", "q9"]
+    train = islice(make_prompts(data, TOKENIZER, 0), 7)
+    assert sorted((p.text, p.reference) for p in train) == [(f"q{i}", f"{i}") for i in range(7)]
+
+
+def test_a_file_of_its_own_for_the_evaluation_leaves_all_records_to_training(tmp_path):
+    held = tmp_path / "e.jsonl"
+    held.write_text("\n".join(json.dumps(question(i)) for i in range(50, 59)))
+    data = jsonl(tmp_path, [question(i) for i in range(4)], eval_path=str(held), eval_size=2)
+    assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q50", "q51"]
+    assert len({p.text for p in islice(make_prompts(data, TOKENIZER, 0), 4)}) == 4
+
+
+BAD = [
+    (b'{"question": "\xff", "answer": "1"}', "not UTF-8"),
+    (b'{"question": ', "not a JSON object"),
+    (b"[" * 100_000, "not a JSON object"),
+    (b"[1]", "not a JSON object"),
+    ({"question": "q"}, "a field is missing"),
+    ({"question": "q", "answer": ["1"]}, "a field is missing"),
+    ({"question": "q\ud800", "answer": "1"}, "a field is missing"),
+    ({"question": "", "answer": "1"}, "the prompt has no tokens"),
+    ({"question": "q" * 65, "answer": "1"}, "the prompt is longer than"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_a_bad_record_is_skipped_and_told_with_its_line(tmp_path, caplog, line, reason):
+    data = jsonl(tmp_path, [question(0), line, question(2)], eval_size=1, max_bad_share=0.4)
+    assert next(make_prompts(data, TOKENIZER, 0)).text == "q0"
+    assert f"line 2: skipped: {reason}" in caplog.text
+    assert "1 of 3 records skipped" in caplog.text
+
+
+def test_too_large_a_share_of_bad_records_is_refused(tmp_path):
+    data = jsonl(tmp_path, [question(0), *(line for line, _ in BAD), question(2)], eval_size=1)
+    with pytest.raises(
+        DataError, match=r"9 of 11 records cannot be used .* line 2: not UTF-8; line 3"
+    ):
+        make_prompts(data, TOKENIZER, 0)
+
+
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_do_no_harm(tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = "\r\n".join(["", json.dumps(question(1)), " ", json.dumps(question(2)), ""])
+    path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    data = Data(source="jsonl", jsonl=Jsonl(path=str(path), eval_size=1))
+    assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q2"]
+
+
+def test_empty_missing_and_too_small_files_are_refused(tmp_path):
+    with pytest.raises(DataError, match="empty"):
+        make_prompts(jsonl(tmp_path, []), TOKENIZER, 0)
+    with pytest.raises(DataError, match="cannot be read"):
+        make_prompts(Data(source="jsonl", jsonl=Jsonl(path=str(tmp_path / "no"))), TOKENIZER, 0)
+    with pytest.raises(DataError, match="none is left to train on"):
+        make_prompts(jsonl(tmp_path, [question(0)], eval_size=1), TOKENIZER, 0)
+
+
+def test_a_wrong_template_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="template"):
+        make_prompts(jsonl(tmp_path, [question(0)], template="{x}"), TOKENIZER, 0)
+
+
+def test_the_final_answer_stands_after_the_mark():
+    assert final_answer("2+2=4\n#### 4 ") == "4"
+    assert final_answer(" four ") == "four"
+
+
+def test_addition_pairs_teach_the_worked_answer_and_the_end():
+    tokenizer = addition_tokenizer()
+    for ids, mask in islice(warm_start_pairs(Config(), tokenizer), 20):
+        assert mask.dtype == bool and ids.dtype == np.int32
+        a, b = (int(x) for x in tokenizer.decode(ids[~mask]).rstrip("=").split("+"))
+        assert tokenizer.decode(ids[mask]) == worked_answer(a, b)
+        assert ids[-1] == tokenizer.eos_ids[0] and mask[-1]
+        assert (np.diff(mask.astype(int)) >= 0).all()
+
+
+def test_jsonl_pairs_never_hold_a_held_out_record_and_fit_a_row(tmp_path):
+    long = {"question": "long", "answer": "x" * 200 + "#### 1"}
+    config = Config(
+        data=jsonl(tmp_path, [question(0), long, question(2), question(3)], eval_size=1)
+    )
+    texts = {TOKENIZER.decode(ids) for ids, _ in islice(warm_start_pairs(config, TOKENIZER), 20)}
+    assert texts == {"q0so it is 0 #### 0", "q2so it is 2 #### 2"}
+
+
+def test_pairs_from_a_file_of_their_own(tmp_path):
+    path = tmp_path / "w.jsonl"
+    path.write_text(json.dumps(question(5)))
+    config = Config(warm_start={"path": str(path)})
+    ids, _ = next(warm_start_pairs(config, TOKENIZER))
+    assert TOKENIZER.decode(ids) == "q5so it is 5 #### 5"
+
+
+def test_a_warm_start_in_which_no_pair_fits_is_refused(tmp_path):
+    long = {"question": "long", "answer": "x" * 200}
+    config = Config(data=jsonl(tmp_path, [long, long, long], eval_size=1))
+    with pytest.raises(DataError, match="no pair of the warm start fits"):
+        next(warm_start_pairs(config, TOKENIZER))
+
+
+@needs_shared
+def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
+    tokenizer = load_tokenizer(SHARED / "gpt2_tokenizer")
+    data = Data(
+        source="jsonl",
+        max_prompt_tokens=320,
+        jsonl=Jsonl(path=str(SHARED / "gsm8k" / "test.jsonl"), template="Q: {prompt}\nA:"),
+    )
+    prompts = list(islice(make_prompts(data, tokenizer, 0), 1319 - 64))
+    assert len({p.prompt_id for p in prompts}) == 1319 - 64
+    assert all(tokenizer.decode(p.token_ids) == f"Q: {p.text}\nA:" for p in prompts[:50])
+    first_held = json.loads((SHARED / "gsm8k" / "test.jsonl").read_text("utf-8").splitlines()[-64])
+    held = eval_prompts(data, tokenizer)[0]
+    assert held.text == first_held["question"]
+    assert first_held["answer"].endswith(f"#### {held.reference}")

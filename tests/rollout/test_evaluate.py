@@ -1,0 +1,82 @@
+"""Evaluation: every held-out prompt once, and means that are means."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.types import Completion, Prompt, Score, StopReason
+
+
+def prompt(i):
+    ids = np.array([i], np.int32)
+    return Prompt(prompt_id=i, position=1000 + i, token_ids=ids, text=f"p{i}", reference=f"r{i}")
+
+
+class ScriptedGenerate:
+    """Answers prompt i with i + 1 tokens; the last prompt is cut off."""
+
+    def __init__(self):
+        self.requests = []
+
+    def submit_many(self, requests):
+        assert not self.requests, "all prompts are queued in one call"
+        self.requests = list(requests)
+        return [self._answer(r, last=r is requests[-1]) for r in requests]
+
+    def _answer(self, request, last):
+        future = asyncio.get_running_loop().create_future()
+        count = int(request.token_ids[0]) + 1
+        future.set_result(
+            Completion(
+                request_id=request.request_id,
+                token_ids=np.full(count, 5, np.int32),
+                logprobs=np.zeros(count, np.float32),
+                versions=np.zeros(count, np.int32),
+                stop=StopReason.LENGTH if last else StopReason.EOS,
+            )
+        )
+        return future
+
+
+async def even_scorer(episodes, prompt):
+    assert len(episodes) == 1
+    return (Score(reward=1.0 if prompt.prompt_id % 2 == 0 else 0.25),)
+
+
+def run(prompts, scorer=even_scorer, **change):
+    generate = ScriptedGenerate()
+    settings = {"stop_token_ids": (0,), "max_new_tokens": 50, "max_length": 100}
+    return asyncio.run(evaluate(generate, prompts, scorer, **settings, **change)), generate
+
+
+def test_every_prompt_is_played_once_greedily():
+    result, generate = run([prompt(i) for i in range(20)])
+    assert [r.request_id for r in generate.requests] == [f"eval/{i}/m0/t0" for i in range(20)]
+    assert {r.sampling.temperature for r in generate.requests} == {0.0}
+    assert result.num_prompts == 20
+
+
+def test_the_means_are_over_all_prompts():
+    result, _ = run([prompt(i) for i in range(4)], decode=lambda ids: "x" * len(ids), num_samples=2)
+    assert result.mean_reward == pytest.approx((1 + 0.25 + 1 + 0.25) / 4)
+    assert result.accuracy == 0.5
+    assert result.mean_length_tokens == pytest.approx((1 + 2 + 3 + 4) / 4)
+    assert result.truncated_share == 0.25
+    shown = [(s.prompt, s.completion, s.reference, s.reward) for s in result.samples]
+    assert shown == [("p0", "x", "r0", 1.0), ("p1", "xx", "r1", 0.25)]
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(RolloutError, match="no held-out prompts"):
+        run([])
+
+
+def test_a_failing_scorer_is_raised():
+    async def broken(episodes, prompt):
+        raise RolloutError("scorer is broken")
+
+    with pytest.raises(RolloutError, match="scorer is broken"):
+        run([prompt(0), prompt(1)], broken)
