@@ -147,9 +147,9 @@ METRICS: tuple[Metric, ...] = (
         ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),
         ("train/tokens", "tokens", "Tokens that were learnt."),
         ("train/sequence_tokens", "tokens", "Tokens in the packed rows, prompts included."),
+        ("train/flops", "FLOP", "Model FLOP of the step, forward and backward."),
         ("train/rows", "rows", "Packed rows, all micro-batches together."),
         ("train/micro_batches", "passes", "Forward and backward passes in the step."),
-        ("train/flops", "FLOP", "Model FLOP of the step: no padding, no rematerialisation."),
     ),
     *_metrics(
         Last,
@@ -246,7 +246,7 @@ def markdown() -> str:
 
 _HEAD = """# Metrics
 
-Written by `python -m jaxrl_async.metrics.metric > docs/metrics.md`; change the table in that module.
+Written by `python -m jaxrl_async.metrics.metric > docs/metrics.md`; change the table there.
 
 `metrics.jsonl` in the run folder has one JSON object a step: `step` (the version that the step
 made; 0 is before the first update), then the keys below, sorted. A key is absent where there was

@@ -104,10 +104,17 @@ def document(events: list[Event], threads: Mapping[int, str], forgotten: int) ->
     }
 
 
+_EXTRA: Mapping[str, Callable[[Event], dict[str, Any]]] = {
+    "X": lambda e: {"dur": e.duration_s * 1e6},
+    "i": lambda e: {"s": "t"},  # drawn on its thread only
+    "C": lambda e: {},
+}
+
+
 def _event(event: Event) -> dict[str, Any]:
     args = {
         k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in event.args.items()
     }
     common = {"ph": event.phase, "name": event.name, "pid": 1, "tid": event.thread}
-    extra = {"X": {"dur": event.duration_s * 1e6}, "i": {"s": "t"}, "C": {}}[event.phase]
+    extra = _EXTRA[event.phase](event)
     return {**common, "ts": event.at_s * 1e6, **extra, "args": args}

@@ -61,7 +61,7 @@ class Layer(nnx.Module):
         spec = self.spec
         y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
         q, k, v = (
-            jnp.einsum("...d,dhk->...hk", y, self._weight(name, x.dtype)) for name in ("q", "k", "v")
+            _split_heads(y, self._weight(name, x.dtype)) for name in ("q", "k", "v")
         )
         if spec.attention_bias:
             q, k, v = (
@@ -75,13 +75,20 @@ class Layer(nnx.Module):
 
     def finish(self, x: Array, attended: Array) -> Array:
         """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
-        out = jnp.einsum("...hk,hkd->...d", attended, self._weight("o", x.dtype))
+        o = self._weight("o", x.dtype)
+        out = attended.reshape(*attended.shape[:-2], -1) @ o.reshape(-1, o.shape[-1])
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
         x = x + out
         y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
         gate = jax.nn.silu(y @ self._weight("gate", x.dtype)) * (y @ self._weight("up", x.dtype))
         return x + gate @ self._weight("down", x.dtype)
+
+
+def _split_heads(x: Array, weight_DHK: Array) -> Array:
+    """x [..., D] times a projection, as one matrix product: [..., H, K]."""
+    D, H, K = weight_DHK.shape
+    return (x @ weight_DHK.reshape(D, H * K)).reshape(*x.shape[:-1], H, K)
 
 
 @lru_cache(maxsize=16)

@@ -208,9 +208,9 @@ class RolloutLoop:
         if self._failures_in_a_row >= self._max_failures:
             cause = self._first_cause
             raise RolloutError(
-                f"{self._failures_in_a_row} groups failed in a row, the last on prompt "
-                f"{prompt.prompt_id}; the first failure was {_tell(cause)}. Correct the environment "
-                "or the reward."
+                f"{self._failures_in_a_row} groups failed in a row, last on prompt "
+                f"{prompt.prompt_id}; the first failure was {_tell(cause)}. Correct the "
+                "environment or the reward."
             ) from cause
         log.warning("group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _tell(error))
         with contextlib.suppress(Closed):

@@ -106,8 +106,8 @@ class Checkpoints:
                     _root_cause(error),
                 )
         raise CheckpointError(
-            f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; the "
-            f"newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or start "
+            f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
+            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or start "
             "anew with run.overwrite=true (the old run is moved aside)."
         ) from failures[0][1]
 
@@ -137,8 +137,8 @@ class Checkpoints:
 
     def _write_error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. Look "
-            "whether the disk is full and the folder writable; the checkpoints from before are untouched."
+            f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
+            "Look whether the disk is full and the folder writable; the checkpoints from before are untouched."
         )
 
 

@@ -38,7 +38,7 @@ def none(x: TokenInputs) -> Correction:
 
 @correction
 def truncate_token(x: TokenInputs, *, cap: float = 2.0) -> Correction:
-    """min(1, cap / r), r = exp(policy - behavior): the effective ratio is min(r, cap). cap >= 1, or ConfigError.
+    """min(1, cap / r), r = exp(policy - behavior): the effective ratio is min(r, cap). cap >= 1.
 
     A gradient r A d log policy becomes min(r, cap) A d log policy: truncated importance sampling.
     With ppo_clip it matters where A < 0, since there r is not clipped from above.

@@ -348,8 +348,8 @@ def train_flops(spec: ModelSpec, batch: PackedBatch, *, reference: bool) -> floa
     """Model FLOPs of one update (padding and rematerialisation do not count).
 
     Forward: 2 per weight and token, and the two products of causal attention, 2 * length^2 * heads
-    * head_dim per layer and sequence; backward twice that (Chowdhery et al. 2022, PaLM, appendix B).
-    A reference adds one forward.
+    * head_dim per layer and sequence; backward twice that. A reference adds one forward.
+    Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with attention's causal half.
     """
     lengths = np.bincount(batch.sequence_ids[batch.sequence_ids >= 0]).astype(np.float64)
     attention = 2 * spec.layers * spec.heads * spec.head_dim * float((lengths**2).sum())

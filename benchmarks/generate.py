@@ -1,0 +1,107 @@
+"""Generated tokens per second of the sampler, alone on its devices.
+
+Prompts of 32 tokens; 8, 64 and 256 slots; answers all of 64 or all of 128 tokens (as many requests as
+slots), or of a long tail (four times as many requests as slots, so that freed slots are filled again).
+Lengths are forced: the weights are random.
+"""
+
+import argparse
+
+from common import (
+    MODELS,
+    PROMPT_TOKENS,
+    Row,
+    columns,
+    long_tail,
+    make_params,
+    measure,
+    options,
+    parser,
+    random_prompts,
+    report,
+)
+
+from jaxrl_async.config import schema
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.types import Request, SamplingParams
+
+LONGEST = 128
+"""Longest answer of any row, tokens."""
+
+
+def main() -> None:
+    """Measure every row and print them."""
+    args = _options()
+    rows = []
+    for model in args.models:
+        params = make_params(MODELS[model])
+        for slots in args.slots:
+            sampler = Sampler(
+                (MODELS[model], params),
+                section=schema.Sampler(
+                    slots=slots,
+                    max_length=PROMPT_TOKENS + LONGEST,
+                    max_new_tokens=LONGEST,
+                    block=args.block,
+                ),
+            )
+            try:
+                for name, lengths in workloads(slots, quick=args.quick).items():
+                    rows.append({"model": model, "slots": slots, "answers": name})
+                    rows[-1] |= one_row(sampler, MODELS[model].vocab, lengths, args.repeats)
+            finally:
+                sampler.close()
+    report("generate", rows, args)
+
+
+def workloads(slots: int, *, quick: bool) -> dict[str, list[int]]:
+    """Answer lengths of each request, tokens."""
+    if quick:
+        return {"8 each": [8] * slots, "long tail": long_tail(2 * slots, median=4, most=16)}
+    return {
+        "64 each": [64] * slots,
+        "128 each": [128] * slots,
+        "long tail": long_tail(4 * slots, most=LONGEST),
+    }
+
+
+def one_row(sampler: Sampler, vocab: int, lengths: list[int], repeats: int) -> Row:
+    """Generate all answers, again and again."""
+    requests = [
+        Request(
+            request_id=f"r{i}",
+            token_ids=tokens,
+            max_new_tokens=length,
+            sampling=SamplingParams(temperature=1.0),
+            key=(i, 0),
+            forced_length=length,
+        )
+        for i, (tokens, length) in enumerate(
+            zip(random_prompts(vocab, len(lengths)), lengths, strict=True)
+        )
+    ]
+    before = sampler.stats()
+    taken = measure(lambda: sampler.generate(requests), repeats)
+    after = sampler.stats()
+    steps = after.slot_steps - before.slot_steps
+    return {
+        "requests": len(requests),
+        "tokens": sum(lengths),
+        "tokens_per_s": sum(lengths) / taken.median,
+        "occupancy": (after.used_slot_steps - before.used_slot_steps) / steps,
+        **columns(taken),
+    }
+
+
+def _options() -> argparse.Namespace:
+    words = parser(__doc__ or "")
+    words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
+    words.add_argument("--block", type=int, default=16, help="decode steps in one dispatch")
+    args = options(words)
+    if args.quick:
+        args.slots = [8]
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Weights from the trainer's mesh to the sampler's: our push against a plain jax.device_put.
+
+    1 -> 1                              one device to another
+    fsdp 2 x tensor 2 -> tensor 4       four devices to four others, other shard boundaries
+
+`caller` is how long the call keeps the trainer's thread while the step that makes the weights still
+runs (its time is `step`); `median`, `least`, `most` are from weights that are ready to the last array
+on the sampler's mesh.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from common import (
+    MODELS,
+    Row,
+    columns,
+    force_cpu_devices,
+    make_params,
+    measure,
+    options,
+    parser,
+    report,
+    spread,
+)
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.weights.local import Push
+
+MESHES = {
+    "1 -> 1": schema.Mesh(),
+    "fsdp2 x tensor2 -> tensor4": schema.Mesh(
+        trainer=schema.Axes(fsdp=2, tensor=2), sampler=schema.Axes(tensor=4)
+    ),
+}
+
+
+def main() -> None:
+    """Measure every row and print them."""
+    args = options(parser(__doc__ or ""))
+    force_cpu_devices(8)
+    rows = [
+        {"model": model, "meshes": name, "way": way} | row
+        for model in args.models
+        for name, mesh in MESHES.items()
+        for way, row in both_ways(MODELS[model], mesh, args).items()
+    ]
+    report("weight_transfer", rows, args)
+
+
+def both_ways(spec: ModelSpec, mesh: schema.Mesh, args: argparse.Namespace) -> dict[str, Row]:
+    """The same weights over the same meshes, pushed and put."""
+    slices = make_slices(mesh)
+    table = weight_table(spec)
+    source = shardings(table, slices.trainer, TRAINER_RULES)
+    target = shardings(table, slices.sampler, SAMPLER_RULES)
+    params = jax.block_until_ready(jax.device_put(make_params(spec), source))
+    ways: dict[str, Callable[[Any], Any]] = {
+        "push": Push(source, target),
+        "device_put": lambda tree: jax.device_put(tree, target),
+    }
+    return {name: one_row(way, params, source, args.repeats) for name, way in ways.items()}
+
+
+def one_row(way: Callable[[Any], Any], params: Any, source: Any, repeats: int) -> Row:
+    """Time of a whole transfer, and of the call behind a step that still runs."""
+    taken = measure(lambda: jax.block_until_ready(way(params)), repeats)
+    step = jax.jit(_slow_copy, out_shardings=source)
+    step_s = measure(lambda: jax.block_until_ready(step(params)), repeats)
+    caller_s = []
+    for _ in range(repeats):
+        made = step(params)
+        start = time.perf_counter()
+        moved = way(made)
+        caller_s.append(time.perf_counter() - start)
+        jax.block_until_ready(moved)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return {
+        "mbytes": size / 1e6,
+        "gbytes_per_s": size / taken.median / 1e9,
+        **columns(taken, "ms", 1e3),
+        "caller_ms": spread(caller_s).median * 1e3,
+        "step_ms": step_s.median * 1e3,
+    }
+
+
+def _slow_copy(params: Any) -> Any:
+    """The same weights after some work that they depend on: a stand-in for a train step."""
+    x = jnp.eye(512) * 0.5
+    x = jax.lax.fori_loop(0, 40, lambda _, y: y @ x + y * 0.5, x)
+    nothing = jnp.minimum(jnp.abs(x).sum(), 0.0)
+    return jax.tree.map(lambda p: p + nothing.astype(p.dtype), params)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Asynchronous reinforcement learning of language models in JAX.
+
+The public names below are loaded when they are first used: importing the package costs nothing.
+`train` is the function that runs a configuration; `python -m jaxrl_async.train` is the same job
+from the command line.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Policy": "jaxrl_async.model.policy",
+    "Sampler": "jaxrl_async.sampler.sampler",
+    "Request": "jaxrl_async.types",
+    "SamplingParams": "jaxrl_async.types",
+    "Completion": "jaxrl_async.types",
+    "Episode": "jaxrl_async.types",
+    "train": "jaxrl_async.run.loop",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module that it lives in."""
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("jaxrl_async")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,180 @@
+"""Checkpoints survive donation, other meshes, torn files; and say so when they cannot."""
+
+import logging
+import shutil
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.run.checkpoint import Checkpoints, mismatch
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    step: Any
+
+
+def sharding(shape, names, *spec):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return NamedSharding(Mesh(devices, names), PartitionSpec(*spec))
+
+
+def make_state(value, width=8, where=None):
+    where = where or sharding((2, 2), ("fsdp", "tensor"), "fsdp", "tensor")
+    scalar = NamedSharding(where.mesh, PartitionSpec())
+    params = {"w": jax.device_put(jnp.full((width, 4), float(value)), where)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = State(params, tx.init(params), jnp.int32(value))
+    return jax.tree.map(lambda x: x if x.ndim == 2 else jax.device_put(x, scalar), state)
+
+
+def save(checkpoints, step, state=None):
+    state = make_state(step) if state is None else state
+    checkpoints.save(step, {"state": state, "loop": {"version": step, "seen": [1, 2]}})
+
+
+def tear(folder):
+    """Cut every file of the arrays short, as a full disk or a lost page would."""
+    files = [f for f in (folder / "state").rglob("*") if f.is_file() and f.parent.name == "d"]
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[:10])
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_what_was_saved_comes_back_with_its_types(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 3)
+        assert checkpoints.restore(None, make_state(0)).step == 3
+        saved = checkpoints.restore(3, make_state(0))
+    assert saved.loop == {"version": 3, "seen": [1, 2]}
+    assert isinstance(saved.state, State)
+    assert jax.tree.structure(saved.state) == jax.tree.structure(make_state(3))
+    same(saved.state, make_state(3))
+
+
+def test_it_restores_onto_another_mesh(tmp_path):
+    where = sharding((8,), ("fsdp",), "fsdp")
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 3)
+        saved = checkpoints.restore(3, make_state(0, where=where))
+    assert saved.state.params["w"].sharding == where
+    same(saved.state, make_state(3))
+
+
+def test_the_state_may_be_donated_right_after_the_call(tmp_path):
+    spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        state = make_state(5)
+        save(checkpoints, 5, state)
+        jax.block_until_ready(spoil(state))
+        same(checkpoints.restore(5, make_state(0)).state, make_state(5))
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            save(checkpoints, step)
+        checkpoints.wait()
+        assert checkpoints.steps() == (2, 3) and checkpoints.latest() == 3
+
+
+def test_a_new_process_finds_what_the_last_one_saved(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.latest() is None
+        save(checkpoints, 7)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.latest() == 7
+
+
+def test_a_torn_checkpoint_gives_way_to_the_one_before_with_a_warning(tmp_path, caplog):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    tear(tmp_path / "c" / "2")
+    with Checkpoints(tmp_path / "c") as checkpoints, caplog.at_level(logging.WARNING):
+        saved = checkpoints.restore(None, make_state(0))
+        assert saved.step == 1 and saved.loop["version"] == 1
+        assert str(tmp_path / "c" / "2") in caplog.text
+        save(checkpoints, 2)  # the run gets there again and replaces the torn one
+        assert checkpoints.restore(None, make_state(0)).step == 2
+
+
+def test_a_folder_that_lost_its_arrays_gives_way_too(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    shutil.rmtree(tmp_path / "c" / "2" / "state")
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.restore(None, make_state(0)).step == 1
+
+
+def test_where_none_can_be_read_the_error_says_path_and_advice(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+    tear(tmp_path / "c" / "1")
+    with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(CheckpointError) as error:
+        checkpoints.restore(None, make_state(0))
+    assert str(tmp_path / "c") in str(error.value) and "run.overwrite=true" in str(error.value)
+
+
+def test_another_models_checkpoint_is_refused_by_name_and_shape(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+        with pytest.raises(CheckpointError, match=r"params/w is \[8, 4\] there and \[16, 4\] here"):
+            checkpoints.restore(None, make_state(0, width=16))
+
+
+def test_nothing_to_restore_is_an_error_that_names_what_is_there(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            checkpoints.restore(None, make_state(0))
+        save(checkpoints, 2)
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 \(steps there: \[2\]\)"):
+            checkpoints.restore(3, make_state(0))
+
+
+def test_a_save_that_was_cut_off_is_invisible_and_swept_away(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+    torn = tmp_path / "c" / "2.orbax-checkpoint-tmp-123"
+    shutil.copytree(tmp_path / "c" / "1", torn)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.steps() == (1,)
+
+
+def test_a_save_that_fails_says_what_to_do(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "c")
+        (tmp_path / "c").write_text("in the way")
+        with pytest.raises(CheckpointError, match="disk is full"):
+            save(checkpoints, 2)
+            checkpoints.wait()
+        (tmp_path / "c").unlink()
+
+
+def test_closing_twice_is_harmless(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "c")
+    save(checkpoints, 1)
+    checkpoints.close()
+    checkpoints.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_mismatch_names_what_is_missing_on_either_side():
+    assert mismatch({"a": (1,)}, {"a": (1,)}) == ""
+    assert mismatch({}, {"a": (1,)}) == "it has no a"
+    assert "does not know" in mismatch({"b": (2,)}, {})

@@ -1,0 +1,84 @@
+"""Ctrl-C once and twice, in this process and in a real one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxrl_async.run.signals import EXIT_CODE, Stop
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_for_a_stop_and_is_the_reason(number, capfd):
+    with Stop() as stop:
+        assert not stop and stop.reason == ""
+        os.kill(os.getpid(), number)
+        assert stop.wait(5.0) and stop
+        assert stop.reason == number.name
+    assert "once more ends at once" in capfd.readouterr().err
+
+
+def test_the_second_signal_ends_the_process(capfd):
+    codes = []
+    with Stop(end_process=codes.append) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert codes == []
+        signal.raise_signal(signal.SIGTERM)
+        assert codes == [EXIT_CODE] == [130]
+        assert stop.reason == "SIGINT"
+
+
+def test_the_handlers_from_before_come_back_even_after_an_error():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="inside"), Stop():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+        raise RuntimeError("inside")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_code_can_ask_too_and_the_first_reason_is_kept():
+    stop = Stop()
+    stop.request("enough")
+    stop.request("more than enough")
+    assert stop.is_set() and stop.reason == "enough"
+
+
+def test_it_is_refused_outside_the_main_thread():
+    errors = []
+
+    def work():
+        try:
+            with Stop():
+                pass
+        except AssertionError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors and "main thread" in errors[0]
+
+
+def test_a_process_told_twice_exits_with_130_even_while_busy():
+    code = (
+        "import os, signal, sys\n"
+        "from jaxrl_async.run.signals import Stop\n"
+        "with Stop() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while True: stop.wait(0.05)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert "stopping after this step" in process.stderr.readline() + process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
