@@ -111,7 +111,7 @@ def long_tail(count: int, seed: int = 0, *, median: int = 24, most: int = 128) -
 
 
 def measure(work: Callable[[], object], repeats: int) -> Spread:
-    """Run once to compile and warm up, then `repeats` times; `work` must end with its results ready."""
+    """Run once to compile, then `repeats` times; `work` must end with its results ready."""
     work()
     taken_s = []
     for _ in range(repeats):

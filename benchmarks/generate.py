@@ -1,8 +1,8 @@
 """Generated tokens per second of the sampler, alone on its devices.
 
-Prompts of 32 tokens; 8, 64 and 256 slots; answers all of 64 or all of 128 tokens (as many requests as
-slots), or of a long tail (four times as many requests as slots, so that freed slots are filled again).
-Lengths are forced: the weights are random.
+Prompts of 32 tokens; 8, 64 and 256 slots; answers all of 64 or all of 128 tokens (as many requests
+as slots), or of a long tail (four times as many, so that freed slots are filled again). Lengths are
+forced: the weights are random.
 """
 
 import argparse

@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--remat", nargs="+", choices=["none", "layer", "dots"], default=["none"])
     args = options(words)
     if args.quick:
-        args.sequences = 4
+        args.sequences, args.micro_batch_tokens = 4, 4 * LENGTH
     return args
 
 

@@ -4,8 +4,8 @@
     fsdp 2 x tensor 2 -> tensor 4       four devices to four others, other shard boundaries
 
 `caller` is how long the call keeps the trainer's thread while the step that makes the weights still
-runs (its time is `step`); `median`, `least`, `most` are from weights that are ready to the last array
-on the sampler's mesh.
+runs (its time is `step`); `median`, `least`, `most` are from weights that are ready to the last
+array on the sampler's mesh.
 """
 
 import argparse

@@ -8,6 +8,8 @@ from the command line.
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Policy": "jaxrl_async.model.policy",
     "Sampler": "jaxrl_async.sampler.sampler",
@@ -23,8 +25,6 @@ __all__ = [*sorted(_HOMES), "__version__"]
 
 def __getattr__(name: str) -> Any:
     """A public name, from the module that it lives in."""
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("jaxrl_async")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -127,6 +127,8 @@ class Addition(Section):
     """Largest number of digits of a summand."""
     eval_size: Positive = 256
     """Held-out problems; never trained on."""
+    worked_share: float = Field(1.0, ge=0, le=1)
+    """Share of the warm start's answers that are written out; the others say the sum at once."""
 
 
 class Jsonl(Section):

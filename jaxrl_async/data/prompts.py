@@ -30,6 +30,8 @@ EVAL_POSITION = 2**30
 """Held-out prompts have positions from here on: their random numbers are no training prompt's."""
 LOGGED_RECORDS = 10
 """Skipped records that are logged one by one; the others are only counted."""
+GOLDEN = 2_654_435_761
+"""Odd multiplier that spreads consecutive indices evenly over 32 bits (Knuth's)."""
 ANSWER_MARK = "#### "
 """What stands before the final answer in GSM8K's format."""
 
@@ -70,9 +72,15 @@ class Source(Protocol):
 class AdditionSource:
     """Records of the embedded task."""
 
-    def __init__(self, problems: AdditionStream | Sequence[Problem], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        problems: AdditionStream | Sequence[Problem],
+        tokenizer: Tokenizer,
+        worked_share: float = 1.0,
+    ) -> None:
         self._problems = problems
         self._tokenizer = tokenizer
+        self._worked_share = worked_share
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -83,8 +91,13 @@ class AdditionSource:
             token_ids=self._tokenizer.encode(problem.prompt),
             text=problem.prompt,
             reference=problem.reference,
-            answer=worked_answer(problem.a, problem.b),
+            answer=self._answer(problem, index),
         )
+
+    def _answer(self, problem: Problem, index: int) -> str:
+        """Written out for worked_share of the problems, by index; the sum alone for the others."""
+        is_worked = index * GOLDEN % 2**32 < self._worked_share * 2**32
+        return worked_answer(problem.a, problem.b) if is_worked else problem.reference
 
 
 def read_jsonl(
@@ -199,7 +212,8 @@ def _addition_split(
     section: Addition, tokenizer: Tokenizer, seed: int, split: Split
 ) -> AdditionSource:
     held = held_out(section.digits, section.eval_size)
-    return AdditionSource(AdditionStream(section, seed) if split == "train" else held, tokenizer)
+    problems = AdditionStream(section, seed) if split == "train" else held
+    return AdditionSource(problems, tokenizer, section.worked_share)
 
 
 def make_source(data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train") -> Source:

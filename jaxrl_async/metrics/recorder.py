@@ -30,13 +30,13 @@ class Recorder:
         self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._board = _open_board(run_dir / "tensorboard", resume_step) if tensorboard else None
         for name in (METRICS_FILE, SAMPLES_FILE):
             _set_aside(run_dir / name, resume_step)
         self._lock = threading.Lock()
         self._metrics = (run_dir / METRICS_FILE).open("ab")
         self._samples = (run_dir / SAMPLES_FILE).open("ab")
         self._last, self._last_at = _last_line(run_dir / METRICS_FILE)
-        self._board = _open_board(run_dir / "tensorboard", resume_step) if tensorboard else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write what step (the version it made) measured. Keys must be declared in METRICS."""

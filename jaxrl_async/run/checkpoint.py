@@ -6,6 +6,7 @@ renames it, so that a killed run leaves the earlier checkpoints readable.
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,7 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:
+                _hush_late_reads()
                 failures.append((candidate, error))
                 log.warning(
                     "checkpoint %s cannot be read (%s); trying the one before it",
@@ -107,8 +109,8 @@ class Checkpoints:
                 )
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or start "
-            "anew with run.overwrite=true (the old run is moved aside)."
+            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
+            "start anew with run.overwrite=true (the old run is moved aside)."
         ) from failures[0][1]
 
     def close(self) -> None:
@@ -116,7 +118,10 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._orbax.close()
+            try:
+                self._orbax.close()
+            except Exception as error:
+                raise self._write_error(error) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -125,20 +130,26 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, like: Any) -> Saved:
-        metadata = self._orbax.checkpointables_metadata(step).metadata
-        problem = mismatch(_shapes(metadata[STATE]), _shapes(like))
-        if problem:
+        saved, wanted = self._saved_shapes(step), _shapes(like)
+        # What is saved and not wanted, or of another shape, is certainly another run's; what is
+        # wanted and not found may just as well be torn.
+        if problem := mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
             raise CheckpointError(
                 f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
                 "configuration that made it (config.yaml beside it), or choose another run.name."
             )
+        if missing := mismatch(saved, wanted):
+            raise FileNotFoundError(f"{missing}, or cannot read it")
         items = self._orbax.load_checkpointables(step, {STATE: like, LOOP: None})
         return Saved(step=step, state=items[STATE], loop=items[LOOP])
+
+    def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        return _shapes(self._orbax.checkpointables_metadata(step).metadata[STATE])
 
     def _write_error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            "Look whether the disk is full and the folder writable; the checkpoints from before are untouched."
+            "Look whether the disk is full and the folder writable; earlier ones are untouched."
         )
 
 
@@ -161,6 +172,21 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _hush_late_reads() -> None:
+    """Keep what a failed restore leaves running from printing tracebacks.
+
+    Orbax closes its event loop at the first failed read; reads that end later cannot report to it,
+    and Python would print one "Event loop is closed" for each, even at exit.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        log.debug("late read of a failed restore") if late else before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _root_cause(error: BaseException) -> str:

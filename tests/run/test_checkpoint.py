@@ -132,7 +132,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_shape(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
         save(checkpoints, 2)
-        with pytest.raises(CheckpointError, match=r"params/w is \[8, 4\] there and \[16, 4\] here"):
+        with pytest.raises(CheckpointError, match=r"w is \[8, 4\] there and \[16, 4\] here"):
             checkpoints.restore(None, make_state(0, width=16))
 
 
@@ -155,15 +155,25 @@ def test_a_save_that_was_cut_off_is_invisible_and_swept_away(tmp_path):
 
 
 def test_a_save_that_fails_says_what_to_do(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c")
+    save(checkpoints, 1)
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "c")
+    (tmp_path / "c").write_text("in the way")
+    with pytest.raises(CheckpointError, match="disk is full"):
+        save(checkpoints, 2)
+        checkpoints.wait()
+    with pytest.raises(CheckpointError, match="disk is full"):
+        checkpoints.close()
+
+
+def test_a_checkpoint_without_something_this_run_needs_names_it(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
-        checkpoints.wait()
-        shutil.rmtree(tmp_path / "c")
-        (tmp_path / "c").write_text("in the way")
-        with pytest.raises(CheckpointError, match="disk is full"):
-            save(checkpoints, 2)
-            checkpoints.wait()
-        (tmp_path / "c").unlink()
+        state = make_state(0)
+        more = state._replace(params={**state.params, "lm_head": state.params["w"]})
+        with pytest.raises(CheckpointError, match="it has no params/lm_head"):
+            checkpoints.restore(None, more)
 
 
 def test_closing_twice_is_harmless(tmp_path, capsys):

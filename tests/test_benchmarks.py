@@ -1,0 +1,33 @@
+"""Each benchmark runs, prints a table and the same as JSON. No number is judged here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["generate", "train_step", "end_to_end", "weight_transfer"])
+def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
+    file = tmp_path / "result.json"
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**env, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert result["benchmark"] == name and result["machine"]["cores"]
+    columns, _, *lines = done.stdout.splitlines()[2:]
+    assert columns.split()[0] == "model" and len(lines) == len(result["rows"]) > 0
+    for row in result["rows"]:
+        timed = [v for k, v in row.items() if k.startswith(("median_", "least_", "most_"))]
+        assert len(timed) == 3 and all(v > 0 for v in timed)

@@ -1,0 +1,187 @@
+"""README, CI and the configurations say what is: each sentence that can be checked is."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Architecture, Config
+from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import ModelSpec
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+
+
+def blocks(language: str) -> list[str]:
+    """README's code blocks in that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def kept_files() -> set[str]:
+    """Every file of the project; those in folders of tests/ are one entry, tests/PART/."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        files = [f for f in listed if (ROOT / f).exists()]
+    else:
+        ignored = [x.rstrip("/") for x in (ROOT / ".gitignore").read_text("utf-8").split()]
+        paths = [p.relative_to(ROOT) for p in ROOT.rglob("*") if p.is_file()]
+        files = [
+            p.as_posix() for p in paths if not any(fnmatch(q, i) for q in p.parts for i in ignored)
+        ]
+    empty = re.compile(r"jaxrl_async/.+/__init__\.py")
+    return {re.sub(r"^tests/\w+/.*", "tests/PART/", f) for f in files if not empty.fullmatch(f)}
+
+
+def test_the_file_tree_in_readme_is_the_tree():
+    listed = [line.split() for line in blocks("text")[-1].splitlines() if line]
+    paths = [words[0] for words in listed]
+    assert all(len(words) > 1 for words in listed), "every file needs a word on what it is"
+    assert len(paths) == len(set(paths))
+    missing, gone = sorted(kept_files() - set(paths)), sorted(set(paths) - kept_files())
+    assert not missing and not gone, (
+        f"README's section Files lacks {missing} and has too many {gone}"
+    )
+
+
+def test_the_files_that_tell_the_story_exist():
+    story = re.findall(r"^\d\. `(\S+)`", README, re.MULTILINE)
+    assert len(story) == 5
+    assert all((ROOT / path).is_file() for path in story)
+
+
+def test_readme_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\((.+?)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_first_command_installs_and_runs_the_main_job():
+    first = blocks("bash")[0].strip()
+    assert first == (
+        "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . "
+        "&& .venv/bin/python -m jaxrl_async.train configs/addition.yaml"
+    )
+
+
+def test_ci_runs_the_second_command_of_readme_and_prints_its_result_last():
+    second = blocks("bash")[1].strip()
+    assert second.startswith(".venv/bin/pip install -c constraints.txt -e '.[dev]' && ")
+    script = [
+        line
+        for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert script[-1] == 'eval "${command//.venv/$venv}"'
+    find = next(line for line in script if line.startswith("command="))
+    found = subprocess.run(
+        ["bash", "-c", f'{find}; printf %s "$command"'], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.stdout == second
+
+
+def test_the_main_job_names_every_dependency_in_the_constraints():
+    names = {
+        re.sub(r"[-_.]+", "-", line.split("==")[0]).lower()
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.findall(r'"([A-Za-z0-9_-]+)(?:\[\w+\])?[>=]=[\d.]+"', pyproject)
+    assert {"jax", "flax", "torch"} <= set(needed)
+    assert [n for n in needed if re.sub(r"[-_.]+", "-", n).lower() not in names] == []
+
+
+def test_constraints_are_names_and_versions_only():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    odd = [x for x in lines if not re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", x)]
+    assert odd == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_a_configuration_loads_and_starts_with_its_command(path):
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    name = path.relative_to(ROOT).as_posix()
+    match = re.match(
+        rf"# python -m jaxrl_async\.train {re.escape(name)}((?: \S+=\S+)*)  +\S", first
+    )
+    assert match, "the first line is '# COMMAND     what to expect'"
+    config = load(path, match[1].split())
+    assert config.run.name == path.stem
+
+
+def test_overrides_in_readme_are_valid():
+    sections = "|".join(Config.model_fields)
+    words = re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))", README)
+    assert len(words) > 10
+    for word in words:
+        load(ROOT / "configs/addition.yaml", [word])
+
+
+def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
+    tokenizer = addition_tokenizer()
+    spec = ModelSpec.from_architecture(Architecture(layers=1, width=32), tokenizer.vocab_size)
+    policy = Policy(spec, init_params(spec, jax.random.key(0)), tokenizer)
+    (tmp_path / "runs/addition").mkdir(parents=True)
+    policy.save_pretrained(tmp_path / "runs/addition/policy")
+    monkeypatch.chdir(tmp_path)
+    example = next(block for block in blocks("python") if "Sampler" in block)
+    names: dict = {}
+    exec(example, names)
+    assert 1 <= len(names["completion"].token_ids) <= 48
+
+
+def test_the_reward_in_readme_runs():
+    names: dict = {}
+    exec(next(block for block in blocks("python") if "short_and_right" in block), names)
+    assert names["short_and_right"]("2+2=", "4", "4") == {"right": 1.0, "short": -0.001}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_a_notebook_is_kept_without_output_and_its_code_compiles(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert cells
+    for cell in cells:
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        compile(_python(cell), path.name, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_a_notebook_runs(path, tmp_path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code = "\n".join(_python(c) for c in notebook["cells"] if c["cell_type"] == "code")
+    script = tmp_path / "notebook.py"
+    script.write_text(f"QUICK = True\n{code}", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _python(cell: dict) -> str:
+    """A code cell without the lines that are for the notebook's shell."""
+    return "".join(line for line in cell["source"] if not line.startswith(("!", "%")))
