@@ -1,8 +1,7 @@
 """Asynchronous reinforcement learning of language models in JAX.
 
 The public names below are loaded when they are first used: importing the package costs nothing.
-`train` is the function that runs a configuration; `python -m jaxrl_async.train` is the same job
-from the command line.
+The main job is `python -m jaxrl_async.train CONFIG`; from Python, `jaxrl_async.run.loop.train(config)`.
 """
 
 import importlib
@@ -17,7 +16,6 @@ _HOMES = {
     "SamplingParams": "jaxrl_async.types",
     "Completion": "jaxrl_async.types",
     "Episode": "jaxrl_async.types",
-    "train": "jaxrl_async.run.loop",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -44,7 +44,9 @@ class Scorer(Protocol):
 class Reply:
     """What an environment answers to one turn of the policy."""
 
-    token_ids: IntArray  # [reply] int32, appended to the sequence as it is; empty with done=True ends it
+    token_ids: (
+        IntArray  # [reply] int32, appended to the sequence as it is; empty with done=True ends it
+    )
     done: bool
 
 

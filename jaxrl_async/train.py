@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.errors import ConfigError, JaxrlError
 
-USAGE = "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
+USAGE = (
+    "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [a for a in args if not a.startswith("-")]
     unknown = flags - {"--resume", "--print-config"}
     if unknown or not words or "=" in words[0]:
-        wrong = f"unknown option {sorted(unknown)[0]}" if unknown else "the configuration file is missing"
+        wrong = (
+            f"unknown option {sorted(unknown)[0]}"
+            if unknown
+            else "the configuration file is missing"
+        )
         print(f"{wrong}\n{USAGE}", file=sys.stderr)
         return 2
     try:

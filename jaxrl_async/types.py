@@ -37,7 +37,9 @@ class Drop(StrEnum):
     """Why a group was not trained on. Every exit from the pipe is a member, counted by name."""
 
     STALE = "stale"  # older than max_staleness allows
-    FROM_THE_FUTURE = "from_the_future"  # drawn by weights newer than the trainer's (after a restart)
+    FROM_THE_FUTURE = (
+        "from_the_future"  # drawn by weights newer than the trainer's (after a restart)
+    )
     FAILED = "failed"  # the environment or a scorer failed
     TOO_LONG = "too_long"  # an episode does not fit a training row
 
@@ -80,8 +82,13 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
-    key: tuple[int, int] = (0, 0)  # (group or prompt, member): with position, all that randomness depends on
-    forced_length: int | None = None  # benchmarks: ignore stop tokens and end after this many tokens
+    key: tuple[int, int] = (
+        0,
+        0,
+    )  # (group or prompt, member): with position, all that randomness depends on
+    forced_length: int | None = (
+        None  # benchmarks: ignore stop tokens and end after this many tokens
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +119,9 @@ class Episode:
 
     token_ids: IntArray  # [length] int32
     drawn: BoolArray  # [length] True where the policy drew the token
-    logprobs: FloatArray  # [length] float32, of the distribution really drawn from; 0 where not drawn
+    logprobs: (
+        FloatArray  # [length] float32, of the distribution really drawn from; 0 where not drawn
+    )
     versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
     stop: StopReason
     num_turns: int = 1
@@ -191,4 +200,6 @@ class VersionedParams:
 
     version: int
     params: Any  # pytree of device arrays; host code never looks inside
-    probe_logprobs: Any = None  # [probe] device array, the trainer's log-probs on the probe; None: no probe
+    probe_logprobs: Any = (
+        None  # [probe] device array, the trainer's log-probs on the probe; None: no probe
+    )

@@ -47,7 +47,11 @@ class ReplayBuffer:
         ledger: Ledger | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._per_step, self._max_staleness, self._lookahead = groups_per_step, max_staleness, lookahead
+        self._per_step, self._max_staleness, self._lookahead = (
+            groups_per_step,
+            max_staleness,
+            lookahead,
+        )
         self._capacity = capacity(max_staleness, groups_per_step, lookahead)
         self._ledger, self._clock = ledger or Ledger(), clock
         self._changed = threading.Condition()
@@ -88,7 +92,9 @@ class ReplayBuffer:
         with self._changed:
             self._raise_if_closed()
             number = group.ticket.group
-            assert number in self._pending and number not in self._ready, f"group {number} is not in flight"
+            assert number in self._pending and number not in self._ready, (
+                f"group {number} is not in flight"
+            )
             self._ready[number] = group
             self._changed.notify_all()
             return None

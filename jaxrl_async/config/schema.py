@@ -342,5 +342,7 @@ class Config(Section):
                 f"({self.row_length} tokens). Raise it to at least {self.row_length}."
             )
         if self.data.source == "jsonl" and not self.data.jsonl.path:
-            raise ValueError("data.jsonl.path is needed with data.source=jsonl: give the file of records.")
+            raise ValueError(
+                "data.jsonl.path is needed with data.source=jsonl: give the file of records."
+            )
         return self

@@ -63,7 +63,9 @@ def hidden_states(
         return layer.finish(x, attended.reshape(B * T, *attended.shape[2:])), None
 
     x = _embed(params, token_ids.reshape(-1), dtype)
-    x, _ = jax.lax.scan(_remat(one_layer, remat), x, params["layers"], unroll=min(spec.layers, UNROLL))
+    x, _ = jax.lax.scan(
+        _remat(one_layer, remat), x, params["layers"], unroll=min(spec.layers, UNROLL)
+    )
     return _final_norm(spec, params, x).reshape(B, T, -1)
 
 
@@ -111,7 +113,9 @@ def decode_step(
     x = _embed(params, token_ids, dtype)
     keys, values = [], []
     for i in range(spec.layers):
-        layer: Layer = nnx.merge(layer_graph(spec), jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+        layer: Layer = nnx.merge(
+            layer_graph(spec), jax.tree.map(lambda w, i=i: w[i], params["layers"])
+        )
         q, k, v = layer.qkv(x, cos, sin)
         keys.append(_write(cache.k[i], rows, lengths, k))
         values.append(_write(cache.v[i], rows, lengths, v))

@@ -123,7 +123,9 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, Any]) -> None:
     }
     missing = sorted(wanted.keys() - tensors.keys())
     extra = sorted(
-        n for n in tensors.keys() - wanted.keys() if not n.endswith(IGNORED) and n != "lm_head.weight"
+        n
+        for n in tensors.keys() - wanted.keys()
+        if not n.endswith(IGNORED) and n != "lm_head.weight"
     )
     shapes = {n: tuple(tensors[n].get_slice(n).get_shape()) for n in wanted.keys() & tensors.keys()}
     wrong = sorted(n for n, shape in shapes.items() if shape != wanted[n])
@@ -134,7 +136,9 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{folder}: " + "; ".join(problems) + ". config.json and the weights belong to different "
+            f"{folder}: "
+            + "; ".join(problems)
+            + ". config.json and the weights belong to different "
             "models: point model.path at a complete directory."
         )
 
@@ -164,7 +168,9 @@ def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any)
         layers = range(*index[0].indices(weight.shape[0]))
         return np.stack(
             [
-                _slice(weight, weight.shape[1:], tensors[names[i]], names[i], index[1:]).astype(dtype)
+                _slice(weight, weight.shape[1:], tensors[names[i]], names[i], index[1:]).astype(
+                    dtype
+                )
                 for i in layers
             ]
         )

@@ -60,9 +60,7 @@ class Layer(nnx.Module):
         """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K], rotated."""
         spec = self.spec
         y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
-        q, k, v = (
-            _split_heads(y, self._weight(name, x.dtype)) for name in ("q", "k", "v")
-        )
+        q, k, v = (_split_heads(y, self._weight(name, x.dtype)) for name in ("q", "k", "v"))
         if spec.attention_bias:
             q, k, v = (
                 a + self._weight(name, x.dtype)

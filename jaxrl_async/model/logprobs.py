@@ -56,7 +56,9 @@ def token_logprobs(
     [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding.
     """
     B, T = token_ids.shape
-    hidden = hidden_states(spec, params, token_ids, positions, segment_ids, dtype=dtype, remat=remat)
+    hidden = hidden_states(
+        spec, params, token_ids, positions, segment_ids, dtype=dtype, remat=remat
+    )
     logprobs, entropy = chunked_logprobs(
         hidden[:, :-1].reshape(B * (T - 1), -1),
         output_head(spec, params),

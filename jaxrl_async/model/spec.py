@@ -105,7 +105,11 @@ class ModelSpec:
 
     def to_hf_config(self) -> dict[str, Any]:
         """A config.json that transformers loads."""
-        names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        names = {
+            "llama": "LlamaForCausalLM",
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+        }
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.rope_scaling:
             s = self.rope_scaling
@@ -133,7 +137,9 @@ class ModelSpec:
             "attention_bias": self.attention_bias,
             "max_position_embeddings": self.max_positions,
             "hidden_act": "silu",
-            "eos_token_id": list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None),
+            "eos_token_id": list(self.eos_ids)
+            if len(self.eos_ids) > 1
+            else next(iter(self.eos_ids), None),
             "bos_token_id": self.bos_id,
             "pad_token_id": self.pad_id,
         }
@@ -145,7 +151,9 @@ class ModelSpec:
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     """CheckpointError for a feature that the decoder does not have."""
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu.")
+        raise CheckpointError(
+            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu."
+        )
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise CheckpointError(
             f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to false "
@@ -163,7 +171,9 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported, only default and llama3.")
+        raise CheckpointError(
+            f"{where}: rope scaling {kind!r} is not supported, only default and llama3."
+        )
     return theta, RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -181,7 +191,9 @@ class Weight:
     init: Init
     fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5
     hf: str = ""  # name in a Hugging Face file; {layer} where stacked over layers
-    hf_shape: tuple[int, ...] = ()  # shape there, one layer's, as stored (a Linear stores [out, in])
+    hf_shape: tuple[
+        int, ...
+    ] = ()  # shape there, one layer's, as stored (a Linear stores [out, in])
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:

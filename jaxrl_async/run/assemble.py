@@ -169,7 +169,9 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             buffer=buffer.stats(),
             gate_wait_s=rollouts.stats().gate_wait_s,
         ),
-        peak_flops=(config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0]))
+        peak_flops=(
+            config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0])
+        )
         * slices.trainer.size,
     )
     outlets = Outlets(
@@ -264,10 +266,16 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
         policy = Policy.from_pretrained(
-            config.model.path, mesh=slices.trainer, rules=TRAINER_RULES, dtype=dtype, tokenizer=tokenizer
+            config.model.path,
+            mesh=slices.trainer,
+            rules=TRAINER_RULES,
+            dtype=dtype,
+            tokenizer=tokenizer,
         )
     else:
-        spec = ModelSpec.from_architecture(config.model.architecture, _rounded(tokenizer.vocab_size))
+        spec = ModelSpec.from_architecture(
+            config.model.architecture, _rounded(tokenizer.vocab_size)
+        )
         make = jax.jit(
             functools.partial(init_params, spec, dtype=dtype),
             out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),

@@ -53,11 +53,6 @@ class Paths:
         """The run on one HTML page."""
         return self.root / "report.html"
 
-    @property
-    def trace(self) -> Path:
-        """Spans by thread, for Perfetto."""
-        return self.root / "trace.json"
-
 
 def prepare(config: Config | Run) -> Paths:
     """Make the run's folder; find it with run.resume; with run.overwrite move an old one aside.

@@ -80,7 +80,9 @@ def train(config: Config) -> None:
     console.summary(
         [
             *headline(paths.metrics),
-            f"stopped early by {stop.reason}: everything is saved; --resume continues" if stop.reason else "",
+            f"stopped early by {stop.reason}: everything is saved; --resume continues"
+            if stop.reason
+            else "",
             f"policy (Hugging Face directory)  {policy_dir}",
             f"metrics, samples, checkpoints    {paths.root}",
             f"report                           {report}",

@@ -91,7 +91,12 @@ class Engine:
         mesh: Mesh | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        self.spec, self.slots, self.max_length, self.max_new = spec, slots, max_length, max_new_tokens
+        self.spec, self.slots, self.max_length, self.max_new = (
+            spec,
+            slots,
+            max_length,
+            max_new_tokens,
+        )
         self.mesh, self.dtype = mesh, dtype
         self._prefill = jax.jit(self._prefill_program)
         self._insert = jax.jit(self._insert_program, donate_argnums=(1,))
@@ -99,7 +104,9 @@ class Engine:
             self._generate_program, donate_argnums=(1,), static_argnames=("live", "plain")
         )
         self._free = jax.jit(
-            lambda state, slots: state._replace(active=state.active.at[slots].set(False, mode="drop")),
+            lambda state, slots: state._replace(
+                active=state.active.at[slots].set(False, mode="drop")
+            ),
             donate_argnums=(0,),
         )
         self._take = jax.jit(self._take_program)
@@ -154,7 +161,9 @@ class Engine:
         rest = jax.tree.map(lambda _: whole, state)
         return rest._replace(cache=jax.tree.map(of_cache, state.cache))
 
-    def prefill(self, params: Any, token_ids: np.ndarray, lengths: np.ndarray, version: int) -> Prefix:
+    def prefill(
+        self, params: Any, token_ids: np.ndarray, lengths: np.ndarray, version: int
+    ) -> Prefix:
         """Prompts [B, T] of lengths [B] (>= 1) to KV and next-token logits; one compile per (B, T)."""
         return self._prefill(
             params, token_ids.astype(np.int32), lengths.astype(np.int32), np.int32(version)
@@ -166,9 +175,13 @@ class Engine:
         """The same as prefill: one prefix may be inserted into any number of slots."""
         return self.prefill(params, token_ids, lengths, version)
 
-    def insert(self, prefix: Prefix, state: DecodeState, *, row: int, slot: int, ask: Slot) -> DecodeState:
+    def insert(
+        self, prefix: Prefix, state: DecodeState, *, row: int, slot: int, ask: Slot
+    ) -> DecodeState:
         """Start decoding one row of a prefix in one slot; `ask` has a leading axis of 1."""
-        return self.bulk_insert(prefix, state, rows=np.array([row]), slots=np.array([slot]), ask=ask)
+        return self.bulk_insert(
+            prefix, state, rows=np.array([row]), slots=np.array([slot]), ask=ask
+        )
 
     def bulk_insert(
         self, prefix: Prefix, state: DecodeState, *, rows: np.ndarray, slots: np.ndarray, ask: Slot
@@ -184,7 +197,9 @@ class Engine:
         version: of `params`. live: only this many cache positions are read; must exceed every active
         length + steps, or be max_length. plain: no active slot truncates its distribution.
         """
-        return self._generate(params, state, np.int32(version), np.int32(steps), live=live, plain=plain)
+        return self._generate(
+            params, state, np.int32(version), np.int32(steps), live=live, plain=plain
+        )
 
     def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Stop decoding in slots [n]; a slot number >= slots is padding."""
@@ -196,7 +211,9 @@ class Engine:
 
     # ---- programs
 
-    def _prefill_program(self, params: Any, token_ids: Array, lengths: Array, version: Array) -> Prefix:
+    def _prefill_program(
+        self, params: Any, token_ids: Array, lengths: Array, version: Array
+    ) -> Prefix:
         logits, kv = decoder.prefill(self.spec, params, token_ids, lengths, dtype=self.dtype)
         return Prefix(kv, logits, lengths, version)
 
@@ -217,14 +234,25 @@ class Engine:
         )
 
     def _generate_program(
-        self, params: Any, state: DecodeState, version: Array, steps: Array, *, live: int, plain: bool
+        self,
+        params: Any,
+        state: DecodeState,
+        version: Array,
+        steps: Array,
+        *,
+        live: int,
+        plain: bool,
     ) -> tuple[DecodeState, Status]:
         def go_on(carry: tuple[Array, Array, DecodeState]) -> Array:
             return (carry[0] < steps) & jnp.any(carry[2].active)
 
         def one_step(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
             step, used, state = carry
-            return step + 1, used + jnp.sum(state.active), self._step(params, state, version, live, plain)
+            return (
+                step + 1,
+                used + jnp.sum(state.active),
+                self._step(params, state, version, live, plain),
+            )
 
         zero = jnp.int32(0)
         step, used, state = jax.lax.while_loop(go_on, one_step, (zero, zero, state))
@@ -235,7 +263,9 @@ class Engine:
     ) -> DecodeState:
         """Draw from the logits at hand, record, and make the next logits."""
         slot, active = state.slot, state.active
-        tokens, logprobs = sample(state.logits, slot.controls, slot.keys, state.lengths, plain=plain)
+        tokens, logprobs = sample(
+            state.logits, slot.controls, slot.keys, state.lengths, plain=plain
+        )
         rows = jnp.arange(self.slots)
         at = jnp.where(active, state.drawn, self.max_new)  # out of range: dropped
 

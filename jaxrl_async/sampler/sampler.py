@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Clock, WeightSource
 from jaxrl_async.sampler.engine import (
     MAX_STOP_TOKENS,
-    DecodeState,
     Engine,
     Output,
     Slot,
@@ -178,9 +177,7 @@ class Sampler:
         """A consistent reading of the counters."""
         return self._stats
 
-    def _enqueue(
-        self, requests: Sequence[Request], futures: Sequence[Any], loop: Any
-    ) -> None:
+    def _enqueue(self, requests: Sequence[Request], futures: Sequence[Any], loop: Any) -> None:
         now = self._clock()
         waiters = [
             _Waiter(request=r, max_new=self._max_new(r), queued_at=now, future=f, loop=loop)

@@ -62,6 +62,7 @@ def truncate(logits: Array, controls: Controls) -> Array:
 
 def uniforms(keys: Array, positions: Array) -> Array:
     """[S] float32 in [0, 1): one number for each (key, position)."""
+
     def one(key: Array, position: Array) -> Array:
         folded = jax.random.fold_in(jax.random.wrap_key_data(key), position)
         return jax.random.uniform(folded)
@@ -81,7 +82,9 @@ def inverse_cdf(probabilities: Array, u: Array) -> Array:
     ends = jnp.cumsum(padded.sum(axis=-1), axis=-1)
     target = u * ends[:, -1]
     block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1), ends.shape[1] - 1)
-    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    start = jnp.where(
+        block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
+    )
     inner = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
     place = jnp.sum(jnp.cumsum(inner, axis=-1) <= (target - start)[:, None], axis=-1)
     place = jnp.minimum(place, width - 1)

@@ -36,7 +36,9 @@ def rows_bucket(rows: int) -> int:
     return bucket
 
 
-def plan(queue: Sequence[Request], free_slots: Sequence[int], max_length: int) -> tuple[Prefill, ...]:
+def plan(
+    queue: Sequence[Request], free_slots: Sequence[int], max_length: int
+) -> tuple[Prefill, ...]:
     """First come, first served: the oldest requests take the free slots, prefilled by length bucket.
 
     Requests with equal prompts share one prefilled row, so a group of G costs one prefill.
@@ -44,7 +46,9 @@ def plan(queue: Sequence[Request], free_slots: Sequence[int], max_length: int) -
     admitted = list(zip(queue, sorted(free_slots), strict=False))
     by_bucket: dict[int, list[tuple[Request, int]]] = {}
     for request, slot in admitted:
-        by_bucket.setdefault(bucket_of(len(request.token_ids), max_length), []).append((request, slot))
+        by_bucket.setdefault(bucket_of(len(request.token_ids), max_length), []).append(
+            (request, slot)
+        )
     return tuple(_prefill(bucket, of_bucket) for bucket, of_bucket in sorted(by_bucket.items()))
 
 

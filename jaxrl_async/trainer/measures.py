@@ -39,7 +39,10 @@ def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, flo
     drawn = np.concatenate([version - e.versions[e.drawn] for g in groups for e in g.episodes])
     if not len(drawn):
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
-    lags = {f"staleness/tokens_lag_{lag}": float(n) for lag, n in sorted(Counter(drawn.tolist()).items())}
+    lags = {
+        f"staleness/tokens_lag_{lag}": float(n)
+        for lag, n in sorted(Counter(drawn.tolist()).items())
+    }
     oldest = max(version - g.oldest_version for g in groups)
     return {"staleness/mean": float(drawn.mean()), "staleness/max": float(oldest), **lags}
 
@@ -49,4 +52,7 @@ def drop_measures(dropped: Iterable[tuple[EpisodeGroup, Drop]]) -> dict[str, flo
     dropped = list(dropped)
     counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
     lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]
-    return {**counts, **({"staleness/dropped_length_mean": float(np.mean(lengths))} if lengths else {})}
+    return {
+        **counts,
+        **({"staleness/dropped_length_mean": float(np.mean(lengths))} if lengths else {}),
+    }

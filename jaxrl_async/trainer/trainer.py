@@ -1,11 +1,11 @@
 """The trainer: one thread that draws groups, learns from them, and publishes the new weights.
 
-        ReplayBuffer ──draw──> pack ──> micro-batches ──accumulate──> apply ──┐
-             ^                                                                │ version + 1
-             │ slots freed when live                                          v
-        Live(version) <────────────── WeightChannel <──────publish────── TrainState
-                                                                              │
-                                                report (metrics), save (checkpoint), evaluate
+ReplayBuffer ──draw──> pack ──> micro-batches ──accumulate──> apply ──┐
+     ^                                                                │ version + 1
+     │ slots freed when live                                          v
+Live(version) <────────────── WeightChannel <──────publish────── TrainState
+                                                                      │
+                                        report (metrics), save (checkpoint), evaluate
 """
 
 import time
@@ -33,8 +33,12 @@ class Outlets:
     """Where the trainer's results go. Called on the trainer's thread, in this order."""
 
     evaluate: Callable[[], Mapping[str, float]]  # with the weights that are live now
-    report: Callable[[int, Mapping[str, float], Sequence[EpisodeGroup]], None]  # version, metrics, groups
-    save: Callable[[TrainState, int, int], None]  # state, version, next group to admit after a resume
+    report: Callable[
+        [int, Mapping[str, float], Sequence[EpisodeGroup]], None
+    ]  # version, metrics, groups
+    save: Callable[
+        [TrainState, int, int], None
+    ]  # state, version, next group to admit after a resume
     should_stop: Callable[[], bool]
 
 
@@ -68,7 +72,12 @@ class Trainer:
         self.version, self._next_group, self._total_steps = version, next_group, total_steps
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
-        self._reference, self._probe, self._turns, self._clock = reference_params, probe, turns, clock
+        self._reference, self._probe, self._turns, self._clock = (
+            reference_params,
+            probe,
+            turns,
+            clock,
+        )
         self._saved_version = -1
 
     def run(self) -> None:

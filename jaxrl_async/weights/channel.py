@@ -1,6 +1,6 @@
 """The way of the weights: publish on the trainer's thread, poll on the sampler's, one flip between.
 
-    publish(v, params) ──Push──> staged (copying) ──poll: every array ready──> taken ──live(v)──> on_live
+publish(v, params) ──Push──> staged (copying) ──poll: every array ready──> taken ──live(v)──> on_live
 """
 
 import threading

@@ -25,7 +25,10 @@ class Push:
         """source, target: trees of NamedSharding, all on one mesh each. dtype: null keeps each array's."""
         self._dtype = dtype
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
-        source_devices, target_devices = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
+        source_devices, target_devices = (
+            list(source_mesh.devices.flat),
+            list(target_mesh.devices.flat),
+        )
         self._stays = set(source_devices) == set(target_devices)
         self._grows = len(target_devices) > len(source_devices)
         if self._stays:
@@ -90,7 +93,9 @@ def _move(params: Tree, target: Tree) -> Tree:
 
 def _arranged(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
     """`copies` meshes of the shape of `like`, over these devices."""
-    return Mesh(np.array(devices).reshape(copies, *like.devices.shape), ("copies", *like.axis_names))
+    return Mesh(
+        np.array(devices).reshape(copies, *like.devices.shape), ("copies", *like.axis_names)
+    )
 
 
 def _hashable(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:

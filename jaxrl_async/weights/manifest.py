@@ -18,7 +18,9 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Size of one copy, bytes."""
-        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for _, shape, dtype in self.entries)
+        return sum(
+            int(np.prod(shape)) * np.dtype(dtype).itemsize for _, shape, dtype in self.entries
+        )
 
 
 def manifest_of(params: Any) -> Manifest:

@@ -46,7 +46,9 @@ def test_fast_steps_are_thinned_but_first_last_and_evaluations_are_not():
         values = {"eval/accuracy": 0.5} if step == 4 else {"reward/mean": 0.1}
         console.step(step, values)
         clock.now += 0.3
-    steps = [int(line.split("/")[0].removeprefix("step")) for line in stream.getvalue().splitlines()]
+    steps = [
+        int(line.split("/")[0].removeprefix("step")) for line in stream.getvalue().splitlines()
+    ]
     assert steps == [0, 4, 10]
 
 
@@ -88,7 +90,8 @@ def test_there_is_no_eta_without_a_pace(times):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (65, "1:05"), (720, "12:00"), (3723, "1:02:03"), (-1, "0:00")]
+    ("seconds", "text"),
+    [(0, "0:00"), (65, "1:05"), (720, "12:00"), (3723, "1:02:03"), (-1, "0:00")],
 )
 def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text

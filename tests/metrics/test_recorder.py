@@ -147,7 +147,10 @@ def test_closing_twice_is_harmless(tmp_path):
 
 
 def test_encode_refuses_nothing_that_a_sample_may_hold():
-    assert encode({"a": (1, np.float32("nan")), "b": {"c": None}}) == '{"a": [1, "nan"], "b": {"c": null}}'
+    assert (
+        encode({"a": (1, np.float32("nan")), "b": {"c": None}})
+        == '{"a": [1, "nan"], "b": {"c": null}}'
+    )
 
 
 def test_a_missing_tensorboard_package_is_named_with_the_way_out(tmp_path, monkeypatch):

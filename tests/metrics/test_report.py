@@ -83,14 +83,23 @@ def test_the_page_holds_numbers_curves_histogram_samples_and_config(tmp_path):
     recorder = Recorder(tmp_path, tensorboard=False)
     for line in run_lines():
         recorder.log(line["step"], {k: v for k, v in line.items() if k != "step"})
-    recorder.samples(30, [{"prompt": "12+9=", "completion": "21", "reward": 1.0, "reference": "21"}])
+    recorder.samples(
+        30, [{"prompt": "12+9=", "completion": "21", "reward": 1.0, "reference": "21"}]
+    )
     recorder.close()
     (tmp_path / "config.yaml").write_text("run: {name: demo}\n")
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
     parser = parse(path.read_text("utf-8"))
     text = " ".join(parser.text)
-    for word in ("held-out accuracy", "0.600", "Idle share", "12+9=", "reference: 21", "{name: demo}"):
+    for word in (
+        "held-out accuracy",
+        "0.600",
+        "Idle share",
+        "12+9=",
+        "reference: 21",
+        "{name: demo}",
+    ):
         assert word in text, word
     assert "lag 1: 25.0% of the tokens, 3,000" in text
     assert "step 30: mean 1 reward" in text
@@ -103,7 +112,9 @@ def test_the_page_loads_nothing_from_anywhere():
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in parser.tags}
 
 
-@pytest.mark.parametrize("evil", ["<script>alert(1)</script>", '"><b>', "</pre></td>", "&amp;", "<!--"])
+@pytest.mark.parametrize(
+    "evil", ["<script>alert(1)</script>", '"><b>', "</pre></td>", "&amp;", "<!--"]
+)
 def test_no_text_of_a_run_becomes_markup(evil):
     sample = {"step": 1, "prompt": evil, "completion": evil, "reward": evil, "note": evil}
     parser = parse(page(evil, run_lines(), [sample], evil))
@@ -125,7 +136,9 @@ def test_values_that_are_not_finite_are_left_out_of_the_curves():
     assert "never finite" in page("x", lines[:1], [], "")
 
 
-@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [-3.0, 5.0], [1e-9, 2e-9], [1e12, 1e13], [7.0] * 3])
+@pytest.mark.parametrize(
+    "values", [[0.0], [0.0, 0.0], [-3.0, 5.0], [1e-9, 2e-9], [1e12, 1e13], [7.0] * 3]
+)
 def test_every_curve_stays_inside_its_chart(values):
     svg = chart_svg(CHART, [{"step": i, "reward/mean": v} for i, v in enumerate(values)])
     figure = ElementTree.fromstring(svg)
@@ -160,14 +173,23 @@ def test_ticks_enclose_the_range_evenly_and_are_few(low, size):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.25, "0.25"), (12345.6, "12,346"), (1e-7, "1e-07"), (math.nan, "nan"), (999.96, "1000")],
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (12345.6, "12,346"),
+        (1e-7, "1e-07"),
+        (math.nan, "nan"),
+        (999.96, "1000"),
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
 
 
 def test_every_charted_key_is_declared():
-    lines = [{"step": 1, **{key: 1.0 for _, charts in SECTIONS for c in charts for key, _ in c.curves}}]
+    lines = [
+        {"step": 1, **{key: 1.0 for _, charts in SECTIONS for c in charts for key, _ in c.curves}}
+    ]
     assert page("x", lines, [], "").count("<figure>") == sum(len(c) for _, c in SECTIONS)
 
 

@@ -141,7 +141,9 @@ def test_nothing_to_restore_is_an_error_that_names_what_is_there(tmp_path):
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             checkpoints.restore(None, make_state(0))
         save(checkpoints, 2)
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 \(steps there: \[2\]\)"):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint of step 3 \(steps there: \[2\]\)"
+        ):
             checkpoints.restore(3, make_state(0))
 
 

@@ -74,7 +74,11 @@ def test_a_process_told_twice_exits_with_130_even_while_busy():
         "    while True: stop.wait(0.05)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)

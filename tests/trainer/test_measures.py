@@ -21,7 +21,11 @@ def episode(versions: list[int], stop: StopReason = StopReason.EOS) -> Episode:
 def group(number: int, episodes: list[Episode], rewards: list[float]) -> EpisodeGroup:
     return EpisodeGroup(
         prompt=Prompt(
-            prompt_id=number, position=number, token_ids=np.zeros(1, np.int32), text="", reference=""
+            prompt_id=number,
+            position=number,
+            token_ids=np.zeros(1, np.int32),
+            text="",
+            reference="",
         ),
         episodes=tuple(episodes),
         scores=tuple(Score(reward=r, parts={"exact": r}) for r in rewards),
