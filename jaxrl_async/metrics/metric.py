@@ -132,7 +132,6 @@ METRICS: tuple[Metric, ...] = (
         ("mismatch/max", "nats", "Largest |sampler - trainer log-prob| at lag 0."),
         ("mismatch/all_max", "nats", "The same over tokens of every lag."),
         ("staleness/max", "versions", "Trainer's version minus a group's oldest; bounded."),
-        ("weights/probe_error", "nats", "Largest |sampler - trainer log-prob| on the fixed probe."),
     ),
     *_metrics(
         Min,
@@ -179,8 +178,18 @@ METRICS: tuple[Metric, ...] = (
         ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn, by wall time."),
         ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt, by wall time."),
         ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak FLOP/s)."),
+        (
+            "weights/transfer_bytes",
+            "bytes",
+            "Bytes that one publish moved to the sampler's devices.",
+        ),
         ("weights/transfer_s", "s", "From publish to complete on the sampler's devices."),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
+        (
+            "weights/probe_error",
+            "nats",
+            "Largest |sampler - trainer log-prob| on the probe, at the last swap seen so far.",
+        ),
         ("weights/swap_pause_s", "s", "Longest pause of decoding for a weight swap."),
         ("buffer/active", "groups", "Groups admitted and not released: in flight or waiting."),
         ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),

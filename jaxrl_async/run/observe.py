@@ -52,12 +52,19 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         "sampler/slot_occupancy": used / slot_steps if slot_steps else 0.0,
         "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
         "throughput/generated_tokens_per_s": tokens / wall_s,
-        "weights/transfer_s": after.channel.transfer_s,
-        "weights/transfer_bytes": float(after.channel.transfer_bytes),
-        "weights/swap_pause_s": sampler.swap_pause_s,
-        "weights/probe_error": sampler.probe_error,
+        **(transfer(sampler, after.channel) if sampler.swaps else {}),
         "buffer/active": float(after.buffer.active),
         "buffer/ready": float(after.buffer.ready),
+    }
+
+
+def transfer(sampler: Any, channel: Any) -> dict[str, float]:
+    """The last transfer of weights that has gone through."""
+    return {
+        "weights/transfer_s": channel.transfer_s,
+        "weights/transfer_bytes": float(channel.transfer_bytes),
+        "weights/swap_pause_s": sampler.swap_pause_s,
+        "weights/probe_error": sampler.probe_error,
     }
 
 

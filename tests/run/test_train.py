@@ -1,0 +1,209 @@
+"""Whole runs with a tiny decoder: determinism, meshes, resuming, real data, Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.metrics.metric import comparable
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.loop import train
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+GPT2 = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
+
+TINY = (
+    "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "data.addition.eval_size=16",
+    "warm_start.steps=4",
+    "warm_start.batch_size=8",
+    "sampler.slots=16",
+    "sampler.max_new_tokens=16",
+    "algorithm.group_size=4",
+    "algorithm.groups_per_step=4",
+    "algorithm.learning_rate=1e-3",
+    "trainer.micro_batch_tokens=512",
+    "run.steps=4",
+    "eval.every=2",
+    "checkpoint.every=2",
+    "metrics.peak_flops=1e9",
+    "metrics.tensorboard=false",
+)
+
+
+REWARD = """
+def many_digits(prompt, completion, reference):
+    return sum(c.isdigit() for c in completion) / 16
+"""
+"""A reward that a random policy gets some of, so that every step has something to learn."""
+
+
+def tiny(folder: Path, *overrides: str) -> Config:
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    wishes = [*TINY, f"run.dir={folder}", f"reward.function={reward}:many_digits", *overrides]
+    return load(ROOT / "configs" / "addition.yaml", wishes)
+
+
+def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Metrics and final weights of a tiny run."""
+    config = tiny(folder, *overrides)
+    train(config)
+    root = folder / config.run.name
+    return read_lines(root / "metrics.jsonl"), load_file(root / "policy" / "model.safetensors")
+
+
+def assert_same_run(first: tuple, second: tuple) -> None:
+    assert [comparable(line) for line in first[0]] == [comparable(line) for line in second[0]]
+    assert first[1].keys() == second[1].keys()
+    for name, values in first[1].items():
+        np.testing.assert_array_equal(values, second[1][name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    return run(tmp_path_factory.mktemp("sync"), "staleness.max_staleness=0")
+
+
+@pytest.mark.slow
+def test_at_max_staleness_0_two_runs_are_the_same_bit_for_bit(
+    synchronous: tuple, tmp_path: Path
+) -> None:
+    assert_same_run(synchronous, run(tmp_path, "staleness.max_staleness=0"))
+    assert all(line.get("staleness/max", 0) == 0 for line in synchronous[0])
+
+
+@pytest.mark.slow
+def test_training_2_steps_and_resuming_to_4_equals_training_4(
+    synchronous: tuple, tmp_path: Path
+) -> None:
+    run(tmp_path, "staleness.max_staleness=0", "run.steps=2")
+    resumed = run(
+        tmp_path, "staleness.max_staleness=0", "run.resume=true", "run.overwrite=false"
+    )
+    assert_same_run(synchronous, resumed)
+
+
+@pytest.mark.slow
+def test_eight_devices_agree_with_one_on_the_losses_of_the_first_steps(
+    synchronous: tuple, tmp_path: Path
+) -> None:
+    sharded, _ = run(
+        tmp_path,
+        "staleness.max_staleness=0",
+        "run.steps=2",
+        "mesh={trainer: {fsdp: 2, tensor: 2}, sampler: {tensor: 4}}",
+    )
+    for one, many in zip(synchronous[0][1:3], sharded[1:3], strict=True):
+        assert many["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+        assert many["reward/mean"] == one["reward/mean"]
+        assert many["train/tokens"] == one["train/tokens"]
+
+
+@pytest.mark.slow
+def test_colocated_and_asynchronous_stays_within_the_bound(tmp_path: Path) -> None:
+    metrics, _ = run(tmp_path, "mesh.colocated=true", "staleness.max_staleness=2", "run.steps=6")
+    assert [line["step"] for line in metrics] == list(range(7))
+    assert max(line["staleness/max"] for line in metrics[1:]) <= 2
+    assert max(line["weights/probe_error"] for line in metrics[2:]) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
+    run(tmp_path, "staleness.max_staleness=1")
+    lines = [json.loads(s) for s in (tmp_path / "addition/ledger.jsonl").read_text().splitlines()]
+    admitted = [line["group"] for line in lines if line["fate"] == "admitted"]
+    ended = [line["group"] for line in lines if line["fate"] != "admitted"]
+    assert len(set(admitted)) == len(admitted)
+    assert len(set(ended)) == len(ended) == 16
+    assert set(ended) <= set(admitted)
+    assert all(line["version"] - line["oldest"] <= 1 for line in lines if line["fate"] == "trained")
+
+
+@pytest.mark.slow
+def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
+    metrics, _ = run(
+        tmp_path,
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.advantage=rloo",
+        "algorithm.loss={ppo_clip: {clip_high: 0.28}}",
+        "algorithm.aggregate={constant: {divisor: 16}}",
+        "run.steps=2",
+    )
+    assert metrics[1]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert metrics[2]["policy/kl_reference"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs ../shared/data/gsm8k")
+def test_gsm8k_runs_from_a_model_directory_and_ends_as_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    model = tmp_path / "model"
+    config = transformers.Qwen2Config(
+        vocab_size=50304,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    overrides = [
+        f"data.jsonl.path={GSM8K}",
+        f"model.path={model}",
+        f"data.tokenizer={GPT2}",
+        f"run.dir={tmp_path}",
+        "run.steps=2",
+        "run.name=gsm8k",
+        "warm_start.steps=1",
+        "warm_start.batch_size=2",
+        "data.jsonl.eval_size=4",
+        "data.max_prompt_tokens=128",
+        "data.jsonl.max_bad_share=0.2",
+        "sampler={slots: 8, max_length: 384, max_new_tokens: 8, block: 8}",
+        "algorithm={group_size: 2, groups_per_step: 2}",
+        "trainer={row_length: 384, micro_batch_tokens: 768}",
+        "metrics.tensorboard=true",
+    ]
+    train(load(ROOT / "configs" / "gsm8k.yaml", overrides))
+    metrics = read_lines(tmp_path / "gsm8k" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert metrics[-1]["mismatch/all_max"] < 0.1
+    assert any((tmp_path / "gsm8k" / "tensorboard").iterdir())
+    final = Policy.from_pretrained(tmp_path / "gsm8k" / "policy")
+    assert final.spec.family == "qwen2"
+
+
+@pytest.mark.slow
+def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jaxrl_async.train", str(ROOT / "configs/addition.yaml")]
+    overrides = [*TINY, f"run.dir={tmp_path}", "run.steps=100000", "eval.every=0"]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+    metrics = tmp_path / "addition" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and len(read_lines(metrics)) < 4:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "--resume continues" in output
+    last = read_lines(metrics)[-1]["step"]
+    assert (tmp_path / "addition" / "checkpoints" / str(last)).is_dir()
+    assert (tmp_path / "addition" / "policy" / "model.safetensors").exists()
