@@ -156,7 +156,6 @@ METRICS: tuple[Metric, ...] = (
         ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
         ("train/param_norm", "norm", "Global norm of the weights."),
         ("train/learning_rate", "rate", "Learning rate of the step."),
-        ("weights/transfer_bytes", "bytes", "Bytes that one publish moved to the sampler."),
     ),
     *_metrics(
         Last,

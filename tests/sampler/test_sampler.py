@@ -1,0 +1,219 @@
+"""The sampler: whatever the neighbours, slots, swaps and cancellations, a request's tokens are its own."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
+
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
+)
+PARAMS = init_params(SPEC, jax.random.key(0))
+OTHER = init_params(SPEC, jax.random.key(1))
+SECTION = schema.Sampler(slots=4, max_length=64, max_new_tokens=32, block=4)
+
+
+class Script:
+    """A WeightSource that gives prepared weights, one at each poll after `after` polls."""
+
+    def __init__(self, updates: list[VersionedParams], after: int = 2) -> None:
+        self.updates, self.wait_polls, self.went_live = updates, after, []
+        self.seen = threading.Event()
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        self.wait_polls -= 1
+        return self.updates.pop(0) if self.wait_polls < 0 and self.updates else None
+
+    def live(self, version: int) -> None:
+        self.went_live.append(version)
+        self.seen.set()
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    sampler = Sampler((SPEC, PARAMS), section=SECTION)
+    yield sampler
+    sampler.close()
+
+
+def request(number: int, **wishes: object) -> Request:
+    random = np.random.default_rng(number)
+    base: dict = {
+        "request_id": f"g{number}/m0/t0",
+        "token_ids": random.integers(0, 48, random.integers(3, 20)).astype(np.int32),
+        "max_new_tokens": int(random.integers(4, 30)),
+        "key": (number, 0),
+    }
+    return Request(**{**base, **wishes})
+
+
+def mixed() -> list[Request]:
+    """Greedy, plain and truncated requests of many lengths, more than there are slots."""
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=8),
+        SamplingParams(top_p=0.8, min_p=0.02),
+    ]
+    return [request(i, sampling=kinds[i % 4]) for i in range(14)]
+
+
+def assert_same(first: Completion, second: Completion) -> None:
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+
+
+def test_a_request_alone_gives_what_it_gives_in_a_crowd(sampler: Sampler) -> None:
+    crowd = sampler.generate(mixed())
+    for wish, together in zip(mixed(), crowd, strict=True):
+        assert_same(together, sampler.generate([wish])[0])
+
+
+def test_the_same_requests_run_twice_give_the_same_bits(sampler: Sampler) -> None:
+    for first, second in zip(sampler.generate(mixed()), sampler.generate(mixed()), strict=True):
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+        assert first.logprobs.tobytes() == second.logprobs.tobytes()
+
+
+def test_members_of_a_group_differ_and_share_one_prefill(sampler: Sampler) -> None:
+    prompt = request(1).token_ids
+    wishes = [request(1, key=(1, m), max_new_tokens=20, token_ids=prompt) for m in range(4)]
+    drawn = {tuple(c.token_ids) for c in sampler.generate(wishes)}
+    assert len(drawn) == 4
+    assert sampler.stats().prefill_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_a_full_forward_pass(sampler: Sampler, temperature: float) -> None:
+    wishes = [request(i, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
+    for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
+        ids = np.concatenate([wish.token_ids, done.token_ids])[None]
+        positions = np.arange(ids.shape[1])[None]
+        logprobs, _ = token_logprobs(
+            SPEC, PARAMS, ids, positions, np.ones_like(ids), temperature=temperature
+        )
+        start = len(wish.token_ids)
+        np.testing.assert_allclose(done.logprobs, logprobs[0, start:], atol=1e-5)
+
+
+def test_a_swap_in_mid_sequence_marks_each_token_with_the_weights_of_its_logits() -> None:
+    source = Script([VersionedParams(version=3, params=OTHER)])
+    sampler = Sampler((SPEC, PARAMS), section=SECTION, weights=source)
+    wish = request(5, max_new_tokens=24, sampling=SamplingParams(temperature=0.0))
+    done = sampler.generate([wish])[0]
+    compiled = sampler.stats().compiled_programs
+    versions = done.versions.tolist()
+    swap = versions.index(3)
+    assert 0 < swap < 24 and versions == [0] * swap + [3] * (24 - swap)
+    assert source.went_live == [3]
+    assert (swap - 1) % SECTION.block == 0, "the first token after a swap has old logits"
+    old = Sampler((SPEC, PARAMS), section=SECTION)
+    assert done.token_ids[:swap].tolist() == old.generate([wish])[0].token_ids[:swap].tolist()
+    old.close()
+    source.updates.append(VersionedParams(version=4, params=PARAMS))
+    assert set(sampler.generate([wish])[0].versions.tolist()) == {4}
+    assert sampler.stats().compiled_programs == compiled, "a swap must not recompile"
+    assert sampler.stats().swaps == 2
+    sampler.close()
+
+
+def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> None:
+    probe = Probe(token_ids=np.arange(8, dtype=np.int32), tolerance=1e-3)
+    wrong = VersionedParams(version=1, params=OTHER, probe_logprobs=jnp.zeros(7))
+    sampler = Sampler((SPEC, PARAMS), section=SECTION, weights=Script([wrong]), probe=probe)
+    with pytest.raises(WeightsError, match="probe"):
+        sampler.generate([request(1, max_new_tokens=30)])
+    assert isinstance(sampler.error, WeightsError)
+    sampler.close()
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(sampler: Sampler) -> None:
+    wish = request(2, max_new_tokens=30, sampling=SamplingParams(temperature=0.0))
+    free = sampler.generate([wish])[0]
+    stop = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(stop)
+    stopped = sampler.generate([request(2, max_new_tokens=30, sampling=wish.sampling,
+                                        stop_token_ids=(47 if stop != 47 else 46, stop))])[0]  # fmt: skip
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert (stopped.stop, free.stop) == (StopReason.EOS, StopReason.LENGTH)
+
+
+def test_forced_lengths_ignore_stop_tokens(sampler: Sampler) -> None:
+    wish = request(2, forced_length=17, stop_token_ids=tuple(range(8)))
+    assert len(sampler.generate([wish])[0].token_ids) == 17
+
+
+def test_prompt_and_answer_never_exceed_the_slot(sampler: Sampler) -> None:
+    wish = request(3, token_ids=np.arange(48, dtype=np.int32), max_new_tokens=32)
+    done = sampler.generate([wish])[0]
+    assert len(done.token_ids) == 16 and done.stop is StopReason.LENGTH
+
+
+def test_a_prompt_that_fits_no_slot_is_refused_by_name(sampler: Sampler) -> None:
+    with pytest.raises(RolloutError, match="g9/m0/t0.*64 tokens"):
+        sampler.generate([request(9, token_ids=np.zeros(64, np.int32))])
+    assert len(sampler.generate([request(1)])) == 1, "and the sampler goes on"
+
+
+def test_cancelling_frees_the_slot_for_others(sampler: Sampler) -> None:
+    async def scenario() -> list[Completion]:
+        doomed = sampler.submit_many([request(i, max_new_tokens=32) for i in range(8)])
+        for future in doomed:
+            future.cancel()
+        return await asyncio.gather(*sampler.submit_many([request(20 + i) for i in range(4)]))
+
+    done = asyncio.run(scenario())
+    for i, completion in enumerate(done):
+        assert_same(completion, sampler.generate([request(20 + i)])[0])
+
+
+def test_closing_wakes_who_still_waits() -> None:
+    sampler = Sampler((SPEC, PARAMS), section=SECTION)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            sampler.generate([request(i, max_new_tokens=32) for i in range(200)])
+        except Closed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not sampler.stats().blocks:
+        pass
+    sampler.close()
+    thread.join(30)
+    assert len(errors) == 1
+    with pytest.raises(Closed):
+        sampler.generate([request(1)])
+
+
+def test_a_sampler_sharded_over_four_devices_draws_the_same_tokens(sampler: Sampler) -> None:
+    mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=4))).sampler
+    sharded = Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh)
+    for one, many in zip(sampler.generate(mixed()), sharded.generate(mixed()), strict=True):
+        assert_same(one, many)
+    sharded.close()
+
+
+def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
+    threads = threading.active_count()
+    done = sampler.generate([request(i, max_new_tokens=3) for i in range(1000)])
+    stats = sampler.stats()
+    assert len(done) == stats.requests_done == 1000
+    assert not sampler._running and not sampler._queue
+    assert threading.active_count() <= threads + 1
+    assert stats.used_slot_steps == sum(len(c.token_ids) for c in done)
