@@ -1,7 +1,8 @@
 """Asynchronous reinforcement learning of language models in JAX.
 
 The public names below are loaded when they are first used: importing the package costs nothing.
-The main job is `python -m jaxrl_async.train CONFIG`; from Python, `jaxrl_async.run.loop.train(config)`.
+The main job is `python -m jaxrl_async.train CONFIG`; from Python,
+`jaxrl_async.run.loop.train(config)`.
 """
 
 import importlib

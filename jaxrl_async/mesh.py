@@ -1,4 +1,5 @@
-"""Devices split into a trainer slice and a sampler slice, and what lies where on them: one table a role."""
+"""Devices split into a trainer slice and a sampler slice, and what lies where on them: one table a
+role."""
 
 import threading
 from collections import deque
@@ -47,13 +48,16 @@ class Slices(NamedTuple):
 
 
 def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Slices:
-    """Trainer on the first devices, sampler on the next (or the same). MeshError where there are too few."""
+    """Trainer on the first devices, sampler on the next (or the same). MeshError where there are
+    too few."""
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
-            f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, sampler "
+            f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, "
+            "sampler "
             f"{section.sampler.num_devices}, colocated {section.colocated}), but there are "
-            f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set mesh.colocated=true."
+            f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
+            "mesh.colocated=true."
         )
     count = section.trainer.num_devices
     start = 0 if section.colocated else count

@@ -36,7 +36,8 @@ class Scorer(Protocol):
     """Whatever judges a group."""
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """One score per episode, same order. Must not change its arguments. Called once per group."""
+        """One score per episode, same order. Must not change its arguments. Called once per
+        group."""
         ...
 
 
@@ -122,5 +123,6 @@ class Publisher(Protocol):
         ...
 
     def wait_live(self, version: int, timeout_s: float) -> None:
-        """Block until every sampler draws from this version. Raises WeightsError after timeout_s."""
+        """Block until every sampler draws from this version. Raises WeightsError after
+        timeout_s."""
         ...

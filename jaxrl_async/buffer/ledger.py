@@ -1,4 +1,12 @@
-"""What became of each prompt: one JSON line per fate, appended once and never changed."""
+"""What became of each group: one JSON line per fate, appended once and never changed.
+
+{"fate": "admitted", "group": 5, "version": 3}
+{"fate": "trained", "group": 5, "prompt": 17, "version": 4, "oldest": 3, "lengths": [12, 9]}
+{"fate": "dropped", "group": 6, "prompt": 18, "reason": "stale", "version": 9, "oldest": 3, "lengths": [40]}
+
+`version` is what was live at admission, or what the step improved; `oldest` is of the group's tokens;
+`lengths` are drawn tokens per episode, absent where the group failed before it had any.
+"""
 
 import json
 from pathlib import Path
@@ -6,23 +14,23 @@ from typing import Any, TextIO
 
 
 class Ledger:
-    """Appends to a file; without a path it keeps nothing. Written under the buffer's lock."""
+    """Appends to a file, line by line, so that a killed run keeps all of it; without a path keeps nothing.
+
+    Owned by the buffer and written under its lock.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._file: TextIO | None = path.open("a", encoding="utf-8") if path else None
+        self._file: TextIO | None = None
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, fate: str, **facts: Any) -> None:
         """One line: the fate (admitted, trained, dropped) and its facts."""
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
 
-    def flush(self) -> None:
-        """Make what was written visible to readers."""
-        if self._file is not None:
-            self._file.flush()
-
     def close(self) -> None:
-        """Flush and close; idempotent."""
+        """Idempotent; what is written afterwards is lost."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -34,7 +34,8 @@ class BufferStats:
 
 
 class ReplayBuffer:
-    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause) and samplers (set_live)."""
+    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause) and samplers
+    (set_live)."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class ReplayBuffer:
     def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
         """Tickets for all groups that may start now; blocks until there is one.
 
-        Empty after timeout_s. Raises Closed. At max_staleness 0 a step's tickets all come in one call.
+        Empty after timeout_s. Raises Closed. At max_staleness 0 a step's tickets all come in one
+        call.
         """
         with self._changed:
             self._wait(lambda: self._free_slots() > 0 and not self._paused, timeout_s)
@@ -115,8 +117,8 @@ class ReplayBuffer:
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         """One step's groups, in order of admission; blocks until they are ready.
 
-        What is too old or from the future is dropped, counted and told. Raises Closed, and TimeoutError
-        after timeout_s.
+        What is too old or from the future is dropped, counted and told. Raises Closed, and
+        TimeoutError after timeout_s.
         """
         start = self._clock()
         with self._changed:

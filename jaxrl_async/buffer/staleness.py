@@ -1,6 +1,7 @@
 """The staleness bound: pure functions, and why they hold.
 
-S = max_staleness, P = groups per step, L = look-ahead. A group holds a slot from its admission until the
+S = max_staleness, P = groups per step, L = look-ahead. A group holds a slot from its admission
+until the
 weights of the step that used it are live in every sampler; there are (S + 1) * P - L slots.
 """
 
@@ -14,14 +15,26 @@ def capacity(max_staleness: int, groups_per_step: int, lookahead: int) -> int:
     return (max_staleness + 1) * groups_per_step - lookahead
 
 
-def worst_staleness(capacity: int, lookahead: int, groups_per_step: int) -> int:
-    """(capacity + lookahead - 1) // groups_per_step, in versions.
+def may_admit(active: int, capacity: int) -> int:
+    """Groups that may start now, given how many hold a slot; never negative."""
+    return max(0, capacity - active)
 
-    When group g enters at live version v, at most capacity - 1 older groups are active, and at most
-    `lookahead` younger ones may overtake it. Before g is trained on, the trainer therefore takes at most
-    capacity - 1 + lookahead others beyond those whose weights are live, and each P of them move its version
-    by one. Holds because a slot is freed only once the step's weights are live: freed when the group is
-    taken, groups of steps not yet published would no longer be counted.
+
+def worst_staleness(capacity: int, lookahead: int, groups_per_step: int) -> int:
+    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst that any schedule can do.
+
+    Let group g enter while version v is live, C = capacity. Count the groups that are taken before g:
+      - those of steps that are live: v * P, because a slot is freed only once its step is live;
+      - those that hold a slot when g enters, all older than g: at most C - 1, for g holds one itself;
+      - those that enter after g and overtake it: at most L, for select() lets nobody overtake the oldest
+        waiting group from further than L numbers away. Numbers of failed groups only shrink that window.
+    A group that fails or is dropped is never taken: it leaves one of the counts and adds to none, so that
+    its slot may go to a new group at once. Each P groups taken make one version, hence g is trained on at
+    version (v * P + C - 1 + L) // P at most, and none of its tokens is older than v. With
+    C = (S + 1) * P - L the result is S.
+
+    Were the slot freed when the group is taken, up to P groups of each step that is not live yet would be
+    missing from the second count (tests/buffer/test_staleness.py shows a schedule that breaks the bound).
     """
     return (capacity + lookahead - 1) // groups_per_step
 
@@ -34,7 +47,8 @@ def staleness_of(group: EpisodeGroup, version: int) -> int:
 def split_stale(
     groups: Sequence[EpisodeGroup], version: int, max_staleness: int
 ) -> tuple[tuple[EpisodeGroup, ...], tuple[tuple[EpisodeGroup, Drop], ...]]:
-    """(kept, dropped with the reason): too old, or drawn by weights that the trainer does not have yet."""
+    """(kept, dropped with the reason): too old, or drawn by weights that the trainer does not have
+    yet."""
     reasons = [(g, drop_reason(g, version, max_staleness)) for g in groups]
     kept = tuple(g for g, reason in reasons if reason is None)
     return kept, tuple((g, reason) for g, reason in reasons if reason is not None)
@@ -54,10 +68,11 @@ def select(
 ) -> tuple[int, ...]:
     """The next groups to train on, at most `count`: in order of admission.
 
-    pending: numbers of all groups admitted and not yet taken, ascending. A ready group may overtake the
-    oldest pending one only from within `lookahead` numbers of it.
+    pending: numbers of all groups admitted and not yet taken, ascending. A ready group may
+    overtake the oldest pending one only from within `lookahead` numbers of it.
     """
-    waiting, taken = list(pending), []
+    waiting = list(pending)
+    taken: list[int] = []
     while waiting and len(taken) < count:
         window = [n for n in waiting if n <= waiting[0] + lookahead]
         chosen = next((n for n in window if n in ready), None)

@@ -109,7 +109,8 @@ class Architecture(Section):
 
 class Model(Section):
     path: str | None = None
-    """Hugging Face directory (config.json, *.safetensors); null: random weights as in architecture."""
+    """Hugging Face directory (config.json, *.safetensors); null: random weights as in
+    architecture."""
     architecture: Architecture = Architecture()
     """Shape of the model where path is null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -145,7 +146,8 @@ class Jsonl(Section):
     answer_field: str = "answer"
     """Field that holds the answer."""
     template: str | None = None
-    """Python format string with {prompt}; null: the tokenizer's chat template, or the bare prompt."""
+    """Python format string with {prompt}; null: the tokenizer's chat template, or the bare
+    prompt."""
     max_bad_share: float = Field(0.01, ge=0, le=1)
     """Share of records that may be skipped as malformed, over-long or incomplete."""
 
@@ -254,7 +256,8 @@ class Weights(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type that the sampler keeps the weights in; null: model.dtype."""
     probe: bool = True
-    """After each publish, compare the sampler's log-probs on a fixed sequence with the trainer's."""
+    """After each publish, compare the sampler's log-probs on a fixed sequence with the
+    trainer's."""
     probe_tolerance: float = Field(1e-3, gt=0)
     """Largest allowed difference of those, nats."""
 
@@ -286,7 +289,8 @@ class Metrics(Section):
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none."""
     peak_flops: float | None = Field(None, gt=0)
-    """Peak of one trainer device for the FLOP utilisation, FLOP/s; null: measured by a matrix product."""
+    """Peak of one trainer device for the FLOP utilisation, FLOP/s; null: measured by a matrix
+    product."""
 
 
 class Config(Section):
@@ -328,8 +332,10 @@ class Config(Section):
         longest = self.data.max_prompt_tokens + 1
         if longest > self.sampler.max_length:
             raise ValueError(
-                f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) leaves no room for an answer "
-                f"in sampler.max_length ({self.sampler.max_length}). Lower the first or raise the second."
+                f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) leaves no room for an "
+                "answer "
+                f"in sampler.max_length ({self.sampler.max_length}). Lower the first or raise the "
+                "second."
             )
         if self.row_length < self.sampler.max_length:
             raise ValueError(
@@ -338,7 +344,8 @@ class Config(Section):
             )
         if self.trainer.micro_batch_tokens < self.row_length:
             raise ValueError(
-                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one row "
+                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one "
+                "row "
                 f"({self.row_length} tokens). Raise it to at least {self.row_length}."
             )
         if self.data.source == "jsonl" and not self.data.jsonl.path:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import grain  # type: ignore[import-untyped]
+import grain
 import numpy as np
 
 from jaxrl_async.config.schema import Addition, Config, Data, Jsonl

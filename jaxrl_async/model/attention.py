@@ -1,4 +1,5 @@
-"""Attention: the reference in plain jax.numpy, for whole sequences and for one token against a cache."""
+"""Attention: the reference in plain jax.numpy, for whole sequences and for one token against a
+cache."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ MASKED = -1e30
 def attend(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, visible_BTT: Array) -> Array:
     """Softmax attention with grouped queries; scores in float32. Returns [B, T, H, K].
 
-    visible_BTT[b, t, s]: query t may see key s. A query that sees nothing averages all values; callers
-    ignore such rows (padding).
+    visible_BTT[b, t, s]: query t may see key s. A query that sees nothing averages all values;
+    callers ignore such rows (padding).
     """
     B, T, H, K = q_BTHK.shape
     N = k_BTNK.shape[2]
@@ -24,7 +25,8 @@ def attend(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, visible_BTT: Array) -> A
 
 
 def attend_cache(q_BHK: Array, k_BNSK: Array, v_BNSK: Array, lengths_B: Array) -> Array:
-    """One query per sequence against its cache positions 0..lengths (inclusive). Returns [B, H, K]."""
+    """One query per sequence against its cache positions 0..lengths (inclusive). Returns [B, H,
+    K]."""
     B, H, K = q_BHK.shape
     N, S = k_BNSK.shape[1:3]
     q = q_BHK.reshape(B, N, H // N, K)

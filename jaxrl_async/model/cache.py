@@ -25,7 +25,8 @@ def init_cache(spec: ModelSpec, slots: int, length: int, dtype: jnp.dtype) -> KV
 
 
 def insert(cache: KVCache, kv: KVCache, rows: Array, slots: Array) -> KVCache:
-    """Copy rows [n] of kv (length T <= S) into slots [n]; a slot out of range is dropped (padding)."""
+    """Copy rows [n] of kv (length T <= S) into slots [n]; a slot out of range is dropped
+    (padding)."""
 
     def put(into: Array, new: Array) -> Array:
         length = new.shape[2]

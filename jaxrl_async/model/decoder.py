@@ -1,7 +1,8 @@
 """The one decoder, used by trainer and sampler alike: embedding, layers, head. Pure functions.
 
-Parameters are a pure dict of arrays, layers stacked on axis 0. The trainer scans over the layers; the
-decode step unrolls them over statically indexed weights, which is the fastest form for small batches.
+Parameters are a pure dict of arrays, layers stacked on axis 0. The trainer scans over the layers;
+the decode step unrolls them over statically indexed weights, which is the fastest form for small
+batches.
 """
 
 import zlib
@@ -18,7 +19,8 @@ from jaxrl_async.model.layers import Layer, initial, layer_graph, rms_norm, rope
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 UNROLL = 4
-"""Layers in one turn of the trainer's scan: more is faster where layers are small, and compiles longer."""
+"""Layers in one turn of the trainer's scan: more is faster where layers are small, and compiles
+longer."""
 
 Params = Any  # nested dict of arrays in the tree of weight_table
 
@@ -50,7 +52,8 @@ def hidden_states(
     dtype: Any = jnp.float32,
     remat: str = "none",
 ) -> Array:
-    """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is padding."""
+    """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
+    padding."""
     B, T = token_ids.shape
     visible = causal_within_segments(segment_ids)
     cos, sin = rope_angles(spec, positions.reshape(-1))
@@ -72,7 +75,8 @@ def hidden_states(
 def prefill(
     spec: ModelSpec, params: Params, token_ids: Array, lengths: Array, *, dtype: Any = jnp.float32
 ) -> tuple[Array, KVCache]:
-    """Prompts [B, T] of lengths [B] (>= 1): logits [B, V] float32 after the last token, and their KV.
+    """Prompts [B, T] of lengths [B] (>= 1): logits [B, V] float32 after the last token, and their
+    KV.
 
     What lies beyond a row's length in the KV is never seen: decode_step overwrites it first.
     """
@@ -104,7 +108,8 @@ def decode_step(
     dtype: Any = jnp.float32,
     live: int | None = None,
 ) -> tuple[Array, KVCache]:
-    """One token [B] a sequence, written at cache position lengths [B]: logits [B, V] float32, cache.
+    """One token [B] a sequence, written at cache position lengths [B]: logits [B, V] float32,
+    cache.
 
     live (static): only the first `live` positions are read; the caller knows that lengths < live.
     """

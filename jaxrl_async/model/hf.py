@@ -1,7 +1,8 @@
-"""Hugging Face directories: safetensors straight onto the mesh and back. The one door to safetensors.
+"""Hugging Face directories: safetensors straight onto the mesh and back. The one door to
+safetensors.
 
-A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it holds, so
-that no host copy of the whole model ever exists.
+A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it
+holds, so that no host copy of the whole model ever exists.
 """
 
 import json
@@ -37,8 +38,8 @@ def load_params(
 ) -> Any:
     """The parameters, on `shardings` (a tree like weight_table's; null: the default device).
 
-    Everything is compared before anything is loaded: CheckpointError lists what is missing, too much or
-    of the wrong shape.
+    Everything is compared before anything is loaded: CheckpointError lists what is missing, too
+    much or of the wrong shape.
     """
     folder = Path(folder)
     table = weight_table(spec)
@@ -108,7 +109,8 @@ def _open_all(folder: Path, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="numpy"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path}: cannot be read as safetensors: {error}. Copy the file again, or convert the "
+                f"{path}: cannot be read as safetensors: {error}. Copy the file again, or convert "
+                "the "
                 "model to safetensors."
             ) from None
         tensors |= dict.fromkeys(file.keys(), file)
@@ -162,7 +164,8 @@ def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any)
     names = _names(weight)
     stacked = "{layer}" in weight.hf
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         if not stacked:
             return _slice(weight, weight.shape, tensors[names[0]], names[0], index).astype(dtype)
         layers = range(*index[0].indices(weight.shape[0]))
@@ -181,7 +184,8 @@ def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any)
 def _slice(
     weight: Weight, shape: tuple[int, ...], file: Any, name: str, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it is).
+    """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it
+    is).
 
     Reads the whole tensor of one layer at most, never more.
     """

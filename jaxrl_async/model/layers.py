@@ -1,4 +1,5 @@
-"""The decoder layer as a Flax module, split once into a graph definition and a pure dict of arrays."""
+"""The decoder layer as a Flax module, split once into a graph definition and a pure dict of
+arrays."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,8 @@ from jaxrl_async.model.spec import ModelSpec, RopeScaling, Weight, weight_table
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / rms(x) * scale over the last axis, in float32 inside. Zhang and Sennrich 2019 (arXiv:1910.07467)."""
+    """x / rms(x) * scale over the last axis, in float32 inside. Zhang and Sennrich 2019
+    (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * scale
@@ -57,7 +59,8 @@ class Layer(nnx.Module):
         return getattr(self, name)[...].astype(dtype)
 
     def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K], rotated."""
+        """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K],
+        rotated."""
         spec = self.spec
         y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
         q, k, v = (_split_heads(y, self._weight(name, x.dtype)) for name in ("q", "k", "v"))
@@ -91,7 +94,8 @@ def _split_heads(x: Array, weight_DHK: Array) -> Array:
 
 @lru_cache(maxsize=16)
 def layer_graph(spec: ModelSpec) -> Any:
-    """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a Layer."""
+    """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a
+    Layer."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec)))
     return graph
 

@@ -1,4 +1,5 @@
-"""Log-probs and entropies over a large vocabulary, in chunks: [tokens, vocab] never exists in full."""
+"""Log-probs and entropies over a large vocabulary, in chunks: [tokens, vocab] never exists in
+full."""
 
 from typing import Any
 
@@ -15,8 +16,10 @@ def chunked_logprobs(
 ) -> tuple[Array, Array]:
     """Log-prob of each target and entropy of its distribution, nats.
 
-    hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. Differentiable; the
-    backward pass computes a chunk's logits again, so at most [chunk, V] exists at once in either pass.
+    hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice.
+    Differentiable; the
+    backward pass computes a chunk's logits again, so at most [chunk, V] exists at once in either
+    pass.
     """
     tokens = hidden.shape[0]
     chunk = min(chunk, tokens)

@@ -29,7 +29,8 @@ class Policy:
         dtype: Any = jnp.float32,
         tokenizer: Any = None,
     ) -> "Policy":
-        """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError."""
+        """Load a Hugging Face directory, each device reading its own part. Raises
+        CheckpointError."""
         spec = load_spec(Path(folder))
         where = None if mesh is None else shardings(weight_table(spec), mesh, rules)
         return Policy(spec, load_params(folder, spec, where, dtype), tokenizer)

@@ -17,7 +17,8 @@ Init = Literal["normal", "ones", "zeros"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of the low frequencies (Llama 3.1 model card; transformers' `llama3`)."""
+    """Llama 3's stretching of the low frequencies (Llama 3.1 model card; transformers'
+    `llama3`)."""
 
     factor: float
     low_freq_factor: float
@@ -70,11 +71,13 @@ class ModelSpec:
 
     @staticmethod
     def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
-        """From a Hugging Face config.json. CheckpointError names the field that is not supported."""
+        """From a Hugging Face config.json. CheckpointError names the field that is not
+        supported."""
         family = config.get("model_type")
         if family not in ("llama", "qwen2", "qwen3"):
             raise CheckpointError(
-                f"{where}: model_type {family!r} is not supported. Use a llama, qwen2 or qwen3 model."
+                f"{where}: model_type {family!r} is not supported. Use a llama, qwen2 or qwen3 "
+                "model."
             )
         _refuse_unsupported(config, where)
         heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -156,7 +159,8 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
         )
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise CheckpointError(
-            f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to false "
+            f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to "
+            "false "
             "where the context fits the window."
         )
     if config.get("mlp_bias"):
@@ -211,7 +215,9 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
             )
             for name, w in _layer_table(spec).items()
         },
-        "final_norm": Weight(shape=(d,), axes=("embed",), init="ones", hf="model.norm.weight", hf_shape=(d,)),
+        "final_norm": Weight(
+            shape=(d,), axes=("embed",), init="ones", hf="model.norm.weight", hf_shape=(d,)
+        ),
     }  # fmt: skip
     if not spec.tied:
         table["lm_head"] = Weight(

@@ -1,4 +1,5 @@
-"""From a configuration to parts that know nothing of each other. The only file that knows every class."""
+"""From a configuration to parts that know nothing of each other. The only file that knows every
+class."""
 
 import asyncio
 import functools
@@ -255,7 +256,8 @@ def make_tokenizer(config: Config) -> Tokenizer:
         return load_tokenizer(folder)
     if config.data.source != "addition":
         raise ConfigError(
-            f"data.source={config.data.source} needs a tokenizer: set data.tokenizer or model.path to a "
+            f"data.source={config.data.source} needs a tokenizer: set data.tokenizer or "
+            "model.path to a "
             "Hugging Face directory."
         )
     return addition_tokenizer()
@@ -313,7 +315,8 @@ def make_step(
 def warm_start(
     config: Config, policy: Policy, slices: Slices, tokenizer: Tokenizer, console: Console
 ) -> Policy:
-    """A short supervised training on worked answers; the policy unchanged where warm_start.steps is 0."""
+    """A short supervised training on worked answers; the policy unchanged where warm_start.steps
+    is 0."""
     section = config.warm_start
     if not section.steps:
         return policy
@@ -400,7 +403,8 @@ def save(
     version: int,
     next_group: int,
 ) -> None:
-    """Write the train state and where the loop is. Prompts in flight are admitted again on resume."""
+    """Write the train state and where the loop is. Prompts in flight are admitted again on
+    resume."""
     tree: dict[str, Any] = {"train": state}
     if reference is not None:
         tree["reference"] = reference

@@ -12,8 +12,8 @@
                              WeightChannel <──────────── publish ──────────────── trainer
 
 Two objects are touched by several threads, each behind one lock: ReplayBuffer and WeightChannel.
-Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody waits
-for weights), rollouts, sampler.
+Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody
+waits for weights), rollouts, sampler.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 
 class Failure:
-    """The first exception of any thread, and the event that one has happened or the work is done."""
+    """The first exception of any thread, and the event that one has happened or the work is
+    done."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -63,7 +64,8 @@ class Failure:
 
 
 def train(config: Config) -> None:
-    """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError kinds."""
+    """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
+    kinds."""
     paths = prepare(config)
     console = Console(config.run.steps)
     with Stop() as stop, console:
@@ -104,7 +106,8 @@ def headline(metrics: Path) -> list[str]:
 
 
 def run_threads(parts: Parts, stop: Stop) -> None:
-    """Start sampler, rollouts and trainer; wait for the trainer, a failure or a stop; stop in order."""
+    """Start sampler, rollouts and trainer; wait for the trainer, a failure or a stop; stop in
+    order."""
     failure = Failure()
     threads = [
         threading.Thread(

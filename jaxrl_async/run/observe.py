@@ -27,7 +27,8 @@ class Observer:
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
-        """A step's values with the rates since the last call added; its FLOPs become a utilisation."""
+        """A step's values with the rates since the last call added; its FLOPs become a
+        utilisation."""
         before, self._last = self._last, self._read()
         wall_s = max(self._last.at_s - before.at_s, 1e-9)
         done = dict(values)

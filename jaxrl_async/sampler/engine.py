@@ -1,8 +1,10 @@
-"""The device side of the sampler, in JetStream's words: prefill, insert, generate, slots. Pure programs.
+"""The device side of the sampler, in JetStream's words: prefill, insert, generate, slots. Pure
+programs.
 
-Shapes: S slots, B prompts of a prefill, T their bucket length, n inserted requests, M most new tokens,
-V vocabulary, E stop tokens a request can have. A token's version is that of the weights that made its
-logits: the first token after a swap still carries the old one.
+Shapes: S slots, B prompts of a prefill, T their bucket length, n inserted requests, M most new
+tokens,
+V vocabulary, E stop tokens a request can have. A token's version is that of the weights that made
+its logits: the first token after a swap still carries the old one.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,10 @@ MAX_STOP_TOKENS = 8
 """Stop tokens that one request can have."""
 
 
+AnyArray = Any
+"""An array on the device, or on its way there or back as NumPy."""
+
+
 class Prefix(NamedTuple):
     """Prefilled prompts, ready to be inserted into slots; opaque to callers."""
 
@@ -39,10 +45,10 @@ class Slot(NamedTuple):
     """What a request asks of its slot; arrays over slots or inserted requests."""
 
     controls: Controls
-    keys: Array  # [S, 2] uint32
-    stop_ids: Array  # [S, E] int32; -1 matches nothing
-    max_new: Array  # [S] int32
-    ignores_stop: Array  # [S] bool
+    keys: AnyArray  # [S, 2] uint32
+    stop_ids: AnyArray  # [S, E] int32; -1 matches nothing
+    max_new: AnyArray  # [S] int32
+    ignores_stop: AnyArray  # [S] bool
 
 
 class DecodeState(NamedTuple):
@@ -72,10 +78,10 @@ class Status(NamedTuple):
 class Output(NamedTuple):
     """Drawn tokens of some slots, [n, M] each."""
 
-    tokens: Array
-    logprobs: Array
-    versions: Array
-    drawn: Array  # [n]
+    tokens: AnyArray
+    logprobs: AnyArray
+    versions: AnyArray
+    drawn: AnyArray  # [n]
 
 
 class Engine:
@@ -120,7 +126,7 @@ class Engine:
     def num_compiled(self) -> int:
         """Programs compiled so far; a weight swap must not change it."""
         programs = (self._prefill, self._insert, self._generate, self._free, self._take)
-        return sum(p._cache_size() for p in programs)
+        return sum(p._cache_size() for p in programs)  # type: ignore[attr-defined]
 
     def init_decode_state(self) -> DecodeState:
         """All slots empty, placed on the mesh."""
@@ -164,7 +170,8 @@ class Engine:
     def prefill(
         self, params: Any, token_ids: np.ndarray, lengths: np.ndarray, version: int
     ) -> Prefix:
-        """Prompts [B, T] of lengths [B] (>= 1) to KV and next-token logits; one compile per (B, T)."""
+        """Prompts [B, T] of lengths [B] (>= 1) to KV and next-token logits; one compile per (B,
+        T)."""
         return self._prefill(
             params, token_ids.astype(np.int32), lengths.astype(np.int32), np.int32(version)
         )
@@ -194,8 +201,8 @@ class Engine:
     ) -> tuple[DecodeState, Status]:
         """Up to `steps` decode steps in one dispatch; ends early when no slot is active.
 
-        version: of `params`. live: only this many cache positions are read; must exceed every active
-        length + steps, or be max_length. plain: no active slot truncates its distribution.
+        version: of `params`. live: only this many cache positions are read; must exceed every
+        active length + steps, or be max_length. plain: no active slot truncates its distribution.
         """
         return self._generate(
             params, state, np.int32(version), np.int32(steps), live=live, plain=plain

@@ -5,8 +5,8 @@
         WeightSource.poll ──between two blocks──> params ────┘      v
                                                           host work while the next block runs
 
-The schedule depends on the queue and on what was drawn, never on time: the same requests given at once
-to an idle sampler always run the same way. Only the sampler's thread touches the device state.
+The schedule depends on the queue and on what was drawn, never on time: the same requests given at
+once to an idle sampler always run the same way. Only the sampler's thread touches the device state.
 """
 
 import asyncio
@@ -111,7 +111,8 @@ class Sampler:
         turns: AbstractContextManager[Any] = NO_TURNS,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by SAMPLER_RULES."""
+        """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by
+        SAMPLER_RULES."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
         self.engine = Engine(
@@ -157,7 +158,8 @@ class Sampler:
         self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete all requests, in order; blocks. Raises RolloutError for one that cannot be served."""
+        """Complete all requests, in order; blocks. Raises RolloutError for one that cannot be
+        served."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._enqueue(requests, futures, None)
         return [f.result() for f in futures]
@@ -167,7 +169,8 @@ class Sampler:
         return await self.submit_many([request])[0]
 
     def submit_many(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
-        """Queue all requests at once, in order; futures of the running event loop (ports.Generate)."""
+        """Queue all requests at once, in order; futures of the running event loop
+        (ports.Generate)."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         self._enqueue(requests, futures, loop)
@@ -193,17 +196,20 @@ class Sampler:
         self._wake.set()
 
     def _max_new(self, request: Request) -> int:
-        """Tokens to draw at most: the request's wish within what the slot can hold. Raises RolloutError."""
+        """Tokens to draw at most: the request's wish within what the slot can hold. Raises
+        RolloutError."""
         prompt, longest = len(request.token_ids), self.engine.max_length
         asked = request.forced_length or request.max_new_tokens
         if not 0 < prompt < longest:
             raise RolloutError(
-                f"request {request.request_id}: the prompt has {prompt} tokens, but a slot holds {longest} "
+                f"request {request.request_id}: the prompt has {prompt} tokens, but a slot holds "
+                f"{longest} "
                 "with at least one new token. Shorten the prompt or raise sampler.max_length."
             )
         if asked < 1 or len(request.stop_token_ids) > MAX_STOP_TOKENS:
             raise RolloutError(
-                f"request {request.request_id}: needs max_new_tokens >= 1 (got {asked}) and at most "
+                f"request {request.request_id}: needs max_new_tokens >= 1 (got {asked}) and at "
+                "most "
                 f"{MAX_STOP_TOKENS} stop tokens (got {len(request.stop_token_ids)})."
             )
         return min(asked, self.engine.max_new, longest - prompt)
@@ -214,8 +220,8 @@ class Sampler:
         """Decode for ever.
 
         consumes      requests from the queue, weights from the source
-        waits for     self._wake            set by submit, by new weights and by close, only when idle
-        produces      completions into the waiters' futures
+        waits for     self._wake            set by submit, by new weights and by close, only when
+        idle produces      completions into the waiters' futures
         on failure    every waiter gets the exception; `error` keeps it
         """
         try:
@@ -242,7 +248,8 @@ class Sampler:
             self._fail_all(error)
 
     def _one_block(self) -> None:
-        """Fill free slots, decode one block, hand out what finished while the next thing happens."""
+        """Fill free slots, decode one block, hand out what finished while the next thing
+        happens."""
         with self._turns:
             self._admit()
             if not self._running:
@@ -259,11 +266,12 @@ class Sampler:
         if not free or not self._queue:
             return
         with self._lock:
-            while self._queue and len(self._queue) and self._queue[0].cancelled:
-                self._queue.popleft()
-            waiters = [w for w in list(self._queue)[: len(free)]]
-            for _ in waiters:
-                self._queue.popleft()
+            wanted = [w for w in self._queue if not w.cancelled]
+            self._count(cancelled=len(self._queue) - len(wanted))
+            waiters = wanted[: len(free)]
+            self._queue = deque(wanted[len(free) :])
+        if not waiters:
+            return
         by_request = {id(w.request): w for w in waiters}
         now = self._clock()
         for prefill in plan([w.request for w in waiters], free, self.engine.max_length):
@@ -368,7 +376,8 @@ class Sampler:
             self._count(cancelled=len(slots))
 
     def _take_weights(self, *, wait: bool) -> None:
-        """Swap to the newest complete weights: a pointer, between two blocks. KV and programs stay."""
+        """Swap to the newest complete weights: a pointer, between two blocks. KV and programs
+        stay."""
         if self._weights is None:
             return
         start = self._clock()
@@ -389,7 +398,8 @@ class Sampler:
         self._weights.live(update.version)
 
     def _check_probe(self, update: VersionedParams) -> float:
-        """Largest difference to the trainer's log-probs, nats. Raises WeightsError above the tolerance."""
+        """Largest difference to the trainer's log-probs, nats. Raises WeightsError above the
+        tolerance."""
         if self._probe is None or update.probe_logprobs is None:
             return 0.0
         with self._turns:
@@ -398,15 +408,18 @@ class Sampler:
         error = float(np.max(np.abs(ours - theirs)))
         if not error <= self._probe.tolerance:
             raise WeightsError(
-                f"weights of version {update.version}: the sampler's log-probs on the probe differ from the "
+                f"weights of version {update.version}: the sampler's log-probs on the probe "
+                "differ from the "
                 f"trainer's by {error:.3g} nats, more than weights.probe_tolerance "
-                f"({self._probe.tolerance:.3g}). The transfer or the sampler's number type is to blame: "
+                f"({self._probe.tolerance:.3g}). The transfer or the sampler's number type is to "
+                "blame: "
                 "compare weights.dtype with model.dtype, or raise the tolerance for bfloat16."
             )
         return error
 
     def _count(self, **more: float) -> None:
-        """Add to the counters. The tuple is replaced whole, so that readers never see half a change."""
+        """Add to the counters. The tuple is replaced whole, so that readers never see half a
+        change."""
         added = {k: getattr(self._stats, k) + v for k, v in more.items()}
         self._stats = replace(self._stats, **added, compiled_programs=self.engine.num_compiled)
 

@@ -4,7 +4,7 @@ Shapes: S slots, V vocabulary. Randomness is one uniform number per slot, keyed 
 where), never by slot, neighbours or time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ MASKED = -jnp.inf
 
 
 class Controls(NamedTuple):
-    """Per-slot sampling parameters."""
+    """Per-slot sampling parameters: arrays on the device, or NumPy on their way there."""
 
-    temperature: Array  # [S] float32; 0 is greedy
-    top_k: Array  # [S] int32; 0 is all
-    top_p: Array  # [S] float32
-    min_p: Array  # [S] float32
+    temperature: Any  # [S] float32; 0 is greedy
+    top_k: Any  # [S] int32; 0 is all
+    top_p: Any  # [S] float32
+    min_p: Any  # [S] float32
 
 
 def sample(
@@ -27,8 +27,8 @@ def sample(
 ) -> tuple[Array, Array]:
     """Draw a token a slot: ([S] int32, [S] float32 log-prob under the distribution drawn from).
 
-    logits [S, V] float32, keys [S, 2] uint32 (key data), positions [S] int32 (place of the new token).
-    plain (static): no slot uses top-k, top-p or min-p, so nothing is sorted.
+    logits [S, V] float32, keys [S, 2] uint32 (key data), positions [S] int32 (place of the new
+    token). plain (static): no slot uses top-k, top-p or min-p, so nothing is sorted.
     """
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
@@ -41,11 +41,13 @@ def sample(
 
 
 def truncate(logits: Array, controls: Controls) -> Array:
-    """Temperature-scaled logits with what top-k, then top-p, then min-p refuse set to -inf; ties stay.
+    """Temperature-scaled logits with what top-k, then top-p, then min-p refuse set to -inf; ties
+    stay.
 
-    top-p keeps the likeliest tokens up to and including the one that reaches the probability (Holtzman et
-    al. 2020, arXiv:1904.09751); min-p those at least min_p times as likely as the likeliest (Nguyen et al.
-    2024, arXiv:2407.01082).
+    top-p keeps the likeliest tokens up to and including the one that reaches the probability
+    (Holtzman et
+    al. 2020, arXiv:1904.09751); min-p those at least min_p times as likely as the likeliest
+    (Nguyen et al. 2024, arXiv:2407.01082).
     """
     V = logits.shape[-1]
     ranked = -jnp.sort(-logits, axis=-1)
@@ -73,8 +75,8 @@ def uniforms(keys: Array, positions: Array) -> Array:
 def inverse_cdf(probabilities: Array, u: Array) -> Array:
     """The token whose interval of the cumulated probabilities holds u: [S, V], [S] -> [S] int32.
 
-    Two levels (blocks of about sqrt(V), then within one), which costs one pass and keeps float32's error at
-    that of a short sum. Never gives a token of probability 0.
+    Two levels (blocks of about sqrt(V), then within one), which costs one pass and keeps float32's
+    error at that of a short sum. Never gives a token of probability 0.
     """
     S, V = probabilities.shape
     width = 1 << max(0, (V - 1).bit_length() // 2)

@@ -1,4 +1,5 @@
-"""What to prefill next and where: a pure function of the queue and the free slots. No clock, no JAX."""
+"""What to prefill next and where: a pure function of the queue and the free slots. No clock, no
+JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ SMALLEST_BUCKET = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """One prefill program: distinct prompts of one length bucket, and the requests that use each row."""
+    """One prefill program: distinct prompts of one length bucket, and the requests that use each
+    row."""
 
     bucket: int  # padded prompt length, tokens
     prompts: tuple[Request, ...]  # one request for each row's tokens
@@ -39,7 +41,8 @@ def rows_bucket(rows: int) -> int:
 def plan(
     queue: Sequence[Request], free_slots: Sequence[int], max_length: int
 ) -> tuple[Prefill, ...]:
-    """First come, first served: the oldest requests take the free slots, prefilled by length bucket.
+    """First come, first served: the oldest requests take the free slots, prefilled by length
+    bucket.
 
     Requests with equal prompts share one prefilled row, so a group of G costs one prefill.
     """
@@ -72,7 +75,8 @@ def _prefill(bucket: int, admitted: Sequence[tuple[Request, int]]) -> Prefill:
 
 
 def live_bucket(longest: int, steps: int, max_length: int) -> int:
-    """Cache positions to read in a block of `steps` that starts at `longest`: a power of two from 32 on."""
+    """Cache positions to read in a block of `steps` that starts at `longest`: a power of two from
+    32 on."""
     bucket = 32
     while bucket < longest + steps:
         bucket *= 2

@@ -1,4 +1,5 @@
-"""What one step's groups say about the policy and the data: pure, host side, names as in METRICS."""
+"""What one step's groups say about the policy and the data: pure, host side, names as in
+METRICS."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -48,7 +49,8 @@ def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, flo
 
 
 def drop_measures(dropped: Iterable[tuple[EpisodeGroup, Drop]]) -> dict[str, float]:
-    """Groups dropped in this step by reason, and the mean length of their answers (a bias shows here)."""
+    """Groups dropped in this step by reason, and the mean length of their answers (a bias shows
+    here)."""
     dropped = list(dropped)
     counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
     lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]

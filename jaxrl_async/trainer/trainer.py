@@ -25,7 +25,8 @@ from jaxrl_async.trainer.step import TrainState, TrainStep
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
 LIVE_TIMEOUT_S = 600.0
-"""Longest wait for a sampler to take new weights before an evaluation, seconds (compiles included)."""
+"""Longest wait for a sampler to take new weights before an evaluation, seconds (compiles
+included)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Outlets:
 
 
 class Trainer:
-    """Learns until `total_steps` versions are made, somebody asks for a stop, or nothing is finite."""
+    """Learns until `total_steps` versions are made, somebody asks for a stop, or nothing is
+    finite."""
 
     def __init__(
         self,
@@ -161,12 +163,15 @@ class Trainer:
     def _stop_if_lost(self) -> None:
         if self._skipped_in_row >= self._max_skipped:
             raise TrainingError(
-                f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the last made "
+                f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the "
+                "last made "
                 f"version {self.version}); the weights from before them are kept and saved. Lower "
-                "algorithm.learning_rate or trainer.max_grad_norm, or look at the rewards in samples.jsonl."
+                "algorithm.learning_rate or trainer.max_grad_norm, or look at the rewards in "
+                "samples.jsonl."
             )
 
 
 def probe_tokens(vocab: int, length: int) -> IntArray:
-    """The fixed sequence that trainer and sampler compare log-probs on: [length] int32, spread over ids."""
+    """The fixed sequence that trainer and sampler compare log-probs on: [length] int32, spread
+    over ids."""
     return ((np.arange(length, dtype=np.int64) * 7919 + 1) % vocab).astype(np.int32)

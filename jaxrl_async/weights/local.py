@@ -1,9 +1,12 @@
 """Weights from the trainer's mesh to the sampler's in one process, device to device, in two steps.
 
-    trainer's sharding ──A: jitted cast and reshard──> shards like the sampler's ──B: device_put──> sampler
+    trainer's sharding ──A: jitted cast and reshard──> shards like the sampler's ──B: device_put──>
+    sampler
 
-A runs inside the larger of the two slices, so that B only moves whole shards between devices. A plain
-device_put between different shardings would go through the host and wait for the step that makes the weights.
+A runs inside the larger of the two slices, so that B only moves whole shards between devices. A
+plain
+device_put between different shardings would go through the host and wait for the step that makes
+the weights.
 """
 
 from collections.abc import Sequence
@@ -19,10 +22,12 @@ Tree = Any
 
 
 class Push:
-    """Compiled transfer for one tree of weights. Called on the trainer's thread; never blocks on compute."""
+    """Compiled transfer for one tree of weights. Called on the trainer's thread; never blocks on
+    compute."""
 
     def __init__(self, source: Tree, target: Tree, *, dtype: Any = None) -> None:
-        """source, target: trees of NamedSharding, all on one mesh each. dtype: null keeps each array's."""
+        """source, target: trees of NamedSharding, all on one mesh each. dtype: null keeps each
+        array's."""
         self._dtype = dtype
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         source_devices, target_devices = (
@@ -36,7 +41,8 @@ class Push:
             return
         if set(source_devices) & set(target_devices):
             raise MeshError(
-                "trainer and sampler share some devices, but not all. Give them disjoint slices, or set "
+                "trainer and sampler share some devices, but not all. Give them disjoint slices, "
+                "or set "
                 "mesh.colocated=true with equal sizes."
             )
         self._reshard = jax.jit(lambda p: p, out_shardings=target)
@@ -109,6 +115,7 @@ def _mesh_of(tree: Tree) -> Mesh:
 
 def _uneven(trainer: int, sampler: int) -> str:
     return (
-        f"weights cannot go from {trainer} trainer devices to {sampler} sampler devices: the larger slice "
+        f"weights cannot go from {trainer} trainer devices to {sampler} sampler devices: the "
+        "larger slice "
         "must be a multiple of the smaller one. Change mesh.trainer or mesh.sampler."
     )

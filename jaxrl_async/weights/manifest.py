@@ -1,5 +1,7 @@
 """What a set of weights consists of: compared before any byte moves."""
 
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,12 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Size of one copy, bytes."""
-        return sum(
-            int(np.prod(shape)) * np.dtype(dtype).itemsize for _, shape, dtype in self.entries
-        )
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.entries)
+
+    @property
+    def layout_hash(self) -> str:
+        """Hex digest of all entries in order: two sides with the same one agree on every byte's place."""
+        return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
 
 
 def manifest_of(params: Any) -> Manifest:
@@ -36,7 +41,9 @@ def manifest_of(params: Any) -> Manifest:
 
 def compare(published: Manifest, expected: Manifest) -> None:
     """Raise WeightsError that names the first array in which they differ."""
-    ours, theirs = (dict((n, (s, d)) for n, s, d in m.entries) for m in (published, expected))
+    if published == expected:
+        return
+    ours, theirs = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise WeightsError(
@@ -44,6 +51,13 @@ def compare(published: Manifest, expected: Manifest) -> None:
                 f"{_tell(theirs.get(name))}. Trainer and sampler were built from different models: "
                 "use one model section for both."
             )
+    names = zip(published.entries, expected.entries, strict=True)
+    first = next(a[0] for a, b in names if a[0] != b[0])
+    raise WeightsError(
+        f"weights {first!r}: the same arrays, but published in another order than the sampler expects "
+        f"(layouts {published.layout_hash} and {expected.layout_hash}). Publish the tree that the sampler "
+        "was built with."
+    )
 
 
 def _tell(entry: tuple[tuple[int, ...], str] | None) -> str:

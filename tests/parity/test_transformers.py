@@ -112,9 +112,7 @@ def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoi
     whole, split = Policy.from_pretrained(folder), Policy.from_pretrained(folder, mesh=mesh)
     wanted = shardings(weight_table(whole.spec), mesh, TRAINER_RULES)
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
-    for array, sharding in zip(
-        jax.tree.leaves(split.params), jax.tree.leaves(wanted), strict=True
-    ):
+    for array, sharding in zip(jax.tree.leaves(split.params), jax.tree.leaves(wanted), strict=True):
         assert array.sharding == sharding
     assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(split.params))
 

@@ -89,9 +89,7 @@ def test_training_2_steps_and_resuming_to_4_equals_training_4(
     synchronous: tuple, tmp_path: Path
 ) -> None:
     run(tmp_path, "staleness.max_staleness=0", "run.steps=2")
-    resumed = run(
-        tmp_path, "staleness.max_staleness=0", "run.resume=true", "run.overwrite=false"
-    )
+    resumed = run(tmp_path, "staleness.max_staleness=0", "run.resume=true", "run.overwrite=false")
     assert_same_run(synchronous, resumed)
 
 
