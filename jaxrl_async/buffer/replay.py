@@ -4,18 +4,24 @@
                      │ fail            │ stale, from the future
                      └──> freed        └──> dropped, freed
 
-A group's slot is freed when the weights of the step that used it are live, or when it is dropped.
+A group's slot is freed when the weights of the step that used it are live, or when it is dropped: a
+fresh group may then take the place at once, so that the step can still be filled (no livelock at
+max_staleness 0). Tokens of one group carry versions from its ticket's up to the live one; the bound
+is on the oldest.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.staleness import capacity, drop_reason, select
-from jaxrl_async.errors import Closed
+from jaxrl_async.buffer.staleness import capacity, drop_reason, may_admit, select
+from jaxrl_async.errors import Closed, ConfigError
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
@@ -28,14 +34,18 @@ class BufferStats:
     active: int  # slots in use
     in_flight: int  # admitted, not finished
     ready: int  # finished, not taken
-    admitted: int  # since the start
-    trained: int  # taken by the trainer since the start
-    dropped: dict[str, int]  # since the start, by reason
+    admitted: int  # since the start, groups
+    trained: int  # taken by the trainer since the start, groups
+    dropped: dict[str, int]  # since the start, groups by reason (a Drop)
+    mean_kept_tokens: float = 0.0  # drawn tokens per episode that was trained on
+    mean_dropped_tokens: float = 0.0  # the same of dropped ones: compare, to see a bias by length
+    admit_wait_s: float = 0.0  # rollouts on the gate, since the start
+    draw_wait_s: float = 0.0  # the trainer on groups, since the start
 
 
 class ReplayBuffer:
-    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause) and samplers
-    (set_live)."""
+    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause, resume) and
+    samplers (set_live)."""
 
     def __init__(
         self,
@@ -48,11 +58,16 @@ class ReplayBuffer:
         ledger: Ledger | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._per_step, self._max_staleness, self._lookahead = (
-            groups_per_step,
-            max_staleness,
-            lookahead,
-        )
+        """version: live in every sampler now. Raises ConfigError where no step could be filled."""
+        if lookahead > max_staleness * groups_per_step:
+            raise ConfigError(
+                f"staleness.lookahead ({lookahead}) must be at most max_staleness * "
+                "groups_per_step "
+                f"({max_staleness * groups_per_step}): a step could never be filled. Lower it or "
+                "raise staleness.max_staleness."
+            )
+        self._per_step, self._max_staleness = groups_per_step, max_staleness
+        self._lookahead = lookahead
         self._capacity = capacity(max_staleness, groups_per_step, lookahead)
         self._ledger, self._clock = ledger or Ledger(), clock
         self._changed = threading.Condition()
@@ -62,8 +77,10 @@ class ReplayBuffer:
         self._taken: dict[int, int] = {}  # version drawn at -> slots it holds
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._drops: Counter[str] = Counter()
-        self._trained = 0
-        self._admitted = 0
+        self._kept_tokens, self._dropped_tokens = _Mean(), _Mean()
+        self._trained = self._admitted = 0
+        self._next_untaken = next_group  # one more than the highest number trained on
+        self._admit_wait_s = self._draw_wait_s = 0.0
         self._paused = self._closed = False
 
     # ---- the rollout loop
@@ -72,21 +89,21 @@ class ReplayBuffer:
         """Tickets for all groups that may start now; blocks until there is one.
 
         Empty after timeout_s. Raises Closed. At max_staleness 0 a step's tickets all come in one
-        call.
+        call, since one set_live frees all slots of a step: the sampler's schedule is reproducible.
         """
+        start = self._clock()
         with self._changed:
-            self._wait(lambda: self._free_slots() > 0 and not self._paused, timeout_s)
-            if self._paused:
+            open_ = self._wait(lambda: self._free_slots() > 0 and not self._paused, timeout_s)
+            self._admit_wait_s += self._clock() - start
+            if not open_:
                 return ()
-            tickets = tuple(
-                Ticket(group=self._next_group + i, version=self._live)
-                for i in range(self._free_slots())
-            )
+            first, count = self._next_group, self._free_slots()
+            tickets = tuple(Ticket(group=first + i, version=self._live) for i in range(count))
             for ticket in tickets:
                 self._pending[ticket.group] = ticket
                 self._ledger.write("admitted", group=ticket.group, version=ticket.version)
-            self._next_group += len(tickets)
-            self._admitted += len(tickets)
+            self._next_group += count
+            self._admitted += count
             return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
@@ -102,8 +119,10 @@ class ReplayBuffer:
             return None
 
     def fail(self, ticket: Ticket, prompt: Prompt, reason: Drop) -> None:
-        """Give a ticket back; its slot is free at once, for a fresh group."""
+        """Give a ticket back; its slot is free at once, for a fresh group. Idempotent, also after
+        close()."""
         with self._changed:
+            assert ticket.group not in self._ready, f"group {ticket.group} has been put already"
             if self._pending.pop(ticket.group, None) is None:
                 return
             self._drops[reason] += 1
@@ -122,24 +141,15 @@ class ReplayBuffer:
         """
         start = self._clock()
         with self._changed:
-            if not self._wait(lambda: self._complete(version), timeout_s):
+            complete = self._wait(lambda: self._complete(version), timeout_s)
+            waited_s = self._clock() - start
+            self._draw_wait_s += waited_s
+            if not complete:
                 raise TimeoutError(f"no {self._per_step} groups were ready within {timeout_s} s")
-            numbers = self._selected()
-            groups = tuple(self._ready.pop(n) for n in numbers)
-            for group in groups:
-                del self._pending[group.ticket.group]
-                self._ledger.write(
-                    "trained",
-                    group=group.ticket.group,
-                    prompt=group.prompt.prompt_id,
-                    version=version,
-                    oldest=group.oldest_version,
-                )
-            self._ledger.flush()
+            groups = tuple(self._take(n, version) for n in self._selected())
             self._taken[version] = self._taken.get(version, 0) + len(groups)
-            self._trained += len(groups)
             dropped, self._dropped = tuple(self._dropped), []
-            return Draw(groups=groups, dropped=dropped, waited_s=self._clock() - start)
+            return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
 
     def pause(self) -> None:
         """Admit nothing until resume()."""
@@ -176,41 +186,88 @@ class ReplayBuffer:
         with self._changed:
             return BufferStats(
                 capacity=self._capacity,
-                active=self._capacity - self._free_slots(),
+                active=self._active(),
                 in_flight=len(self._pending) - len(self._ready),
                 ready=len(self._ready),
                 admitted=self._admitted,
                 trained=self._trained,
                 dropped=dict(self._drops),
+                mean_kept_tokens=self._kept_tokens.mean,
+                mean_dropped_tokens=self._dropped_tokens.mean,
+                admit_wait_s=self._admit_wait_s,
+                draw_wait_s=self._draw_wait_s,
             )
+
+    def state(self) -> dict[str, NDArray[np.int64]]:
+        """What a resumed run needs: live version, next group, counters. Groups that are active now
+        are not in it: a resumed run draws them afresh."""
+        with self._changed:
+            return {
+                "version": np.array(self._live, np.int64),
+                "next_group": np.array(self._next_untaken, np.int64),
+                "trained": np.array(self._trained, np.int64),
+                "drops": np.array([self._drops[d] for d in Drop], np.int64),  # in Drop's order
+            }
+
+    def restore(
+        self,
+        *,
+        version: ArrayLike,
+        next_group: ArrayLike,
+        trained: ArrayLike = 0,
+        drops: ArrayLike = (),
+    ) -> None:
+        """Continue at the trainer's `version`, before the first admit: restore(**state).
+
+        Tickets start again at next_group with this version, so that nothing is from the future.
+        """
+        with self._changed:
+            assert not self._pending and not self._taken, "restore before anything is admitted"
+            self._live = int(np.asarray(version))
+            self._next_group = self._next_untaken = int(np.asarray(next_group))
+            self._trained = int(np.asarray(trained))
+            counts = np.asarray(drops, np.int64).tolist()
+            self._drops = Counter({d: n for d, n in zip(Drop, counts, strict=False) if n})
+            self._admitted = self._trained + sum(counts)
 
     # ---- under the lock
 
+    def _active(self) -> int:
+        return len(self._pending) + sum(self._taken.values())
+
     def _free_slots(self) -> int:
-        return self._capacity - len(self._pending) - sum(self._taken.values())
+        return may_admit(self._active(), self._capacity)
 
     def _selected(self) -> tuple[int, ...]:
         return select(list(self._pending), self._ready, self._per_step, self._lookahead)
 
     def _complete(self, version: int) -> bool:
-        """Whether a step's groups are at hand, after dropping those that may not be trained on."""
+        """Whether a step's groups are at hand, after dropping what may not be trained on."""
         for number, group in list(self._ready.items()):
             reason = drop_reason(group, version, self._max_staleness)
             if reason is not None:
-                self._drop(number, group, reason)
+                self._drop(number, group, reason, version)
         return len(self._selected()) == self._per_step
 
-    def _drop(self, number: int, group: EpisodeGroup, reason: Drop) -> None:
+    def _take(self, number: int, version: int) -> EpisodeGroup:
+        """A ready group leaves for the trainer; its slot stays in use."""
+        del self._pending[number]
+        group = self._ready.pop(number)
+        lengths = [e.num_drawn for e in group.episodes]
+        self._kept_tokens.add(lengths)
+        self._trained += 1
+        self._next_untaken = max(self._next_untaken, number + 1)
+        self._ledger.write("trained", **_facts(group, version, lengths))
+        return group
+
+    def _drop(self, number: int, group: EpisodeGroup, reason: Drop, version: int) -> None:
+        """A ready group leaves for good; its slot is free."""
         del self._ready[number], self._pending[number]
+        lengths = [e.num_drawn for e in group.episodes]
+        self._dropped_tokens.add(lengths)
         self._dropped.append((group, reason))
         self._drops[reason] += 1
-        self._ledger.write(
-            "dropped",
-            group=number,
-            prompt=group.prompt.prompt_id,
-            reason=reason.value,
-            length=sum(e.num_drawn for e in group.episodes),
-        )
+        self._ledger.write("dropped", reason=reason.value, **_facts(group, version, lengths))
         self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -221,3 +278,29 @@ class ReplayBuffer:
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise Closed("the replay buffer is closed: the run is stopping")
+
+
+class _Mean:
+    """Running mean of whole numbers; 0 of none."""
+
+    def __init__(self) -> None:
+        self._total = self._count = 0
+
+    def add(self, values: Iterable[int]) -> None:
+        for value in values:
+            self._total += value
+            self._count += 1
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._count if self._count else 0.0
+
+
+def _facts(group: EpisodeGroup, version: int, lengths: list[int]) -> dict[str, object]:
+    return {
+        "group": group.ticket.group,
+        "prompt": group.prompt.prompt_id,
+        "version": version,
+        "oldest": group.oldest_version,
+        "lengths": lengths,
+    }

@@ -21,20 +21,28 @@ def may_admit(active: int, capacity: int) -> int:
 
 
 def worst_staleness(capacity: int, lookahead: int, groups_per_step: int) -> int:
-    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst that any schedule can do.
+    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst that any schedule can
+    do.
 
-    Let group g enter while version v is live, C = capacity. Count the groups that are taken before g:
+    Let group g enter while version v is live, C = capacity. Count the groups that are taken before
+    g:
       - those of steps that are live: v * P, because a slot is freed only once its step is live;
-      - those that hold a slot when g enters, all older than g: at most C - 1, for g holds one itself;
-      - those that enter after g and overtake it: at most L, for select() lets nobody overtake the oldest
-        waiting group from further than L numbers away. Numbers of failed groups only shrink that window.
-    A group that fails or is dropped is never taken: it leaves one of the counts and adds to none, so that
-    its slot may go to a new group at once. Each P groups taken make one version, hence g is trained on at
+      - those that hold a slot when g enters, all older than g: at most C - 1, for g holds one
+      itself;
+      - those that enter after g and overtake it: at most L, for select() lets nobody overtake the
+      oldest
+        waiting group from further than L numbers away. Numbers of failed groups only shrink that
+        window.
+    A group that fails or is dropped is never taken: it leaves one of the counts and adds to none,
+    so that its slot may go to a new group at once. Each P groups taken make one version, hence g is
+    trained on at
     version (v * P + C - 1 + L) // P at most, and none of its tokens is older than v. With
     C = (S + 1) * P - L the result is S.
 
-    Were the slot freed when the group is taken, up to P groups of each step that is not live yet would be
-    missing from the second count (tests/buffer/test_staleness.py shows a schedule that breaks the bound).
+    Were the slot freed when the group is taken, up to P groups of each step that is not live yet
+    would be
+    missing from the second count (tests/buffer/test_staleness.py shows a schedule that breaks the
+    bound).
     """
     return (capacity + lookahead - 1) // groups_per_step
 

@@ -1,4 +1,5 @@
-"""The way of the weights: publish on the trainer's thread, poll on each sampler's, one flip between.
+"""The way of the weights: publish on the trainer's thread, poll on each sampler's, one flip
+between.
 
 publish(v, params) ──Push──> staged (copying) ──poll: every array ready──> taken ──live(v)──┐
       ^                                           │                                         │
@@ -39,7 +40,8 @@ class ChannelStats:
 
 
 class Subscription:
-    """One sampler's end of the channel (ports.WeightSource): used by that sampler's thread alone."""
+    """One sampler's end of the channel (ports.WeightSource): used by that sampler's thread
+    alone."""
 
     def __init__(self, channel: "WeightChannel", push: Move, version: int) -> None:
         self._channel = channel
@@ -51,7 +53,8 @@ class Subscription:
         self.wake: threading.Event | None = None
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """The staged update once every array of it is there; None before. wait: finish the copy first.
+        """The staged update once every array of it is there; None before. wait: finish the copy
+        first.
 
         Never a mix of two versions: an update is staged whole and taken whole.
         """
@@ -69,7 +72,8 @@ class Subscription:
 class WeightChannel:
     """One trainer, any number of samplers; at most one update under way to each.
 
-    With one sampler the channel itself is that sampler's WeightSource; else each takes a subscribe().
+    With one sampler the channel itself is that sampler's WeightSource; else each takes a
+    subscribe().
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class WeightChannel:
     ) -> None:
         """push: params to arrays on the sampler's devices; one for each sampler where they differ.
 
-        on_live is called on a sampler's thread, outside the lock, with the version that has become live in
+        on_live is called on a sampler's thread, outside the lock, with the version that has become
+        live in
         every sampler. expected: what the trainer publishes; null: as the first time. version: what
         the samplers were built with: it is live from the start.
         """
@@ -103,9 +108,10 @@ class WeightChannel:
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
         """Start the copies and return; waits only while a sampler has not taken the update before.
 
-        params may be donated right after. Raises Closed, WeightsError where the manifest differs. Where
-        trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler that waits for
-        its turn does not poll.
+        params may be donated right after. Raises Closed, WeightsError where the manifest differs.
+        Where
+        trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler that
+        waits for its turn does not poll.
         """
         start = self._clock()
         assert version > self._published, f"version {version} after {self._published}"
@@ -134,7 +140,8 @@ class WeightChannel:
         self._wake_all()
 
     def wait_taken(self) -> None:
-        """Block until every sampler has taken the last update, so that publish will not wait. Raises Closed."""
+        """Block until every sampler has taken the last update, so that publish will not wait.
+        Raises Closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or all(end.staged is None for end in self._ends)
@@ -142,14 +149,16 @@ class WeightChannel:
             self._raise_if_closed()
 
     def wait_live(self, version: int, timeout_s: float) -> None:
-        """Block until every sampler draws from `version`. Raises Closed, WeightsError after timeout_s."""
+        """Block until every sampler draws from `version`. Raises Closed, WeightsError after
+        timeout_s."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._live >= version, timeout_s)
             if self._live >= version:
                 return
             self._raise_if_closed()
             raise WeightsError(
-                f"version {version} was not live in the sampler after {timeout_s:.0f} s (it draws from "
+                f"version {version} was not live in the sampler after {timeout_s:.0f} s (it draws "
+                "from "
                 f"{self._live}). Look at the sampler's thread: a block may hang or still compile."
             )
 
@@ -160,7 +169,8 @@ class WeightChannel:
         with self._changed:
             if self._subscribed == len(self._ends):
                 raise WeightsError(
-                    f"the weight channel was made for {len(self._ends)} samplers, and all have subscribed. "
+                    f"the weight channel was made for {len(self._ends)} samplers, and all have "
+                    "subscribed. "
                     "Make it with more num_samplers."
                 )
             self._subscribed += 1
@@ -247,4 +257,4 @@ def _arrived(update: VersionedParams, wait: bool) -> bool:
     leaves = jax.tree.leaves((update.params, update.probe_logprobs))
     if wait:
         jax.block_until_ready(leaves)
-    return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+    return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))

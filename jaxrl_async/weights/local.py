@@ -1,18 +1,21 @@
 """Weights from the trainer's mesh to the sampler's in one process, device to device, in two steps.
 
-    trainer's sharding ──A: jitted cast and reshard──> shards like the sampler's ──B: device_put──>
-    sampler
+    trainer's sharding ──A: jitted cast and reshard──> same-index shards ──B: device_put──> sampler
 
-A runs inside the larger of the two slices, so that B only moves whole shards between devices. A
-plain
-device_put between different shardings would go through the host and wait for the step that makes
-the weights.
+The reshard runs inside the larger of the two slices, so that B only moves whole shards between
+devices: after B where the sampler's slice is the larger one (`grows`). A plain device_put between
+different shardings would go through the host and wait for the step that makes the weights.
+
+Two threads must not dispatch collective programs to the same devices at once. So `start` dispatches
+to the trainer's devices, on its thread, and `finish` to the sampler's, on that one's: the channel
+calls it in poll. Calling the push does both, for a sampler that does not run yet.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -22,57 +25,56 @@ Tree = Any
 
 
 class Push:
-    """Compiled transfer for one tree of weights. Called on the trainer's thread; never blocks on
-    compute."""
+    """Compiled transfer for one tree of weights: never blocks on compute, never uses the host.
+
+    grows: whether the sampler's slice is the larger one, so that `finish` has work to do.
+    """
 
     def __init__(self, source: Tree, target: Tree, *, dtype: Any = None) -> None:
-        """source, target: trees of NamedSharding, all on one mesh each. dtype: null keeps each
-        array's."""
+        """source, target: trees of NamedSharding, all on one mesh each.
+
+        dtype: of floating-point weights in the sampler; null keeps each array's. Raises MeshError
+        where the larger slice is no multiple of the smaller, or they share only some devices.
+        """
         self._dtype = dtype
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
-        source_devices, target_devices = (
-            list(source_mesh.devices.flat),
-            list(target_mesh.devices.flat),
-        )
-        self._stays = set(source_devices) == set(target_devices)
-        self._grows = len(target_devices) > len(source_devices)
+        trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
+        self._stays = set(trainer) == set(sampler)
+        self.grows = len(sampler) > len(trainer)
+        if not self._stays:
+            _check(trainer, sampler)
         if self._stays:
             self._cast = jax.jit(self._copy, out_shardings=target)
-            return
-        if set(source_devices) & set(target_devices):
-            raise MeshError(
-                "trainer and sampler share some devices, but not all. Give them disjoint slices, "
-                "or set "
-                "mesh.colocated=true with equal sizes."
-            )
-        self._reshard = jax.jit(lambda p: p, out_shardings=target)
-        if self._grows:
-            copies, rest = divmod(len(target_devices), len(source_devices))
-            if rest:
-                raise MeshError(_uneven(len(source_devices), len(target_devices)))
-            bridge = _arranged(target_devices, copies, source_mesh)
+        elif self.grows:
+            bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
             self._cast = jax.jit(self._copy, out_shardings=source)
-            self._across = jax.tree.map(lambda s: NamedSharding(bridge, s.spec), source)
-            return
-        if len(source_devices) % len(target_devices):
-            raise MeshError(_uneven(len(source_devices), len(target_devices)))
-        bridge = _arranged(source_devices, len(source_devices) // len(target_devices), target_mesh)
-        self._across = target
-        self._cast = jax.jit(
-            self._copy, out_shardings=jax.tree.map(lambda s: NamedSharding(bridge, s.spec), target)
-        )
-
-    def _copy(self, params: Tree) -> Tree:
-        """A private copy, cast: the source may be donated to the next step at once."""
-        return jax.tree.map(lambda p: jax.numpy.array(p, self._dtype or p.dtype, copy=True), params)
+            self._across = _on(bridge, source)
+            self._reshard = jax.jit(lambda moved: moved, out_shardings=target)
+        else:
+            bridge = _arranged(trainer, len(trainer) // len(sampler), target_mesh)
+            self._cast = jax.jit(self._copy, out_shardings=_on(bridge, target))
+            self._across = target
 
     def __call__(self, params: Tree) -> Tree:
         """The same weights on the sampler's mesh; returns before they are there."""
+        return self.finish(self.start(params))
+
+    def start(self, params: Tree) -> Tree:
+        """The trainer's part: params may be donated right after. Returns what `finish` takes."""
         cast = self._cast(params)
-        if self._stays:
-            return cast
-        moved = _move(cast, self._across)
-        return self._reshard(moved) if self._grows else moved
+        return cast if self._stays else _move(cast, self._across)
+
+    def finish(self, moved: Tree) -> Tree:
+        """The sampler's part: nothing, but where its slice is the larger one."""
+        return self._reshard(moved) if self.grows else moved
+
+    def _copy(self, params: Tree) -> Tree:
+        """A private copy, cast: the source may be donated to the next step at once."""
+        return jax.tree.map(lambda p: jnp.array(p, self._dtype_of(p), copy=True), params)
+
+    def _dtype_of(self, leaf: jax.Array) -> Any:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return self._dtype if self._dtype is not None and floating else leaf.dtype
 
 
 def _move(params: Tree, target: Tree) -> Tree:
@@ -99,9 +101,13 @@ def _move(params: Tree, target: Tree) -> Tree:
 
 def _arranged(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
     """`copies` meshes of the shape of `like`, over these devices."""
-    return Mesh(
-        np.array(devices).reshape(copies, *like.devices.shape), ("copies", *like.axis_names)
-    )
+    shape = (copies, *like.devices.shape)
+    return Mesh(np.array(devices).reshape(shape), ("copies", *like.axis_names))
+
+
+def _on(mesh: Mesh, shardings: Tree) -> Tree:
+    """The same partition specs on another mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s.spec), shardings)
 
 
 def _hashable(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
@@ -113,9 +119,18 @@ def _mesh_of(tree: Tree) -> Mesh:
     return mesh
 
 
-def _uneven(trainer: int, sampler: int) -> str:
-    return (
-        f"weights cannot go from {trainer} trainer devices to {sampler} sampler devices: the "
-        "larger slice "
-        "must be a multiple of the smaller one. Change mesh.trainer or mesh.sampler."
-    )
+def _check(trainer: Sequence[jax.Device], sampler: Sequence[jax.Device]) -> None:
+    """Raise MeshError where weights cannot go from the first devices to the second."""
+    if set(trainer) & set(sampler):
+        raise MeshError(
+            "trainer and sampler share some devices, but not all. Give them disjoint slices, or "
+            "set "
+            "mesh.colocated=true with equal sizes."
+        )
+    fewer, more = sorted((len(trainer), len(sampler)))
+    if more % fewer:
+        raise MeshError(
+            f"weights cannot go from {len(trainer)} trainer devices to {len(sampler)} sampler "
+            "devices: the larger slice must be a multiple of the smaller one. Change mesh.trainer "
+            "or mesh.sampler."
+        )

@@ -1,0 +1,40 @@
+"""Time that passes only when a test says so."""
+
+import heapq
+from asyncio import Future, get_running_loop
+
+
+class VirtualClock:
+    """A ports.Clock. Reading it moves it by `tick_s`; `advance` moves it and wakes sleepers.
+
+    For one thread: an asyncio test advances the clock from the loop that its sleepers run on.
+    """
+
+    def __init__(self, *, start_s: float = 0.0, tick_s: float = 0.0) -> None:
+        self.now_s, self._tick_s = start_s, tick_s
+        self._sleepers: list[tuple[float, int, Future[None]]] = []
+        self._slept = 0
+
+    def __call__(self) -> float:
+        """Seconds since some moment."""
+        now_s = self.now_s
+        self.now_s += self._tick_s
+        return now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: sleepers wake in the order of their hours, ties in the order of asking."""
+        assert seconds >= 0, "time does not run backwards"
+        self.now_s += seconds
+        while self._sleepers and self._sleepers[0][0] <= self.now_s:
+            _, _, sleeper = heapq.heappop(self._sleepers)
+            if not sleeper.done():
+                sleeper.set_result(None)
+
+    async def sleep(self, seconds: float) -> None:
+        """Return once the clock has been advanced by so much."""
+        if seconds <= 0:
+            return
+        sleeper: Future[None] = get_running_loop().create_future()
+        self._slept += 1
+        heapq.heappush(self._sleepers, (self.now_s + seconds, self._slept, sleeper))
+        await sleeper

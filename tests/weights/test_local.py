@@ -1,0 +1,94 @@
+"""The push: right values in the right place, never through the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+from jaxrl_async.config import schema
+from jaxrl_async.config.schema import Axes
+from jaxrl_async.errors import MeshError, WeightsError
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.weights.local import Push
+from jaxrl_async.weights.manifest import compare, manifest_of
+
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
+)
+PARAMS = jax.tree.map(np.asarray, init_params(SPEC, jax.random.key(0)))
+SLICES = {
+    "1 to 1": schema.Mesh(),
+    "fsdp 2 x tensor 2 to tensor 4": schema.Mesh(
+        trainer=Axes(fsdp=2, tensor=2), sampler=Axes(tensor=4)
+    ),
+    "4 to 2": schema.Mesh(trainer=Axes(fsdp=2, tensor=2), sampler=Axes(tensor=2)),
+    "2 to 4": schema.Mesh(trainer=Axes(fsdp=2), sampler=Axes(tensor=4)),
+    "4 to 1": schema.Mesh(trainer=Axes(fsdp=4)),
+    "colocated": schema.Mesh(trainer=Axes(fsdp=4), sampler=Axes(tensor=4), colocated=True),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_weights_arrive_whole_and_never_pass_the_host(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = make_slices(SLICES[name])
+    table = weight_table(SPEC)
+    source = shardings(table, slices.trainer, TRAINER_RULES)
+    target = shardings(table, slices.sampler, SAMPLER_RULES)
+    params, push = jax.device_put(PARAMS, source), Push(source, target)
+    gathers = 0
+    value = ArrayImpl._value
+
+    def counted(array: ArrayImpl) -> np.ndarray:
+        nonlocal gathers
+        gathers += 1
+        return value.fget(array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayImpl, "_value", property(counted))
+        moved = jax.block_until_ready(push(params))
+    assert gathers == 0
+    jax.tree.map(np.testing.assert_array_equal, moved, PARAMS)
+    for array, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(target), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def test_the_source_may_be_donated_right_after_the_push() -> None:
+    slices = make_slices(schema.Mesh())
+    source = shardings(weight_table(SPEC), slices.trainer, TRAINER_RULES)
+    push = Push(source, shardings(weight_table(SPEC), slices.sampler, SAMPLER_RULES))
+    scale = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)
+    params = jax.device_put(PARAMS, source)
+    for turn in range(5):
+        moved = push(params)
+        params = scale(params)
+        jax.tree.map(lambda m, p, n=turn: np.testing.assert_array_equal(m, p * 2**n), moved, PARAMS)
+
+
+def test_the_push_casts_to_the_samplers_type() -> None:
+    slices = make_slices(schema.Mesh())
+    source = shardings(weight_table(SPEC), slices.trainer, TRAINER_RULES)
+    target = shardings(weight_table(SPEC), slices.sampler, SAMPLER_RULES)
+    moved = Push(source, target, dtype=jnp.bfloat16)(jax.device_put(PARAMS, source))
+    assert {x.dtype for x in jax.tree.leaves(moved)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    slices = make_slices(schema.Mesh(trainer=Axes(fsdp=3), sampler=Axes(tensor=2)))
+    table = weight_table(SPEC)
+    with pytest.raises(MeshError, match="multiple"):
+        Push(
+            shardings(table, slices.trainer, TRAINER_RULES),
+            shardings(table, slices.sampler, SAMPLER_RULES),
+        )
+
+
+def test_a_manifest_names_the_array_that_differs() -> None:
+    other = {**PARAMS, "final_norm": jnp.zeros(7)}
+    with pytest.raises(WeightsError, match="final_norm"):
+        compare(manifest_of(PARAMS), manifest_of(other))
+    compare(manifest_of(PARAMS), manifest_of(jax.eval_shape(lambda: PARAMS)))
