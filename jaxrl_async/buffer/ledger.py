@@ -2,11 +2,10 @@
 
 {"fate": "admitted", "group": 5, "version": 3}
 {"fate": "trained", "group": 5, "prompt": 17, "version": 4, "oldest": 3, "lengths": [12, 9]}
-{"fate": "dropped", "group": 6, "prompt": 18, "reason": "stale", "version": 9, "oldest": 3,
-"lengths": [40]}
+{"fate": "dropped", "group": 6, "prompt": 18, "reason": "failed"}
 
 `version` is what was live at admission, or what the step improved; `oldest` is of the group's
-tokens; `lengths` are drawn tokens per episode, absent where the group failed before it had any.
+tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer has all of these.
 """
 
 import json
@@ -15,8 +14,7 @@ from typing import Any, TextIO
 
 
 class Ledger:
-    """Appends to a file, line by line, so that a killed run keeps all of it; without a path keeps
-    nothing.
+    """Appends to a file line by line, so that a killed run keeps all; without a path keeps nothing.
 
     Owned by the buffer and written under its lock.
     """

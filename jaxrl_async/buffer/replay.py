@@ -62,9 +62,8 @@ class ReplayBuffer:
         if lookahead > max_staleness * groups_per_step:
             raise ConfigError(
                 f"staleness.lookahead ({lookahead}) must be at most max_staleness * "
-                "groups_per_step "
-                f"({max_staleness * groups_per_step}): a step could never be filled. Lower it or "
-                "raise staleness.max_staleness."
+                f"groups_per_step ({max_staleness * groups_per_step}): a step could never be "
+                "filled. Lower it or raise staleness.max_staleness."
             )
         self._per_step, self._max_staleness = groups_per_step, max_staleness
         self._lookahead = lookahead

@@ -21,28 +21,20 @@ def may_admit(active: int, capacity: int) -> int:
 
 
 def worst_staleness(capacity: int, lookahead: int, groups_per_step: int) -> int:
-    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst that any schedule can
-    do.
+    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst of any schedule.
 
-    Let group g enter while version v is live, C = capacity. Count the groups that are taken before
-    g:
+    Let group g enter while version v is live; C = capacity. Count the groups taken before g is:
       - those of steps that are live: v * P, because a slot is freed only once its step is live;
-      - those that hold a slot when g enters, all older than g: at most C - 1, for g holds one
-      itself;
-      - those that enter after g and overtake it: at most L, for select() lets nobody overtake the
-      oldest
-        waiting group from further than L numbers away. Numbers of failed groups only shrink that
-        window.
+      - those that hold a slot when g enters, all older than g: at most C - 1, as g holds one;
+      - those that enter after g and overtake it: at most L, for select() lets nobody overtake
+        the oldest waiting group from further than L numbers away (failed ones waste numbers).
     A group that fails or is dropped is never taken: it leaves one of the counts and adds to none,
-    so that its slot may go to a new group at once. Each P groups taken make one version, hence g is
-    trained on at
-    version (v * P + C - 1 + L) // P at most, and none of its tokens is older than v. With
-    C = (S + 1) * P - L the result is S.
+    so its slot may go to a new group at once. Each P groups taken make one version, hence g is
+    trained on at version (v * P + C - 1 + L) // P at most, and no token of it is older than v.
+    With C = (S + 1) * P - L the result is S: reached where L = 0, loose where L is near S * P.
 
-    Were the slot freed when the group is taken, up to P groups of each step that is not live yet
-    would be
-    missing from the second count (tests/buffer/test_staleness.py shows a schedule that breaks the
-    bound).
+    Were the slot freed when the group is taken, the P groups of each step that is not live yet
+    would be missing from the second count; tests/buffer/test_staleness.py has such schedules.
     """
     return (capacity + lookahead - 1) // groups_per_step
 

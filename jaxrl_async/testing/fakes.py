@@ -57,7 +57,7 @@ class ScriptedGenerate:
     """A ports.Generate that answers each request with the tokens written for its id.
 
     The answer comes on the loop's next turn, or when finish() says so with hold=True. An exception
-    in place of tokens is raised from the future. `version` is that of all tokens, and may be changed
+    in place of tokens is raised from the future. `version` is that of all tokens, and may be set
     between two requests. `requests` keeps what was asked, one tuple for each call.
     """
 

@@ -1,5 +1,4 @@
-"""The way of the weights: publish on the trainer's thread, poll on each sampler's, one flip
-between.
+"""The way of the weights: publish on the trainer's thread, poll on a sampler's, one flip between.
 
 publish(v, params) ──Push──> staged (copying) ──poll: every array ready──> taken ──live(v)──┐
       ^                                           │                                         │
@@ -33,15 +32,12 @@ class ChannelStats:
     transfer_bytes: int = 0  # moved to one sampler
     publish_s: float = 0.0  # the trainer's time in publish, waiting included, seconds
     wait_s: float = 0.0  # of that, until the update before was taken, seconds
-    transfer_s: float = (
-        0.0  # from publish to complete in every sampler, as their polls saw it, seconds
-    )
+    transfer_s: float = 0.0  # from publish to complete, as the samplers' polls saw it, seconds
     live_s: float = 0.0  # from publish to live in every sampler, seconds
 
 
 class Subscription:
-    """One sampler's end of the channel (ports.WeightSource): used by that sampler's thread
-    alone."""
+    """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
 
     def __init__(self, channel: "WeightChannel", push: Move, version: int) -> None:
         self._channel = channel
@@ -53,10 +49,9 @@ class Subscription:
         self.wake: threading.Event | None = None
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """The staged update once every array of it is there; None before. wait: finish the copy
-        first.
+        """The staged update once every array of it is there; None before.
 
-        Never a mix of two versions: an update is staged whole and taken whole.
+        wait: finish the copy first. Never a mix of versions: it is staged whole and taken whole.
         """
         return self._channel._poll(self, wait)
 
@@ -72,8 +67,7 @@ class Subscription:
 class WeightChannel:
     """One trainer, any number of samplers; at most one update under way to each.
 
-    With one sampler the channel itself is that sampler's WeightSource; else each takes a
-    subscribe().
+    With one sampler the channel itself is its WeightSource; else each takes a subscribe().
     """
 
     def __init__(
@@ -89,9 +83,8 @@ class WeightChannel:
         """push: params to arrays on the sampler's devices; one for each sampler where they differ.
 
         on_live is called on a sampler's thread, outside the lock, with the version that has become
-        live in
-        every sampler. expected: what the trainer publishes; null: as the first time. version: what
-        the samplers were built with: it is live from the start.
+        live in every sampler. expected: what the trainer publishes; null: as the first time.
+        version: what the samplers were built with: it is live from the start.
         """
         pushes = [push] * num_samplers if callable(push) else list(push)
         self._on_live, self._expected, self._clock = on_live, expected, clock
@@ -109,9 +102,8 @@ class WeightChannel:
         """Start the copies and return; waits only while a sampler has not taken the update before.
 
         params may be donated right after. Raises Closed, WeightsError where the manifest differs.
-        Where
-        trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler that
-        waits for its turn does not poll.
+        Where trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler
+        that waits for its turn does not poll.
         """
         start = self._clock()
         assert version > self._published, f"version {version} after {self._published}"
@@ -140,8 +132,7 @@ class WeightChannel:
         self._wake_all()
 
     def wait_taken(self) -> None:
-        """Block until every sampler has taken the last update, so that publish will not wait.
-        Raises Closed."""
+        """Block until every sampler has taken the last update. Raises Closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or all(end.staged is None for end in self._ends)
@@ -149,8 +140,7 @@ class WeightChannel:
             self._raise_if_closed()
 
     def wait_live(self, version: int, timeout_s: float) -> None:
-        """Block until every sampler draws from `version`. Raises Closed, WeightsError after
-        timeout_s."""
+        """Block until all samplers draw from `version`. Raises Closed, WeightsError if late."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._live >= version, timeout_s)
             if self._live >= version:
@@ -158,8 +148,7 @@ class WeightChannel:
             self._raise_if_closed()
             raise WeightsError(
                 f"version {version} was not live in the sampler after {timeout_s:.0f} s (it draws "
-                "from "
-                f"{self._live}). Look at the sampler's thread: a block may hang or still compile."
+                f"from {self._live}). Look at the sampler's thread: it may hang or still compile."
             )
 
     # ---- the samplers
@@ -170,8 +159,7 @@ class WeightChannel:
             if self._subscribed == len(self._ends):
                 raise WeightsError(
                     f"the weight channel was made for {len(self._ends)} samplers, and all have "
-                    "subscribed. "
-                    "Make it with more num_samplers."
+                    "subscribed. Make it with a larger num_samplers."
                 )
             self._subscribed += 1
             return self._ends[self._subscribed - 1]

@@ -124,8 +124,7 @@ def _check(trainer: Sequence[jax.Device], sampler: Sequence[jax.Device]) -> None
     if set(trainer) & set(sampler):
         raise MeshError(
             "trainer and sampler share some devices, but not all. Give them disjoint slices, or "
-            "set "
-            "mesh.colocated=true with equal sizes."
+            "set mesh.colocated=true with equal sizes."
         )
     fewer, more = sorted((len(trainer), len(sampler)))
     if more % fewer:

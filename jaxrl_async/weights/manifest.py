@@ -24,8 +24,7 @@ class Manifest:
 
     @property
     def layout_hash(self) -> str:
-        """Hex digest of all entries in order: two sides with the same one agree on every byte's
-        place."""
+        """Hex digest of all entries in order: sides with the same one agree on every array."""
         return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
 
 
@@ -55,11 +54,9 @@ def compare(published: Manifest, expected: Manifest) -> None:
     names = zip(published.entries, expected.entries, strict=True)
     first = next(a[0] for a, b in names if a[0] != b[0])
     raise WeightsError(
-        f"weights {first!r}: the same arrays, but published in another order than the sampler "
-        "expects "
-        f"(layouts {published.layout_hash} and {expected.layout_hash}). Publish the tree that the "
-        "sampler "
-        "was built with."
+        f"weights {first!r}: the arrays are the expected ones, but in another order (layout "
+        f"{published.layout_hash} instead of {expected.layout_hash}). Publish the tree that the "
+        "sampler was built with."
     )
 
 

@@ -1,0 +1,257 @@
+"""The replay buffer, one rule at a time. Interleavings are in tests/schedule."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from jaxrl_async.buffer.ledger import Ledger
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.errors import Closed, ConfigError
+from jaxrl_async.testing.clock import VirtualClock
+from jaxrl_async.testing.fakes import make_group, make_prompt
+from jaxrl_async.types import Drop
+
+JOIN_S = 10.0
+
+
+def buffer(per_step=2, max_staleness=0, **more):
+    return ReplayBuffer(groups_per_step=per_step, max_staleness=max_staleness, **more)
+
+
+def numbers(groups):
+    return [g.ticket.group for g in groups]
+
+
+def in_thread(work):
+    """Start work in a thread; returns a function that joins and gives what it returned or raised."""
+    result = []
+
+    def run():
+        try:
+            result.append(work())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join():
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "still blocked"
+        return result[0]
+
+    return join
+
+
+def put_all(b, tickets):
+    for ticket in tickets:
+        b.put(make_group(ticket))
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_at_staleness_zero_every_burst_is_one_whole_step(per_step):
+    b = buffer(per_step)
+    for version in range(3):
+        tickets = b.admit(0)
+        assert [t.version for t in tickets] == [version] * per_step
+        assert b.admit(0) == ()
+        put_all(b, tickets)
+        assert numbers(b.draw(version, 0).groups) == [t.group for t in tickets]
+        assert b.admit(0) == (), "the slots are free only once the weights are live"
+        b.set_live(version + 1)
+
+
+def test_staleness_one_lets_one_step_run_ahead():
+    b = buffer(2, 1)
+    put_all(b, b.admit(0))
+    b.draw(0, 0)
+    b.set_live(1)
+    assert [(t.group, t.version) for t in b.admit(0)] == [(4, 1), (5, 1)]
+
+
+def test_a_step_that_is_not_live_keeps_its_slots_while_an_older_one_is_freed():
+    b = buffer(1, 1)
+    put_all(b, b.admit(0))
+    b.draw(0, 0)
+    b.draw(1, 0)
+    b.set_live(1)
+    assert len(b.admit(0)) == 1 and b.stats().active == 2
+
+
+def test_groups_are_drawn_in_order_of_admission_whatever_order_they_finish_in():
+    b = buffer(3)
+    tickets = b.admit(0)
+    put_all(b, (tickets[2], tickets[0]))
+    with pytest.raises(TimeoutError):
+        b.draw(0, 0)
+    put_all(b, (tickets[1],))
+    assert numbers(b.draw(0, 0).groups) == [0, 1, 2]
+
+
+def test_with_lookahead_a_slow_group_is_overtaken_and_then_comes_first():
+    b = buffer(1, 2, lookahead=1)
+    tickets = b.admit(0)
+    put_all(b, tickets[1:])
+    assert numbers(b.draw(0, 0).groups) == [1]
+    with pytest.raises(TimeoutError):
+        b.draw(1, 0)
+    put_all(b, tickets[:1])
+    assert numbers(b.draw(1, 0).groups) == [0]
+
+
+def test_a_failed_groups_place_goes_to_a_fresh_one_at_once():
+    b = buffer(2)
+    first, second = b.admit(0)
+    b.fail(first, make_prompt(), Drop.FAILED)
+    (third,) = b.admit(0)
+    put_all(b, (second, third))
+    assert numbers(b.draw(0, 0).groups) == [1, 2]
+    assert b.stats().dropped == {"failed": 1}
+
+
+def test_failing_twice_or_after_close_changes_nothing():
+    b = buffer(2)
+    first, second = b.admit(0)
+    for _ in range(2):
+        b.fail(first, make_prompt(), Drop.FAILED)
+    b.close()
+    b.fail(second, make_prompt(), Drop.FAILED)
+    assert b.stats().dropped == {"failed": 2} and b.stats().active == 0
+
+
+def test_what_is_too_old_is_dropped_told_counted_and_replaced():
+    b = buffer(1, 1, version=5)
+    old, other = b.admit(0)
+    b.put(make_group(old, [3, 5, 5, 5]))
+    with pytest.raises(TimeoutError):
+        b.draw(5, 0)
+    assert b.stats().dropped == {"stale": 1}
+    (fresh,) = b.admit(0)
+    b.fail(other, make_prompt(), Drop.FAILED)
+    b.put(make_group(fresh, [5, 5]))
+    draw = b.draw(5, 0)
+    assert numbers(draw.groups) == [2]
+    assert [(g.ticket.group, why) for g, why in draw.dropped] == [(0, Drop.STALE)]
+    assert (b.stats().mean_kept_tokens, b.stats().mean_dropped_tokens) == (2.0, 4.0)
+
+
+def test_what_newer_weights_drew_is_never_trained_on():
+    b = buffer(1, version=3)
+    (ticket,) = b.admit(0)
+    b.put(make_group(ticket, [3, 4]))
+    with pytest.raises(TimeoutError):
+        b.draw(3, 0)
+    assert b.stats().dropped == {"from_the_future": 1}
+    assert [t.version for t in b.admit(0)] == [3], "no livelock: its place is free again"
+
+
+def test_a_dropped_groups_place_wakes_a_blocked_admit_while_the_trainer_waits():
+    b = buffer(1, version=3)
+    (ticket,) = b.admit(0)
+    admitted, drawn = in_thread(b.admit), in_thread(lambda: b.draw(3))
+    b.put(make_group(ticket, [4]))
+    (fresh,) = admitted()
+    b.put(make_group(fresh))
+    assert numbers(drawn().groups) == [1]
+
+
+def test_nothing_is_admitted_while_paused():
+    b = buffer(2)
+    b.pause()
+    assert b.admit(0) == ()
+    waiting = in_thread(b.admit)
+    b.resume()
+    assert len(waiting()) == 2
+
+
+def test_close_wakes_every_waiter_and_refuses_what_comes_later():
+    b = buffer(1)
+    (ticket,) = b.admit(0)
+    waiting = [in_thread(b.admit), in_thread(b.admit), in_thread(lambda: b.draw(0))]
+    b.close()
+    b.close()
+    assert all(isinstance(join(), Closed) for join in waiting)
+    for call in (b.admit, lambda: b.draw(0), lambda: b.put(make_group(ticket))):
+        with pytest.raises(Closed):
+            call()
+
+
+def test_a_group_without_a_ticket_in_flight_is_a_programming_error():
+    b = buffer(1)
+    (ticket,) = b.admit(0)
+    b.put(make_group(ticket))
+    with pytest.raises(AssertionError):
+        b.put(make_group(ticket))
+    with pytest.raises(AssertionError):
+        b.fail(ticket, make_prompt(), Drop.FAILED)
+
+
+def test_live_versions_never_fall():
+    b = buffer(1, version=2)
+    b.set_live(1)
+    assert [t.version for t in b.admit(0)] == [2]
+
+
+def test_a_lookahead_that_could_never_fill_a_step_is_refused():
+    with pytest.raises(ConfigError, match=r"staleness\.lookahead \(3\).*\(2\)"):
+        buffer(2, 1, lookahead=3)
+
+
+def test_waits_are_told_in_seconds():
+    b = buffer(1, clock=VirtualClock(tick_s=0.5))
+    put_all(b, b.admit(0))
+    assert b.draw(0, 0).waited_s == 0.5
+    stats = b.stats()
+    assert (stats.admit_wait_s, stats.draw_wait_s) == (0.5, 0.5)
+
+
+def test_a_reading_tells_where_every_slot_is():
+    b = buffer(2, 1)
+    tickets = b.admit(0)
+    put_all(b, tickets[:3])
+    b.draw(0, 0)
+    s = b.stats()
+    assert (s.capacity, s.active, s.in_flight, s.ready) == (4, 4, 1, 1)
+    assert (s.admitted, s.trained) == (4, 2)
+
+
+def test_after_a_restore_tickets_go_on_with_the_trainers_version():
+    b = buffer(2, 1)
+    tickets = b.admit(0)
+    b.fail(tickets[0], make_prompt(), Drop.FAILED)
+    put_all(b, tickets[1:3])
+    b.draw(0, 0)
+    saved = {k: np.asarray(v) for k, v in b.state().items()}
+    assert all(v.dtype == np.int64 for v in saved.values())
+    resumed = buffer(2, 1)
+    resumed.restore(**{**saved, "version": 1})
+    assert [(t.group, t.version) for t in resumed.admit(0)] == [(n, 1) for n in range(3, 7)]
+    assert resumed.stats().trained == 2 and resumed.stats().dropped == {"failed": 1}
+    with pytest.raises(AssertionError):
+        resumed.restore(**saved)
+
+
+def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    b = buffer(1, 2, version=4, ledger=Ledger(path))
+    first, second, third = b.admit(0)
+    b.fail(first, make_prompt(7), Drop.FAILED)
+    b.put(make_group(second, [1, 4], [4]))
+    b.put(make_group(third, [4, 4, 4]))
+    b.draw(4, 0)
+    b.close()
+    told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert told == [
+        *({"fate": "admitted", "group": n, "version": 4} for n in range(3)),
+        {"fate": "dropped", "group": 0, "prompt": 7, "reason": "failed"},
+        {
+            **{"fate": "dropped", "reason": "stale", "group": 1, "prompt": 1},
+            **{"version": 4, "oldest": 1, "lengths": [2, 1]},
+        },
+        {
+            **{"fate": "trained", "group": 2, "prompt": 2, "version": 4},
+            **{"oldest": 4, "lengths": [3]},
+        },
+    ]

@@ -1,0 +1,268 @@
+"""Every order in which rollouts, trainer and sampler can meet at the replay buffer: the real one,
+driven from one thread, so that hypothesis can shrink what fails.
+
+    admit ──> put | fail ──> draw ──> train ──> publish ──> live
+"""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.testing.fakes import make_group, make_prompt
+from jaxrl_async.types import Drop
+
+WORK = ["admit"] * 6 + ["put"] * 14 + ["train"] * 8 + ["swap"] * 4 + ["fail"] * 2
+EVENTS = [*WORK, "pause", "resume", "resume", "restart"]
+SETTINGS = settings(deadline=None, max_examples=60)
+
+
+class Machine:
+    """Rollouts, a trainer and a sampler as plain state around a real buffer.
+
+    Groups draw their first token at admission and may draw more at any later live version.
+    `fates` is what the test has seen happen to each group; `trained_at` the version it improved.
+    """
+
+    def __init__(self, per_step, max_staleness, lookahead=0):
+        self.per_step, self.max_staleness, self.lookahead = per_step, max_staleness, lookahead
+        self.buffer = self._make(0, 0)
+        self.version = self.live = 0
+        self.admitted, self.fates, self.trained_at, self.order = {}, {}, {}, []
+        self.flying = {}  # number -> (ticket, versions drawn so far)
+        self.paused, self.restarts = False, 0
+
+    def _make(self, version, next_group):
+        return ReplayBuffer(
+            groups_per_step=self.per_step,
+            max_staleness=self.max_staleness,
+            lookahead=self.lookahead,
+            version=version,
+            next_group=next_group,
+        )
+
+    def do(self, event, pick):
+        getattr(self, event)(pick)
+
+    def admit(self, pick):
+        tickets = self.buffer.admit(0)
+        assert not (tickets and self.paused)
+        for ticket in tickets:
+            assert ticket.group not in self.admitted, "a number is given once"
+            assert ticket.version == self.live
+            self.admitted[ticket.group] = ticket
+            self.flying[ticket.group] = (ticket, [self.live])
+        return tickets
+
+    def put(self, pick):
+        if self.flying:
+            ticket, versions = self.flying.pop(sorted(self.flying)[pick % len(self.flying)])
+            self.buffer.put(make_group(ticket, [*versions, self.live]))
+
+    def fail(self, pick):
+        if self.flying:
+            ticket, _ = self.flying.pop(sorted(self.flying)[pick % len(self.flying)])
+            self.buffer.fail(ticket, make_prompt(), Drop.FAILED)
+            self._ends(ticket.group, "failed")
+
+    def train(self, pick):
+        try:
+            draw = self.buffer.draw(self.version, 0)
+        except TimeoutError:
+            return False
+        assert len(draw.groups) == self.per_step
+        for group, reason in draw.dropped:
+            self._ends(group.ticket.group, reason.value)
+        for group in draw.groups:
+            self._ends(group.ticket.group, "trained")
+            self.trained_at[group.ticket.group] = self.version
+            assert 0 <= self.version - group.oldest_version <= self.max_staleness
+            assert group.newest_version <= self.version
+            self.order.append(group.ticket.group)
+        self.version += 1
+        return True
+
+    def swap(self, pick):
+        """The sampler takes the newest weights; some that were published may be skipped."""
+        self.live = self.version
+        self.buffer.set_live(self.live)
+
+    def pause(self, pick):
+        self.paused = True
+        self.buffer.pause()
+
+    def resume(self, pick):
+        self.paused = False
+        self.buffer.resume()
+
+    def restart(self, pick):
+        """The run ends and is resumed: what was active is gone, and no number comes again."""
+        if self.restarts >= 2:
+            return
+        self.restarts += 1
+        self.buffer.close()
+        for number in set(self.admitted) - set(self.fates):
+            self._ends(number, "lost")
+        self.flying = {}
+        self.buffer = self._make(0, 0)
+        self.buffer.restore(version=self.version, next_group=1 + max(self.admitted, default=-1))
+        self.live, self.paused = self.version, False
+
+    def _ends(self, number, fate):
+        assert number in self.admitted and number not in self.fates, "every group ends once"
+        self.fates[number] = fate
+
+    def check(self):
+        stats = self.buffer.stats()
+        assert 0 <= stats.active <= stats.capacity
+        assert stats.active == self._active(), "a slot is used by an active group and only by it"
+        assert stats.in_flight == len(self.flying)
+
+    def _active(self):
+        open_ = set(self.admitted) - set(self.fates)
+        waiting_for_live = [n for n, v in self.trained_at.items() if v >= self.live]
+        return len(open_) + len(waiting_for_live)
+
+
+@st.composite
+def shapes(draw, max_staleness=st.integers(0, 3)):
+    per_step, staleness = draw(st.integers(1, 3)), draw(max_staleness)
+    return per_step, staleness, draw(st.integers(0, per_step * staleness))
+
+
+@st.composite
+def schedules(draw, events):
+    event = st.tuples(st.sampled_from(events), st.integers(0, 11))
+    return draw(st.lists(event, min_size=70, max_size=130))  # short ones train on nothing
+
+
+def played(shape, schedule):
+    machine = Machine(*shape)
+    for event, pick in schedule:
+        machine.do(event, pick)
+        machine.check()
+    return machine
+
+
+def finish_a_step(machine):
+    """A fair world: everything that can happen does. How many steps were trained in one round."""
+    machine.resume(0)
+    machine.swap(0)
+    machine.admit(0)
+    while machine.flying:
+        machine.put(0)
+    return machine.train(0)
+
+
+def test_the_schedules_reach_what_they_are_to_test():
+    seen = Counter()
+
+    @settings(SETTINGS, derandomize=True, database=None)
+    @given(shapes(), schedules(EVENTS))
+    def look(shape, schedule):
+        machine = played(shape, schedule)
+        lags = [v - machine.admitted[n].version for n, v in machine.trained_at.items()]
+        seen["runs with steps"] += machine.version > 2
+        seen["at the bound"] += machine.max_staleness > 0 and machine.max_staleness in lags
+        seen["overtaken"] += machine.order != sorted(machine.order)
+        seen["failed and trained"] += "failed" in machine.fates.values() and machine.version > 2
+        seen["trained after a restart"] += "lost" in machine.fates.values() and machine.version > 2
+
+    look()
+    assert seen["runs with steps"] >= 30
+    assert min(seen.values()) >= 5, seen
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS))
+def test_no_group_is_trained_on_later_than_the_bound(shape, schedule):
+    machine = played(shape, schedule)
+    assert "stale" not in machine.fates.values(), "the gate paces: nothing needs dropping"
+    assert "from_the_future" not in machine.fates.values()
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS))
+def test_each_admitted_group_is_trained_on_or_dropped_or_active_and_only_one(shape, schedule):
+    machine = played(shape, schedule)
+    stats = machine.buffer.stats()
+    fates = list(machine.fates.values())
+    assert len(fates) + stats.in_flight + stats.ready == len(machine.admitted)
+    assert fates.count("trained") == len(machine.order) == len(set(machine.order))
+    assert machine.version == len(machine.order) // machine.per_step
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS))
+def test_without_lookahead_order_is_that_of_admission(shape, schedule):
+    machine = played((shape[0], shape[1], 0), schedule)
+    assert machine.order == sorted(machine.order)
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS))
+def test_with_lookahead_nobody_is_overtaken_by_more_than_that(shape, schedule):
+    machine = played(shape, schedule)
+    for i, number in enumerate(machine.order):
+        assert sum(other > number for other in machine.order[:i]) <= machine.lookahead
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS))
+def test_from_wherever_it_is_the_run_goes_on(shape, schedule):
+    machine = played(shape, schedule)
+    for _ in range(3):
+        assert finish_a_step(machine)
+
+
+@SETTINGS
+@given(shapes(st.just(0)), schedules(WORK))
+def test_at_staleness_zero_every_token_is_on_policy_and_failures_never_stall_it(shape, schedule):
+    machine = played(shape, schedule)
+    assert all(machine.admitted[n].version == v for n, v in machine.trained_at.items())
+    assert finish_a_step(machine)
+
+
+@SETTINGS
+@given(st.integers(1, 4), st.integers(1, 5))
+def test_at_staleness_zero_a_step_starts_in_one_burst(per_step, steps):
+    machine = Machine(per_step, 0)
+    for _ in range(steps):
+        assert len(machine.admit(0)) == per_step
+        while machine.flying:
+            assert machine.admit(0) == ()
+            machine.put(0)
+        assert machine.train(0) and machine.admit(0) == ()
+        machine.swap(0)
+
+
+@SETTINGS
+@given(shapes(), schedules([*WORK, *["spoil"] * 4]))
+def test_groups_that_must_be_dropped_are_replaced_and_the_run_goes_on(shape, schedule):
+    """What the gate cannot prevent: groups with tokens from the past or from the future."""
+
+    class Spoiled(Machine):
+        def spoil(self, pick):
+            if self.flying:
+                ticket, _ = self.flying.pop(sorted(self.flying)[pick % len(self.flying)])
+                far = self.max_staleness + 2 + 100 * (pick % 2)
+                version = ticket.version + far if pick % 2 else ticket.version - far
+                self.buffer.put(make_group(ticket, [version]))
+                self.spoilt.add(ticket.group)
+
+        def train(self, pick):
+            done = super().train(pick)
+            assert not self.spoilt & set(self.order)
+            return done
+
+        def check(self):  # a dropped group is told at the next draw only
+            assert self.buffer.stats().active <= self.buffer.stats().capacity
+
+    machine = Spoiled(*shape)
+    machine.spoilt = set()
+    for event, pick in schedule:
+        machine.do(event, pick)
+        machine.check()
+    steps = sum(finish_a_step(machine) for _ in range(6))
+    assert steps >= 3, "at most one round is lost to each draw that only drops"
