@@ -25,7 +25,7 @@ def numbers(groups):
 
 
 def in_thread(work):
-    """Start work in a thread; returns a function that joins and gives what it returned or raised."""
+    """Start work in a thread; the function returned joins and gives its result or exception."""
     result = []
 
     def run():

@@ -1,0 +1,126 @@
+"""The trainer's loop, on scripted parts: order of events, evaluation, skipped steps, stopping."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_async.errors import Closed, TrainingError
+from jaxrl_async.trainer.advantages import group_mean
+from jaxrl_async.trainer.trainer import Outlets, Trainer
+from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+
+def group(number: int, version: int) -> EpisodeGroup:
+    episode = Episode(
+        token_ids=np.arange(3, dtype=np.int32),
+        drawn=np.array([False, True, True]),
+        logprobs=np.zeros(3, np.float32),
+        versions=np.array([-1, version, version], np.int32),
+        stop=StopReason.EOS,
+    )
+    prompt = Prompt(
+        prompt_id=number, position=number, token_ids=np.zeros(1, np.int32), text="", reference=""
+    )
+    return EpisodeGroup(
+        prompt=prompt,
+        episodes=(episode, episode),
+        scores=(Score(reward=0.0), Score(reward=1.0)),
+        ticket=Ticket(group=number, version=version),
+    )
+
+
+class State(str):
+    """A train state that is only a name."""
+
+    params = None
+
+
+class Script:
+    """Every part that the trainer talks to; writes down what happens in order."""
+
+    def __init__(self, *, skipped: tuple[int, ...] = (), stop_after: int = 10**9) -> None:
+        self.events: list[str] = []
+        self.reports: dict[int, dict[str, float]] = {}
+        self.skipped, self.stop_after = skipped, stop_after
+
+    def update(self, state: Any, batch: Any, *, version: int, **_: Any) -> tuple[Any, dict]:
+        self.events.append(f"learn {version}")
+        return State(f"state {version + 1}"), {"train/skipped": float(version in self.skipped)}
+
+    def draw(self, version: int, timeout_s: float | None = None) -> Draw:
+        if version >= self.stop_after + 5:
+            raise Closed("test")
+        return Draw(groups=(group(version, version),), dropped=(), waited_s=0.0)
+
+    def pause(self) -> None:
+        self.events.append("pause")
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+    def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
+        self.events.append(f"publish {version}")
+
+    def wait_live(self, version: int, timeout_s: float) -> None:
+        self.events.append(f"live {version}")
+
+    def trainer(self, **settings: Any) -> Trainer:
+        outlets = Outlets(
+            evaluate=lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5},
+            report=lambda v, values, groups: self.reports.update({v: dict(values)}),
+            save=lambda state, version, nxt: self.events.append(f"save {version} next {nxt}"),
+            should_stop=lambda: max(self.reports, default=0) >= self.stop_after,
+        )
+        return Trainer(
+            step=self,  # type: ignore[arg-type]
+            state=State("state 0"),  # type: ignore[arg-type]
+            source=self,
+            publisher=self,
+            advantage=group_mean,
+            outlets=outlets,
+            row_length=8,
+            **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings},
+        )
+
+
+def test_an_evaluation_runs_on_exactly_the_version_it_is_reported_for() -> None:
+    script = Script()
+    script.trainer().run()
+    assert script.events == [
+        *["evaluate", "resume"],
+        *["learn 0", "publish 1"],
+        *["learn 1", "pause", "publish 2", "live 2", "evaluate", "resume"],
+        *["learn 2", "publish 3"],
+        *["learn 3", "pause", "publish 4", "live 4", "evaluate"],
+        "save 4 next 4",
+    ]
+    assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 2, 4]
+
+
+def test_skipped_steps_in_a_row_stop_the_run_after_saving() -> None:
+    script = Script(skipped=(1, 2, 3))
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        script.trainer(total_steps=9, max_skipped_steps=3).run()
+    assert script.events[-1] == "save 4 next 4"
+    assert [script.reports[v]["train/skipped"] for v in (1, 2, 3, 4)] == [0, 1, 1, 1]
+
+
+def test_skipped_steps_apart_do_not_stop_it() -> None:
+    script = Script(skipped=(0, 2, 4))
+    script.trainer(total_steps=6, max_skipped_steps=2).run()
+    assert max(script.reports) == 6
+
+
+def test_a_stop_finishes_the_step_publishes_and_saves() -> None:
+    script = Script(stop_after=2)
+    script.trainer(total_steps=100, eval_every=0).run()
+    assert max(script.reports) == 2
+    assert script.events[-1] == "save 2 next 2"
+
+
+def test_checkpoints_come_every_so_many_steps_and_once_at_the_end() -> None:
+    script = Script()
+    script.trainer(total_steps=5, save_every=2, eval_every=0).run()
+    saves = [e for e in script.events if e.startswith("save")]
+    assert saves == ["save 2 next 2", "save 4 next 4", "save 5 next 5"]

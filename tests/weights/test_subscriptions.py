@@ -1,0 +1,178 @@
+"""Several samplers on one channel, the two halves of a growing push, and what is told of a transfer."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.config.schema import Axes
+from jaxrl_async.errors import Closed, WeightsError
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
+from jaxrl_async.model.spec import Weight
+from jaxrl_async.testing.clock import VirtualClock
+from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.local import Push
+
+PARAMS = {"w": np.ones(4, np.float32)}
+
+
+class Arriving:
+    """An array on its way: ready when the test says so."""
+
+    nbytes = 16
+
+    def __init__(self, log):
+        self.ready, self.log = False, log
+
+    def is_ready(self):
+        return self.ready
+
+    def block_until_ready(self):
+        self.ready = True
+
+
+def test_a_version_is_live_once_the_last_sampler_says_so():
+    live = []
+    channel = WeightChannel(lambda p: p, on_live=live.append, num_samplers=2)
+    first, second = channel.subscribe(), channel.subscribe()
+    channel.publish(1, PARAMS)
+    assert first.poll().version == 1
+    first.live(1)
+    assert (live, channel.live_version) == ([], 0)
+    with pytest.raises(WeightsError, match="draws from 0"):
+        channel.wait_live(1, 0)
+    assert second.poll().version == 1
+    second.live(1)
+    assert (live, channel.live_version) == ([1], 1)
+
+
+def test_publish_waits_for_the_slowest_sampler():
+    channel = WeightChannel(lambda p: p, num_samplers=2)
+    first, second = channel.subscribe(), channel.subscribe()
+    channel.publish(1, PARAMS)
+    first.poll()
+    thread = threading.Thread(target=channel.publish, args=(2, PARAMS), daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and first.poll() is None
+    second.poll()
+    thread.join(10)
+    assert not thread.is_alive() and first.poll().version == second.poll().version == 2
+
+
+def test_each_sampler_may_have_its_own_push():
+    channel = WeightChannel([lambda p: ("a", p), lambda p: ("b", p)])
+    ends = [channel.subscribe(), channel.subscribe()]
+    with pytest.raises(WeightsError, match="2 samplers"):
+        channel.subscribe()
+    channel.publish(1, PARAMS)
+    assert [end.poll().params[0] for end in ends] == ["a", "b"]
+    with pytest.raises(AssertionError):
+        channel.poll()
+
+
+def test_the_live_callback_may_use_the_channel():
+    seen = []
+    channel = WeightChannel(lambda p: p, on_live=lambda v: seen.append(channel.live_version))
+    channel.publish(1, PARAMS)
+    channel.poll()
+    channel.live(1)
+    assert seen == [1]
+
+
+def test_versions_must_rise():
+    channel = WeightChannel(lambda p: p, version=3)
+    assert channel.live_version == 3
+    with pytest.raises(AssertionError):
+        channel.publish(3, PARAMS)
+
+
+def test_a_changed_tree_is_refused_though_nobody_said_what_to_expect():
+    channel = WeightChannel(lambda p: p)
+    channel.publish(1, PARAMS)
+    channel.poll()
+    with pytest.raises(WeightsError, match="'w'"):
+        channel.publish(2, {"w": np.ones(5, np.float32)})
+
+
+def test_an_update_waits_for_the_trainers_probe_too():
+    probe = Arriving([])
+    channel = WeightChannel(lambda p: p)
+    channel.publish(1, PARAMS, probe)
+    assert channel.poll() is None
+    assert channel.poll(wait=True).probe_logprobs is probe and probe.ready
+
+
+def test_waiting_for_the_sampler_to_take_weights_ends_with_close():
+    channel = WeightChannel(lambda p: p)
+    channel.wait_taken()
+    channel.publish(1, PARAMS)
+    raised = []
+
+    def wait():
+        try:
+            channel.wait_taken()
+        except Closed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    wake = threading.Event()
+    channel.attach(wake)
+    channel.close()
+    thread.join(10)
+    assert len(raised) == 1 and wake.is_set()
+
+
+def test_times_are_from_publish_to_complete_and_to_live():
+    clock = VirtualClock()
+    slow = Arriving([])
+    channel = WeightChannel(lambda p: {"w": slow}, clock=clock)
+    channel.publish(1, PARAMS)
+    clock.advance(2)
+    assert channel.poll() is None
+    slow.ready = True
+    channel.poll()
+    clock.advance(3)
+    channel.live(1)
+    stats = channel.stats()
+    assert (stats.transfer_s, stats.live_s, stats.publish_s, stats.wait_s) == (2, 5, 0, 0)
+    assert (stats.published, stats.transfer_bytes) == (1, 16)
+
+
+def test_a_push_to_a_larger_slice_is_finished_on_the_samplers_thread(monkeypatch):
+    table = {"w": Weight(shape=(8, 4), axes=("embed", "mlp"), init="ones", hf="w")}
+    slices = make_slices(schema.Mesh(trainer=Axes(fsdp=2), sampler=Axes(tensor=4)))
+    source = shardings(table, slices.trainer, TRAINER_RULES)
+    push = Push(source, shardings(table, slices.sampler, SAMPLER_RULES))
+    assert push.grows
+    params = jax.device_put({"w": jnp.arange(32.0).reshape(8, 4)}, source)
+    finished_by = []
+    finish = push.finish
+
+    def watched(moved):
+        finished_by.append(threading.current_thread().name)
+        return finish(moved)
+
+    monkeypatch.setattr(push, "finish", watched)
+    channel = WeightChannel(push)
+    trainer = threading.Thread(target=channel.publish, args=(1, params), name="trainer")
+    trainer.start()
+    trainer.join(60)
+    assert finished_by == []
+    update = channel.poll(wait=True)
+    assert finished_by == [threading.current_thread().name]
+    np.testing.assert_array_equal(update.params["w"], np.arange(32.0).reshape(8, 4))
+    assert {s.data.shape for s in update.params["w"].addressable_shards} == {(8, 1)}
+
+
+def test_integers_keep_their_type_when_weights_are_cast():
+    table = {"w": Weight(shape=(4,), axes=("mlp",), init="ones", hf="w")}
+    slices = make_slices(schema.Mesh())
+    goal = [shardings(table, mesh, TRAINER_RULES)["w"] for mesh in (slices.trainer, slices.sampler)]
+    push = Push(*({"w": s, "n": s} for s in goal), dtype=jnp.bfloat16)
+    moved = push(jax.device_put({"w": jnp.ones(4), "n": jnp.arange(4)}, goal[0]))
+    assert (moved["w"].dtype, moved["n"].dtype) == (jnp.bfloat16, jnp.int32)
