@@ -60,8 +60,8 @@ class Subscription:
         self._channel._set_live(self, version)
 
     def attach(self, wake: threading.Event) -> None:
-        """Set this event at every publish and at close."""
-        self.wake = wake
+        """Set this event at every publish and at close; now, where one has been already."""
+        self._channel._attach(self, wake)
 
 
 class WeightChannel:
@@ -199,6 +199,12 @@ class WeightChannel:
     def _only(self) -> Subscription:
         assert len(self._ends) == 1, "several samplers: each uses its own subscribe()"
         return self._ends[0]
+
+    def _attach(self, end: Subscription, wake: threading.Event) -> None:
+        with self._changed:
+            end.wake = wake
+            if end.staged is not None or self._closed:
+                wake.set()
 
     def _poll(self, end: Subscription, wait: bool) -> VersionedParams | None:
         staged = end.staged  # set by publish only while it is None, so this thread may work on it

@@ -1,7 +1,9 @@
 """Checkpoints survive donation, other meshes, torn files; and say so when they cannot."""
 
+import gc
 import logging
 import shutil
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.run.checkpoint import Checkpoints, mismatch
+
+# Orbax abandons coroutines when a read or write fails, which the tests here make happen on purpose.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def abandoned_coroutines_end_here() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class State(NamedTuple):

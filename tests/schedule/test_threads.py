@@ -14,7 +14,7 @@ from jaxrl_async.types import Drop
 from jaxrl_async.weights.channel import WeightChannel
 
 STEPS = 60
-LIMIT_S = 60.0
+LIMIT_S = 20.0
 
 
 def guarded(work, errors):

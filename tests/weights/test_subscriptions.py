@@ -1,4 +1,4 @@
-"""Several samplers on one channel, the two halves of a growing push, and what is told of a transfer."""
+"""Several samplers on one channel, the halves of a growing push, what is told of a transfer."""
 
 import threading
 
@@ -64,12 +64,12 @@ def test_publish_waits_for_the_slowest_sampler():
 
 
 def test_each_sampler_may_have_its_own_push():
-    channel = WeightChannel([lambda p: ("a", p), lambda p: ("b", p)])
+    channel = WeightChannel([lambda p: {"a": p["w"]}, lambda p: {"b": p["w"]}])
     ends = [channel.subscribe(), channel.subscribe()]
     with pytest.raises(WeightsError, match="2 samplers"):
         channel.subscribe()
     channel.publish(1, PARAMS)
-    assert [end.poll().params[0] for end in ends] == ["a", "b"]
+    assert [list(end.poll().params) for end in ends] == [["a"], ["b"]]
     with pytest.raises(AssertionError):
         channel.poll()
 
@@ -81,6 +81,14 @@ def test_the_live_callback_may_use_the_channel():
     channel.poll()
     channel.live(1)
     assert seen == [1]
+
+
+def test_an_event_attached_after_a_publish_is_set_at_once():
+    channel = WeightChannel(lambda p: p)
+    channel.publish(1, PARAMS)
+    wake = threading.Event()
+    channel.attach(wake)
+    assert wake.is_set()
 
 
 def test_versions_must_rise():
