@@ -86,9 +86,23 @@ class Request:
         0,
         0,
     )  # (group or prompt, member): with position, all that randomness depends on
+    branch: int = 0  # which continuation of a forked prefix: other numbers from where it forked
     forced_length: int | None = (
         None  # benchmarks: ignore stop tokens and end after this many tokens
     )
+    extras: bool = False  # full_logprobs and kept with the completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The sampling mask of each drawn token: the token ids that had a probability above 0."""
+
+    ids: IntArray  # [kept in all] int32, ascending for each drawn token
+    starts: IntArray  # [drawn + 1] int32: those of token t are ids[starts[t] : starts[t + 1]]
+
+    def of(self, token: int) -> IntArray:
+        """Ids that drawn token number `token` was chosen from."""
+        return self.ids[self.starts[token] : self.starts[token + 1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +119,26 @@ class Completion:
     versions: IntArray  # [drawn] int32, policy version of the logits; never falls
     stop: StopReason
     queued_s: float = 0.0  # submit to prefill, seconds
+    first_token_s: float = 0.0  # submit to the first token on the host, seconds
     latency_s: float = 0.0  # submit to finish, seconds
+    full_logprobs: FloatArray | None = None  # [drawn] of the whole distribution at temperature 1
+    kept: KeptTokens | None = None  # which tokens could be drawn, with top-k, top-p or min-p
+    expert_ids: IntArray | None = None  # [drawn, layers, experts per token]; dense models: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A request under way: all that is needed to go on elsewhere with the same tokens."""
+
+    request: Request
+    token_ids: IntArray  # [drawn] int32
+    logprobs: FloatArray  # [drawn] float32
+    versions: IntArray  # [drawn] int32
+    seed: int  # of the sampler that drew them
+    full_logprobs: FloatArray | None = None  # as in Completion
+    kept: KeptTokens | None = None
+    kv: FloatArray | None = None  # [layers, 2, tokens, kv_heads, head_dim]; prompt and drawn tokens
+    kv_version: int | None = None  # the one version that made all of kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

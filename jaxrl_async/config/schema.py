@@ -179,14 +179,30 @@ class WarmStart(Section):
 
 
 class Sampler(Section):
-    slots: Positive = 64
-    """Sequences that decode at once."""
+    replicas: Positive = 1
+    """Independent samplers, each on a slice of its own with the axes of mesh.sampler."""
+    slots: Positive | None = 64
+    """Sequences that decode at once in each sampler; null: as many as kv_memory_mib holds."""
+    reserve: float = Field(0.25, ge=0, le=1)
+    """Sequences prefilled ahead, to take over a slot in mid-block, as a share of the slots."""
     max_length: Positive = 128
     """Longest sequence, prompt and answer together, tokens."""
     max_new_tokens: Positive = 64
     """Longest answer, tokens."""
     block: Positive = 8
     """Decode steps in one dispatch; weights can change between two of them."""
+    prefill_chunk: Positive = 2048
+    """Prompt tokens prefilled between two blocks; a longer prompt takes several rounds."""
+    page_tokens: Positive = 32
+    """Tokens in a page of the KV cache."""
+    kv_memory_mib: float | None = Field(None, gt=0)
+    """Memory for the KV cache of one sampler, MiB; null: what all slots at max_length need."""
+    prefix_cache: bool = True
+    """Keep the KV of finished requests for later ones that begin with the same tokens."""
+    on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
+    """Running sequences at a swap: keep their KV, rebuild it, finish them first, or start over."""
+    attention: Literal["auto", "gathered", "ragged"] = "auto"
+    """Decode attention: dense on gathered pages, or the TPU kernel on pages; auto: by platform."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_k: NonNegative = 0

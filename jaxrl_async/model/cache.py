@@ -1,38 +1,206 @@
-"""The key-value cache: one array per layer and side, [slots, kv_heads, positions, head_dim]."""
+"""The key-value cache in pages, and the two forms in which the decode loop works on it.
 
-from typing import NamedTuple
+Shapes: P pages, G tokens a page, N kv heads, K head width, R rows (running sequences), C context
+columns (whole pages), X extra columns for the tokens of one block, n tokens.
 
+    gathered    pages are copied once per block into a working copy [R, N, K, C + X] (keys with the
+                positions last: the fastest form for XLA's CPU and a dense one for a GPU), every row
+                appends at the same column, and the new columns go back to the pages at the end
+    ragged      a TPU kernel reads and the step writes the pages themselves
+
+Which one is chosen once per engine; both hold the same numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.spec import ModelSpec
 
-
-class KVCache(NamedTuple):
-    """Keys and values of every layer; also what a prefill gives, over its rows."""
-
-    k: tuple[Array, ...]  # layers of [B, N, S, K]
-    v: tuple[Array, ...]  # layers of [B, N, S, K]
+MASKED = -1e30
+"""Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
 
 
-KV = KVCache
+class PagedKV(NamedTuple):
+    """Keys and values of every layer, in pages.
+
+    gathered: k layers of [P, N, K, G], v layers of [P, N, G, K].
+    ragged: k layers of [P, G, 2 N, K], keys and values in turns on the third axis; v is empty.
+    """
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
 
 
-def init_cache(spec: ModelSpec, slots: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache for `slots` sequences of at most `length` tokens."""
-    shape = (slots, spec.kv_heads, length, spec.head_dim)
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(spec.layers)) for _ in range(2)))
+class NewKV(NamedTuple):
+    """Keys and values of some tokens, not yet in pages."""
+
+    k: tuple[Array, ...]  # layers of [n, N, K]
+    v: tuple[Array, ...]  # layers of [n, N, K]
 
 
-def insert(cache: KVCache, kv: KVCache, rows: Array, slots: Array) -> KVCache:
-    """Copy rows [n] of kv (length T <= S) into slots [n]; a slot out of range is dropped
-    (padding)."""
+class Context(NamedTuple):
+    """Pages of some rows put side by side."""
 
-    def put(into: Array, new: Array) -> Array:
-        length = new.shape[2]
-        return into.at[slots, :, :length].set(new[rows].astype(into.dtype), mode="drop")
+    k: tuple[Array, ...]  # layers of [R, N, K, C]
+    v: tuple[Array, ...]  # layers of [R, N, C, K]
 
-    return KVCache(
-        tuple(put(c, x) for c, x in zip(cache.k, kv.k, strict=True)),
-        tuple(put(c, x) for c, x in zip(cache.v, kv.v, strict=True)),
+
+def init_pages(
+    spec: ModelSpec, pages: int, page_tokens: int, dtype: Any, *, ragged: bool = False
+) -> PagedKV:
+    """Empty pages."""
+    N, K, G = spec.kv_heads, spec.head_dim, page_tokens
+
+    def layers(*shape: int) -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(spec.layers))
+
+    if ragged:
+        return PagedKV(layers(pages, G, 2 * N, K), ())
+    return PagedKV(layers(pages, N, K, G), layers(pages, N, G, K))
+
+
+def is_ragged(kv: PagedKV) -> bool:
+    """Whether the pages have the ragged kernel's form."""
+    return not kv.v
+
+
+def page_axes(*, ragged: bool) -> tuple[str | None, ...]:
+    """Logical axes of a page array, for its sharding."""
+    return (None, None, "kv_heads", None) if ragged else (None, "kv_heads", None, None)
+
+
+def write(kv: PagedKV, new: NewKV, pages: Array, places: Array) -> PagedKV:
+    """Put tokens [n] at places [n] of pages [n]; a page number >= P is dropped (padding)."""
+    if is_ragged(kv):
+        return PagedKV(
+            tuple(
+                p.at[pages, places].set(interleaved(k, v).astype(p.dtype), mode="drop")
+                for p, k, v in zip(kv.k, new.k, new.v, strict=True)
+            ),
+            (),
+        )
+
+    def put(into: Any, values: Array) -> Array:
+        return into.set(values.astype(kv.k[0].dtype), mode="drop")
+
+    return PagedKV(
+        tuple(put(p.at[pages, :, :, places], x) for p, x in zip(kv.k, new.k, strict=True)),
+        tuple(put(p.at[pages, :, places], x) for p, x in zip(kv.v, new.v, strict=True)),
     )
+
+
+def interleaved(k: Array, v: Array) -> Array:
+    """[n, N, K] twice -> [n, 2 N, K]: the first head's key, its value, the second head's key, ..."""
+    n, N, K = k.shape
+    return jnp.stack([k, v], axis=2).reshape(n, 2 * N, K)
+
+
+def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
+    """Copy whole pages; a target >= P is dropped (padding)."""
+    return jax.tree.map(lambda p: p.at[targets].set(take(p, sources), mode="drop"), kv)
+
+
+def take(pages: Array, ids: Array) -> Array:
+    """Pages by number; numbers beyond the last give the last (callers mask what they stand for)."""
+    return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
+
+
+def gather(kv: PagedKV, tables: Array, extra: int = 0) -> Context:
+    """Pages of rows by tables [R, C / G], in order, with `extra` empty columns behind."""
+    R, count = tables.shape
+
+    def keys(p: Array) -> Array:
+        N, K, G = p.shape[1:]
+        rows = jax.lax.optimization_barrier(take(p, tables))  # [R, count, N, K, G]
+        rows = jnp.moveaxis(rows, 1, 3).reshape(R, N, K, count * G)
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, extra)))
+
+    def values(p: Array) -> Array:
+        N, G, K = p.shape[1:]
+        rows = jnp.swapaxes(take(p, tables), 1, 2).reshape(R, N, count * G, K)
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+    if is_ragged(kv):
+        kv = unwoven(kv)
+    return Context(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
+
+
+def unwoven(kv: PagedKV) -> PagedKV:
+    """Ragged pages in the gathered form."""
+
+    def parts(p: Array) -> tuple[Array, Array]:
+        P, G, N2, K = p.shape
+        pairs = p.reshape(P, G, N2 // 2, 2, K)
+        return jnp.moveaxis(pairs[:, :, :, 0], 1, 3), jnp.swapaxes(pairs[:, :, :, 1], 1, 2)
+
+    split = [parts(p) for p in kv.k]
+    return PagedKV(tuple(k for k, _ in split), tuple(v for _, v in split))
+
+
+def columns(context: Context, start: int) -> NewKV:
+    """Columns from `start` on, as tokens: row by row, [R * X] of them."""
+
+    def keys(w: Array) -> Array:
+        new = jnp.moveaxis(w[..., start:], 3, 1)
+        return new.reshape(-1, *new.shape[2:])
+
+    def values(w: Array) -> Array:
+        new = jnp.swapaxes(w[:, :, start:], 1, 2)
+        return new.reshape(-1, *new.shape[2:])
+
+    return NewKV(tuple(keys(w) for w in context.k), tuple(values(w) for w in context.v))
+
+
+def append(w: Array, new: Array, column: Array, *, keys: bool) -> Array:
+    """One token [R, N, K] a row at the same column of a working copy."""
+    zero = jnp.int32(0)
+    if keys:
+        return jax.lax.dynamic_update_slice(w, new[..., None].astype(w.dtype), (0, 0, 0, column))
+    return jax.lax.dynamic_update_slice(
+        w, new[:, :, None].astype(w.dtype), (zero, zero, column, zero)
+    )
+
+
+def attend_columns(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """One query a row [R, H, K] over the columns that it may see [R, C]: [R, H, K]."""
+    R, H, K = q.shape
+    N = k.shape[1]
+    grouped = q.reshape(R, N, H // N, K)
+    scores = jnp.einsum("rngk,rnkc->rngc", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * K**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("rngc,rnck->rngk", weights, v).reshape(R, H, K)
+
+
+def attend_chunk(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    context: tuple[Array, Array] | None = None,
+    seen: Array | None = None,
+) -> Array:
+    """Queries [B, T, H, K] over new tokens [B, T, N, K] and over a context before them.
+
+    visible [B, T, T]; seen [B, C] (which context columns are real). Returns [B, T, H, K].
+    """
+    B, T, H, K = q.shape
+    N = k.shape[2]
+    grouped = q.reshape(B, T, N, H // N, K)
+    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], scores * K**-0.5, MASKED)
+    if context is None or seen is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
+    before = jnp.einsum(
+        "btngk,bnkc->bngtc", grouped, context[0], preferred_element_type=jnp.float32
+    )
+    before = jnp.where(seen[:, None, None, None], before * K**-0.5, MASKED)
+    weights = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1), axis=-1).astype(v.dtype)
+    C = before.shape[-1]
+    out = jnp.einsum("bngtc,bnck->btngk", weights[..., :C], context[1])
+    out = out + jnp.einsum("bngts,bsnk->btngk", weights[..., C:], v)
+    return out.reshape(B, T, H, K)

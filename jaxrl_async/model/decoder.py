@@ -6,6 +6,7 @@ batches.
 """
 
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from flax import nnx
 from jax import Array
 
 from jaxrl_async.model.attention import attend, attend_cache, causal_within_segments
-from jaxrl_async.model.cache import KVCache
-from jaxrl_async.model.layers import Layer, initial, layer_graph, rms_norm, rope_angles
+from jaxrl_async.model.layers import Layer, fuse, initial, layer_graph, rms_norm, rope_angles
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 UNROLL = 4
@@ -23,6 +23,8 @@ UNROLL = 4
 longer."""
 
 Params = Any  # nested dict of arrays in the tree of weight_table
+
+Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
@@ -72,68 +74,41 @@ def hidden_states(
     return _final_norm(spec, params, x).reshape(B, T, -1)
 
 
-def prefill(
-    spec: ModelSpec, params: Params, token_ids: Array, lengths: Array, *, dtype: Any = jnp.float32
-) -> tuple[Array, KVCache]:
-    """Prompts [B, T] of lengths [B] (>= 1): logits [B, V] float32 after the last token, and their
-    KV.
-
-    What lies beyond a row's length in the KV is never seen: decode_step overwrites it first.
-    """
-    B, T = token_ids.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    visible = causal_within_segments((positions < lengths[:, None]).astype(jnp.int32))
-    cos, sin = rope_angles(spec, positions)
-
-    def one_layer(x: Array, weights: Params) -> tuple[Array, tuple[Array, Array]]:
-        layer = nnx.merge(layer_graph(spec), weights)
-        q, k, v = layer.qkv(x, cos, sin)
-        kv = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
-        return layer.finish(x, attend(q, k, v, visible)), kv
-
-    x, (k, v) = jax.lax.scan(one_layer, _embed(params, token_ids, dtype), params["layers"])
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return _logits(spec, params, last), KVCache(
-        tuple(k[i] for i in range(spec.layers)), tuple(v[i] for i in range(spec.layers))
-    )
+def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
+    """Each layer's weights apart, fused() where asked for; done once, before a loop of steps."""
+    layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
+    return [fuse(layer) for layer in layers] if fused else layers
 
 
-def decode_step(
+def flat_forward(
     spec: ModelSpec,
     params: Params,
-    cache: KVCache,
+    layers: Sequence[Any],
     token_ids: Array,
-    lengths: Array,
+    positions: Array,
+    attend: Attend,
     *,
     dtype: Any = jnp.float32,
-    live: int | None = None,
-) -> tuple[Array, KVCache]:
-    """One token [B] a sequence, written at cache position lengths [B]: logits [B, V] float32,
-    cache.
+) -> Array:
+    """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
-    live (static): only the first `live` positions are read; the caller knows that lengths < live.
+    layers: of split_layers. What the tokens see is the caller's business: attend(i, q, k, v) of
+    layer i, [n, H, K], [n, N, K], [n, N, K], gives [n, H, K].
     """
-    cos, sin = rope_angles(spec, lengths)
-    rows = jnp.arange(token_ids.shape[0])
+    cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
-    keys, values = [], []
-    for i in range(spec.layers):
-        layer: Layer = nnx.merge(
-            layer_graph(spec), jax.tree.map(lambda w, i=i: w[i], params["layers"])
-        )
+    graph = layer_graph(spec, fused="qkv_proj" in layers[0])
+    for i, weights in enumerate(layers):
+        layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)
-        keys.append(_write(cache.k[i], rows, lengths, k))
-        values.append(_write(cache.v[i], rows, lengths, v))
-        attended = attend_cache(q, keys[i][:, :, :live], values[i][:, :, :live], lengths)
-        x = layer.finish(x, attended.astype(x.dtype))
-    return _logits(spec, params, x), KVCache(tuple(keys), tuple(values))
+        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype))
+    return x
 
 
-def _write(cache_BNSK: Array, rows: Array, lengths: Array, new_BNK: Array) -> Array:
-    """The new token's key or value at each row's own position; lengths must be below S."""
-    return cache_BNSK.at[rows, :, lengths].set(
-        new_BNK.astype(cache_BNSK.dtype), mode="promise_in_bounds", unique_indices=True
-    )
+def next_logits(spec: ModelSpec, params: Params, x: Array) -> Array:
+    """[n, D] -> [n, V] float32: the final norm and the head."""
+    head = output_head(spec, params).astype(x.dtype)
+    return jnp.matmul(_final_norm(spec, params, x), head, preferred_element_type=jnp.float32)
 
 
 def _embed(params: Params, token_ids: Array, dtype: Any) -> Array:
@@ -142,12 +117,6 @@ def _embed(params: Params, token_ids: Array, dtype: Any) -> Array:
 
 def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
     return rms_norm(x, params["final_norm"].astype(x.dtype), spec.norm_eps)
-
-
-def _logits(spec: ModelSpec, params: Params, x: Array) -> Array:
-    """[B, D] -> [B, V] float32."""
-    head = output_head(spec, params).astype(x.dtype)
-    return jnp.matmul(_final_norm(spec, params, x), head, preferred_element_type=jnp.float32)
 
 
 def _remat(function: Any, policy: str) -> Any:

@@ -1,10 +1,14 @@
 """The device side of the sampler, in JetStream's words: prefill, insert, generate, slots. Pure
 programs.
 
-Shapes: S slots, B prompts of a prefill, T their bucket length, n inserted requests, M most new
-tokens,
-V vocabulary, E stop tokens a request can have. A token's version is that of the weights that made
-its logits: the first token after a swap still carries the old one.
+    prefill   new tokens of some sequences, behind what their pages hold   -> Prefix
+    insert    a Prefix into pages and slots                                -> DecodeState
+    generate  up to `block` decode steps of up to `slots` rows             -> DecodeState, Block
+
+Shapes: S slots and reserve places, R rows that decode, Q reserve places, B sequences of a prefill,
+T their longest, n tokens, P pages, G tokens a page, C context columns, V vocabulary, E stop tokens
+a request can have. What a slot holds (its length, its pages, whether it runs) is the host's to
+know, see sampler/slots.py, and comes with each call: a few bytes per slot.
 """
 
 from collections.abc import Sequence
@@ -18,27 +22,39 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.mesh import SAMPLER_RULES, spec_for
-from jaxrl_async.model import decoder
-from jaxrl_async.model.cache import KVCache, init_cache
-from jaxrl_async.model.cache import insert as insert_rows
+from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.cache import NewKV, PagedKV
+try:
+    from jaxrl_async.model.kernels import ragged_paged
+except ImportError:
+    pass
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.sampling import Controls, sample
+from jaxrl_async.sampler.sampling import Controls, Drawn, sample
 
 MAX_STOP_TOKENS = 8
 """Stop tokens that one request can have."""
-
 
 AnyArray = Any
 """An array on the device, or on its way there or back as NumPy."""
 
 
-class Prefix(NamedTuple):
-    """Prefilled prompts, ready to be inserted into slots; opaque to callers."""
+class Chunk(NamedTuple):
+    """New tokens of B sequences, packed: NumPy on its way to the device."""
 
-    kv: KVCache
-    logits: Array  # [B, V] float32, after each prompt's last token
-    lengths: Array  # [B] int32
-    version: Array  # [] int32
+    token_ids: AnyArray  # [n] int32
+    positions: AnyArray  # [n] int32, place in the sequence
+    places: AnyArray  # [B, T] int32, index into n; anything where there is no token
+    back: AnyArray  # [n] int32, index into B * T
+    starts: AnyArray  # [B] int32, tokens that the pages hold already
+    lengths: AnyArray  # [B] int32, new tokens, >= 1
+    tables: AnyArray  # [B, C / G] int32, pages of the tokens before
+
+
+class Prefix(NamedTuple):
+    """A prefilled chunk, ready to be inserted; opaque to callers."""
+
+    kv: NewKV  # layers of [n, N, K]
+    logits: Array  # [B, V] float32, after each sequence's last token
 
 
 class Slot(NamedTuple):
@@ -51,37 +67,66 @@ class Slot(NamedTuple):
     ignores_stop: AnyArray  # [S] bool
 
 
-class DecodeState(NamedTuple):
-    """Everything on the device between two blocks. Donated to each program; opaque to callers."""
+class Into(NamedTuple):
+    """Where an insert puts things: NumPy on its way to the device."""
 
-    cache: KVCache
+    pages: AnyArray  # [n] int32, of each token of the chunk; P is padding
+    places: AnyArray  # [n] int32, in its page
+    sources: AnyArray  # [m] int32, pages that are copied after that
+    targets: AnyArray  # [m] int32; P is padding
+    rows: AnyArray  # [k] int32, the sequence of the chunk whose logits a slot takes
+    slots: AnyArray  # [k] int32; S is padding
+    ask: Slot  # [k]
+
+
+class Run(NamedTuple):
+    """Who decodes in a block: NumPy on its way to the device."""
+
+    rows: AnyArray  # [R] int32, slot of each row; S is an empty row
+    reserve: AnyArray  # [Q] int32, slots that take over rows that end, in this order
+    num_reserve: AnyArray  # [] int32
+    lengths: AnyArray  # [S] int32, tokens in each slot's pages
+    drawn: AnyArray  # [S] int32, tokens drawn so far
+    tables: AnyArray  # [S, W] int32, each slot's pages, those that the block will fill included
+    steps: AnyArray  # [] int32, at most the engine's block
+
+
+class DecodeState(NamedTuple):
+    """Everything on the device between two blocks. Donated to insert and generate; opaque."""
+
+    kv: PagedKV
     logits: Array  # [S, V] float32: the next token's
-    logits_version: Array  # [S] int32
-    lengths: Array  # [S] int32, tokens in the cache
-    drawn: Array  # [S] int32, tokens drawn
-    active: Array  # [S] bool
-    tokens: Array  # [S, M] int32
-    logprobs: Array  # [S, M] float32
-    versions: Array  # [S, M] int32
     slot: Slot
 
 
-class Status(NamedTuple):
-    """The few bytes per slot that the host reads after a block."""
+class Block(NamedTuple):
+    """What a block drew, for the host: 12 bytes a token."""
 
-    active: Array  # [S] bool
-    drawn: Array  # [S] int32
-    steps: Array  # [] int32, decode steps made
-    used: Array  # [] int32, slot-steps that drew a token
+    tokens: AnyArray  # [R, block] int32
+    logprobs: AnyArray  # [R, block] float32
+    owners: AnyArray  # [R, block] int32, slot that the token belongs to; S: none was drawn
+    ended: AnyArray  # [S] bool, slots that drew a stop token or their last one
+    steps: AnyArray  # [] int32, decode steps made
+    full_logprobs: AnyArray = None  # [R, block] float32, with extras
+    kept: AnyArray = None  # [R, block, V / 32] uint32, with extras
 
 
-class Output(NamedTuple):
-    """Drawn tokens of some slots, [n, M] each."""
+class _Loop(NamedTuple):
+    """What a decode step changes."""
 
-    tokens: AnyArray
-    logprobs: AnyArray
-    versions: AnyArray
-    drawn: AnyArray  # [n]
+    step: Array  # [] int32
+    head: Array  # [] int32, reserve places taken
+    kv: Any  # Context (gathered) or PagedKV (ragged)
+    tables: Array  # [R, W]
+    rows: Array  # [R] slot
+    alive: Array  # [R] bool
+    logits: Array  # [R, V]
+    base: Array  # [R] tokens in the pages when the row's slot joined
+    joined: Array  # [R] step at which it did
+    drawn: Array  # [R]
+    ask: Slot  # [R]
+    positions: Array  # [R, block]
+    out: Block
 
 
 class Engine:
@@ -93,29 +138,31 @@ class Engine:
         *,
         slots: int,
         max_length: int,
-        max_new_tokens: int,
+        pages: int,
+        page_tokens: int = 32,
+        reserve: int = 0,
+        block: int = 16,
         mesh: Mesh | None = None,
         dtype: Any = jnp.float32,
+        ragged: bool = False,
+        one_thread: bool = False,
     ) -> None:
-        self.spec, self.slots, self.max_length, self.max_new = (
-            spec,
-            slots,
-            max_length,
-            max_new_tokens,
+        """ragged: decode on the pages with the TPU kernel. one_thread: CPU programs without
+        XLA's own threads, for several samplers side by side."""
+        self.spec, self.slots, self.reserve = spec, slots, reserve
+        self.max_length, self.block = max_length, block
+        self.pages, self.page_tokens = pages, page_tokens
+        self.mesh, self.dtype, self.ragged = mesh, dtype, ragged
+        self.fused = mesh is None or mesh.size == 1
+        options = {"xla_cpu_multi_thread_eigen": False} if one_thread else None
+        jit = partial(jax.jit, compiler_options=options)
+        self._prefill = jit(self._prefill_program)
+        self._insert = jit(self._insert_program, donate_argnums=(1,))
+        self._generate = jit(
+            self._generate_program,
+            donate_argnums=(1,),
+            static_argnames=("context_pages", "plain", "extras"),
         )
-        self.mesh, self.dtype = mesh, dtype
-        self._prefill = jax.jit(self._prefill_program)
-        self._insert = jax.jit(self._insert_program, donate_argnums=(1,))
-        self._generate = jax.jit(
-            self._generate_program, donate_argnums=(1,), static_argnames=("live", "plain")
-        )
-        self._free = jax.jit(
-            lambda state, slots: state._replace(
-                active=state.active.at[slots].set(False, mode="drop")
-            ),
-            donate_argnums=(0,),
-        )
-        self._take = jax.jit(self._take_program)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -123,26 +170,27 @@ class Engine:
         return self.slots
 
     @property
+    def places(self) -> int:
+        """Slots and reserve places together: the S of all shapes."""
+        return self.slots + self.reserve
+
+    @property
     def num_compiled(self) -> int:
         """Programs compiled so far; a weight swap must not change it."""
-        programs = (self._prefill, self._insert, self._generate, self._free, self._take)
+        programs = (self._prefill, self._insert, self._generate)
         return sum(p._cache_size() for p in programs)  # type: ignore[attr-defined]
 
     def init_decode_state(self) -> DecodeState:
-        """All slots empty, placed on the mesh."""
-        S, M, V = self.slots, self.max_new, self.spec.vocab
-        empty = jax.jit(
-            lambda: DecodeState(
-                cache=init_cache(self.spec, S, self.max_length, self.dtype),
-                logits=jnp.zeros((S, V), jnp.float32),
-                logits_version=jnp.zeros(S, jnp.int32),
-                lengths=jnp.zeros(S, jnp.int32),
-                drawn=jnp.zeros(S, jnp.int32),
-                active=jnp.zeros(S, bool),
-                tokens=jnp.zeros((S, M), jnp.int32),
-                logprobs=jnp.zeros((S, M), jnp.float32),
-                versions=jnp.zeros((S, M), jnp.int32),
-                slot=Slot(
+        """All slots and pages empty, placed on the mesh."""
+        S, V = self.places, self.spec.vocab
+
+        def empty() -> DecodeState:
+            return DecodeState(
+                cache.init_pages(
+                    self.spec, self.pages, self.page_tokens, self.dtype, ragged=self.ragged
+                ),
+                jnp.zeros((S, V), jnp.float32),
+                Slot(
                     Controls(jnp.ones(S), jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S)),
                     jnp.zeros((S, 2), jnp.uint32),
                     jnp.full((S, MAX_STOP_TOKENS), -1, jnp.int32),
@@ -150,167 +198,327 @@ class Engine:
                     jnp.zeros(S, bool),
                 ),
             )
-        )
-        state = empty()
-        return state if self.mesh is None else jax.device_put(state, self._state_shardings(state))
 
-    def _state_shardings(self, state: DecodeState) -> Any:
-        """Caches over kv heads and slots as SAMPLER_RULES say; everything else on every device."""
+        if self.mesh is None:
+            return jax.jit(empty)()
+        shardings = self._state_shardings(jax.eval_shape(empty))
+        return jax.jit(empty, out_shardings=shardings)()
+
+    def _state_shardings(self, state: Any) -> Any:
+        """Pages over kv heads as SAMPLER_RULES say; everything else on every device."""
         assert self.mesh is not None
         mesh = self.mesh
-        whole = NamedSharding(mesh, PartitionSpec())
-        axes = ("batch", "kv_heads", None, "head_dim")
+        axes = cache.page_axes(ragged=self.ragged)
+        rest = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
-        def of_cache(x: Array) -> NamedSharding:
+        def of_pages(x: Any) -> NamedSharding:
             return NamedSharding(mesh, spec_for(x.shape, axes, mesh, SAMPLER_RULES))
 
-        rest = jax.tree.map(lambda _: whole, state)
-        return rest._replace(cache=jax.tree.map(of_cache, state.cache))
+        return rest._replace(kv=jax.tree.map(of_pages, state.kv))
 
-    def prefill(
-        self, params: Any, token_ids: np.ndarray, lengths: np.ndarray, version: int
-    ) -> Prefix:
-        """Prompts [B, T] of lengths [B] (>= 1) to KV and next-token logits; one compile per (B,
-        T)."""
-        return self._prefill(
-            params, token_ids.astype(np.int32), lengths.astype(np.int32), np.int32(version)
-        )
+    def prefill(self, params: Any, state: DecodeState, chunk: Chunk) -> Prefix:
+        """New tokens of B sequences, which see what the pages of `chunk.tables` hold; changes no
+        state. One compile per (n, B, T, C)."""
+        return self._prefill(params, state.kv, chunk)
 
-    def prefill_multisampling(
-        self, params: Any, token_ids: np.ndarray, lengths: np.ndarray, version: int
-    ) -> Prefix:
-        """The same as prefill: one prefix may be inserted into any number of slots."""
-        return self.prefill(params, token_ids, lengths, version)
+    def prefill_multisampling(self, params: Any, state: DecodeState, chunk: Chunk) -> Prefix:
+        """The same as prefill: one sequence may be inserted into any number of slots."""
+        return self.prefill(params, state, chunk)
 
-    def insert(
-        self, prefix: Prefix, state: DecodeState, *, row: int, slot: int, ask: Slot
-    ) -> DecodeState:
-        """Start decoding one row of a prefix in one slot; `ask` has a leading axis of 1."""
-        return self.bulk_insert(
-            prefix, state, rows=np.array([row]), slots=np.array([slot]), ask=ask
-        )
+    def insert(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
+        """Bulk insert under JetStream's name for one: `into` says how many."""
+        return self.bulk_insert(prefix, state, into)
 
-    def bulk_insert(
-        self, prefix: Prefix, state: DecodeState, *, rows: np.ndarray, slots: np.ndarray, ask: Slot
-    ) -> DecodeState:
-        """Start decoding rows [n] of a prefix in slots [n]; a slot number >= slots is padding."""
-        return self._insert(prefix, state, rows.astype(np.int32), slots.astype(np.int32), ask)
+    def bulk_insert(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
+        """Put a chunk's KV into pages, copy pages for those who share a prefix, ready the slots."""
+        return self._insert(prefix, state, into)
 
     def generate(
-        self, params: Any, state: DecodeState, *, version: int, steps: int, live: int, plain: bool
-    ) -> tuple[DecodeState, Status]:
-        """Up to `steps` decode steps in one dispatch; ends early when no slot is active.
+        self,
+        params: Any,
+        state: DecodeState,
+        run: Run,
+        *,
+        context_pages: int,
+        plain: bool,
+        extras: bool = False,
+    ) -> tuple[DecodeState, Block]:
+        """Up to `run.steps` decode steps in one dispatch; ends early when no row is alive.
 
-        version: of `params`. live: only this many cache positions are read; must exceed every
-        active length + steps, or be max_length. plain: no active slot truncates its distribution.
+        context_pages: pages that hold every row's tokens so far. plain: nobody truncates the
+        distribution. extras: full log-probs and sampling masks too.
         """
         return self._generate(
-            params, state, np.int32(version), np.int32(steps), live=live, plain=plain
+            params, state, run, context_pages=context_pages, plain=plain, extras=extras
         )
-
-    def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """Stop decoding in slots [n]; a slot number >= slots is padding."""
-        return self._free(state, slots.astype(np.int32))
-
-    def take(self, state: DecodeState, slots: np.ndarray) -> Output:
-        """What slots [n] have drawn."""
-        return self._take(state, slots.astype(np.int32))
 
     # ---- programs
 
-    def _prefill_program(
-        self, params: Any, token_ids: Array, lengths: Array, version: Array
-    ) -> Prefix:
-        logits, kv = decoder.prefill(self.spec, params, token_ids, lengths, dtype=self.dtype)
-        return Prefix(kv, logits, lengths, version)
+    def _prefill_program(self, params: Any, kv: PagedKV, chunk: Chunk) -> Prefix:
+        B, T = chunk.places.shape
+        within = jnp.arange(T)
+        visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
+        before = cache.gather(kv, chunk.tables) if chunk.tables.shape[1] else None
+        seen = None
+        if before is not None:
+            seen = jnp.arange(before.k[0].shape[-1]) < chunk.starts[:, None]
+        keys: list[Array] = []
+        values: list[Array] = []
 
-    def _insert_program(
-        self, prefix: Prefix, state: DecodeState, rows: Array, slots: Array, ask: Slot
-    ) -> DecodeState:
-        def put(into: Array, values: Any) -> Array:
-            return into.at[slots].set(values, mode="drop")
+        def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+            keys.append(k)
+            values.append(v)
+            attended = cache.attend_chunk(
+                q[chunk.places],
+                k[chunk.places],
+                v[chunk.places],
+                visible,
+                None if before is None else (before.k[i], before.v[i]),
+                seen,
+            )
+            return attended.reshape(B * T, *attended.shape[2:])[chunk.back]
 
-        return state._replace(
-            cache=insert_rows(state.cache, prefix.kv, rows, slots),
-            logits=put(state.logits, prefix.logits[rows]),
-            logits_version=put(state.logits_version, prefix.version),
-            lengths=put(state.lengths, prefix.lengths[rows]),
-            drawn=put(state.drawn, 0),
-            active=put(state.active, True),
-            slot=jax.tree.map(put, state.slot, ask),
+        layers = decoder.split_layers(self.spec, params, fused=self.fused)
+        x = decoder.flat_forward(
+            self.spec, params, layers, chunk.token_ids, chunk.positions, attend, dtype=self.dtype
+        )
+        last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
+        logits = decoder.next_logits(self.spec, params, x[last])
+        return Prefix(NewKV(tuple(keys), tuple(values)), logits)
+
+    def _insert_program(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
+        def put(at: Array, values: Any) -> Array:
+            return at.at[into.slots].set(values, mode="drop")
+
+        kv = cache.write(state.kv, prefix.kv, into.pages, into.places)
+        if into.sources.shape[0]:
+            kv = cache.copy_pages(kv, into.sources, into.targets)
+        return DecodeState(
+            kv,
+            put(state.logits, prefix.logits[into.rows]),
+            jax.tree.map(put, state.slot, into.ask),
         )
 
     def _generate_program(
         self,
         params: Any,
         state: DecodeState,
-        version: Array,
-        steps: Array,
+        run: Run,
         *,
-        live: int,
+        context_pages: int,
         plain: bool,
-    ) -> tuple[DecodeState, Status]:
-        def go_on(carry: tuple[Array, Array, DecodeState]) -> Array:
-            return (carry[0] < steps) & jnp.any(carry[2].active)
+        extras: bool,
+    ) -> tuple[DecodeState, Block]:
+        layers = decoder.split_layers(self.spec, params, fused=self.fused)
 
-        def one_step(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
-            step, used, state = carry
-            return (
-                step + 1,
-                used + jnp.sum(state.active),
-                self._step(params, state, version, live, plain),
+        def go_on(loop: _Loop) -> Array:
+            more = jnp.any(loop.alive) | (loop.head < run.num_reserve)
+            return (loop.step < run.steps) & more
+
+        def one_step(loop: _Loop) -> _Loop:
+            if run.reserve.shape[0]:
+                loop = self._take_over(loop, state, run, context_pages)
+            drawn = sample(
+                loop.logits,
+                loop.ask.controls,
+                loop.ask.keys,
+                loop.base + loop.step - loop.joined,
+                plain=plain,
+                extras=extras,
+            )
+            loop = self._record(loop, drawn)
+            return self._advance(params, layers, loop, drawn.tokens, context_pages)
+
+        loop = jax.lax.while_loop(
+            go_on, one_step, self._begin(state, run, context_pages, extras=extras)
+        )
+        return self._finish(state, run, loop, context_pages)
+
+    def _begin(self, state: DecodeState, run: Run, context_pages: int, *, extras: bool) -> _Loop:
+        S, R, T, V = self.places, run.rows.shape[0], self.block, self.spec.vocab
+        rows = jnp.asarray(run.rows)
+        known = jnp.minimum(rows, S - 1)
+        tables = jnp.asarray(run.tables)[known]
+        kv: Any = state.kv
+        if not self.ragged:
+            kv = cache.gather(state.kv, tables[:, :context_pages], extra=T)
+
+        def per_row(x: Any) -> Array:
+            return jnp.asarray(x)[known]
+
+        return _Loop(
+            step=jnp.int32(0),
+            head=jnp.int32(0),
+            kv=kv,
+            tables=tables,
+            rows=rows,
+            alive=rows < S,
+            logits=per_row(state.logits),
+            base=per_row(run.lengths),
+            joined=jnp.zeros(R, jnp.int32),
+            drawn=per_row(run.drawn),
+            ask=jax.tree.map(per_row, state.slot),
+            positions=jnp.zeros((R, T), jnp.int32),
+            out=Block(
+                tokens=jnp.zeros((R, T), jnp.int32),
+                logprobs=jnp.zeros((R, T), jnp.float32),
+                owners=jnp.full((R, T), S, jnp.int32),
+                ended=jnp.zeros(S, bool),
+                steps=jnp.int32(0),
+                full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
+                kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
+            ),
+        )
+
+    def _take_over(self, loop: _Loop, state: DecodeState, run: Run, context_pages: int) -> _Loop:
+        """Rows that have ended go to the next slots of the reserve, one by one."""
+
+        def possible(loop: _Loop) -> Array:
+            return (loop.head < run.num_reserve) & ~jnp.all(loop.alive)
+
+        def one(loop: _Loop) -> _Loop:
+            row, slot = jnp.argmin(loop.alive), jnp.asarray(run.reserve)[loop.head]
+            table = jnp.asarray(run.tables)[slot]
+
+            def put(into: Array, value: Any) -> Array:
+                return jax.lax.dynamic_update_index_in_dim(into, value, row, 0)
+
+            def of_slot(into: Array, per_slot: Any) -> Array:
+                return put(into, jnp.asarray(per_slot)[slot])
+
+            kv = loop.kv
+            if not self.ragged:
+                context = cache.gather(state.kv, table[None, :context_pages])
+
+                def over(into: Array, new: Array) -> Array:
+                    return jax.lax.dynamic_update_slice(into, new, (row, 0, 0, 0))
+
+                kv = jax.tree.map(over, kv, context)
+            return loop._replace(
+                head=loop.head + 1,
+                kv=kv,
+                tables=put(loop.tables, table),
+                rows=put(loop.rows, slot),
+                alive=put(loop.alive, True),
+                logits=of_slot(loop.logits, state.logits),
+                base=of_slot(loop.base, run.lengths),
+                joined=put(loop.joined, loop.step),
+                drawn=of_slot(loop.drawn, run.drawn),
+                ask=jax.tree.map(of_slot, loop.ask, state.slot),
             )
 
-        zero = jnp.int32(0)
-        step, used, state = jax.lax.while_loop(go_on, one_step, (zero, zero, state))
-        return state, Status(state.active, state.drawn, step, used)
+        return jax.lax.while_loop(possible, one, loop)
 
-    def _step(
-        self, params: Any, state: DecodeState, version: Array, live: int, plain: bool
-    ) -> DecodeState:
-        """Draw from the logits at hand, record, and make the next logits."""
-        slot, active = state.slot, state.active
-        tokens, logprobs = sample(
-            state.logits, slot.controls, slot.keys, state.lengths, plain=plain
-        )
-        rows = jnp.arange(self.slots)
-        at = jnp.where(active, state.drawn, self.max_new)  # out of range: dropped
+    def _record(self, loop: _Loop, new: Drawn) -> _Loop:
+        """Write down the drawn tokens; rows whose request is done stop."""
+        out, ask, alive = loop.out, loop.ask, loop.alive
 
-        def record(into: Array, values: Array) -> Array:
-            return into.at[rows, at].set(values, mode="drop", unique_indices=True)
+        def column(into: Array, values: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(into, values, loop.step, 1)
 
-        drawn = state.drawn + active
-        stopped = jnp.any(tokens[:, None] == slot.stop_ids, axis=-1) & ~slot.ignores_stop
-        ends = stopped | (drawn >= slot.max_new)
-        where = jnp.minimum(state.lengths, self.max_length - 1)
-        logits, cache = decoder.decode_step(
-            self.spec, params, state.cache, tokens, where, dtype=self.dtype, live=live
-        )
-        return state._replace(
-            cache=cache,
-            logits=jnp.where(active[:, None], logits, state.logits),
-            logits_version=jnp.where(active, version, state.logits_version),
-            lengths=state.lengths + active,
+        drawn = loop.drawn + alive
+        stopped = jnp.any(new.tokens[:, None] == ask.stop_ids, axis=-1) & ~ask.ignores_stop
+        ends = alive & (stopped | (drawn >= ask.max_new))
+        return loop._replace(
             drawn=drawn,
-            active=active & ~ends,
-            tokens=record(state.tokens, tokens),
-            logprobs=record(state.logprobs, logprobs),
-            versions=record(state.versions, state.logits_version),
+            alive=alive & ~ends,
+            positions=column(loop.positions, loop.base + loop.step - loop.joined),
+            out=out._replace(
+                tokens=column(out.tokens, new.tokens),
+                logprobs=column(out.logprobs, new.logprobs),
+                owners=column(out.owners, jnp.where(alive, loop.rows, self.places)),
+                ended=out.ended.at[loop.rows].max(ends, mode="drop"),
+                full_logprobs=None
+                if new.full_logprobs is None
+                else column(out.full_logprobs, new.full_logprobs),
+                kept=None if new.kept is None else column(out.kept, new.kept),
+            ),
         )
 
-    def _take_program(self, state: DecodeState, slots: Array) -> Output:
-        return Output(
-            state.tokens[slots], state.logprobs[slots], state.versions[slots], state.drawn[slots]
+    def _advance(
+        self, params: Any, layers: Sequence[Any], loop: _Loop, tokens: Array, context_pages: int
+    ) -> _Loop:
+        """The drawn tokens through the decoder: their KV, and the next logits."""
+        where = loop.base + loop.step - loop.joined  # [R]
+        keys, values = list(loop.kv.k), list(loop.kv.v)
+        if self.ragged:
+            attend = self._attend_pages(loop, where, keys)
+        else:
+            attend = self._attend_columns(loop, keys, values, context_pages)
+        x = decoder.flat_forward(
+            self.spec, params, layers, tokens, where, attend, dtype=self.dtype
         )
+        return loop._replace(
+            step=loop.step + 1,
+            kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
+            logits=decoder.next_logits(self.spec, params, x),
+        )
+
+    def _attend_columns(
+        self, loop: _Loop, keys: list[Array], values: list[Array], context_pages: int
+    ) -> decoder.Attend:
+        """Every row appends at the same column behind its context."""
+        C = context_pages * self.page_tokens
+        places = jnp.arange(C + self.block)
+        mine = (places >= C + loop.joined[:, None]) & (places <= C + loop.step)
+        visible = (places < loop.base[:, None]) & (places < C) | mine
+
+        def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+            keys[i] = cache.append(keys[i], k, C + loop.step, keys=True)
+            values[i] = cache.append(values[i], v, C + loop.step, keys=False)
+            return cache.attend_columns(q, keys[i], values[i], visible)
+
+        return attend
+
+    def _attend_pages(self, loop: _Loop, where: Array, pages: list[Array]) -> decoder.Attend:
+        """Every row writes into its own page, and the kernel reads the pages."""
+        R, G = where.shape[0], self.page_tokens
+        page = jnp.take_along_axis(loop.tables, (where // G)[:, None], axis=1)[:, 0]
+        now = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
+        running = now < self.places  # a row that has ended still computes, but touches no page
+        page = jnp.where(running, page, self.pages)
+
+        def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+            new = cache.interleaved(k, v).astype(pages[i].dtype)
+            pages[i] = pages[i].at[page, where % G].set(new, mode="drop")
+            return ragged_paged(
+                q,
+                pages[i],
+                jnp.where(running, where + 1, 1),
+                jnp.minimum(loop.tables, self.pages - 1),
+                jnp.arange(R + 1, dtype=jnp.int32),
+                jnp.full((1,), R, jnp.int32),
+            )
+
+        return attend
+
+    def _finish(
+        self, state: DecodeState, run: Run, loop: _Loop, context_pages: int
+    ) -> tuple[DecodeState, Block]:
+        """New KV and logits from the rows back to where the slots keep them."""
+        kv = loop.kv
+        if not self.ragged:
+            owners = loop.out.owners.reshape(-1)
+            positions = loop.positions.reshape(-1)
+            known = jnp.minimum(owners, self.places - 1)
+            tables = jnp.asarray(run.tables)
+            pages = tables[known, jnp.minimum(positions // self.page_tokens, tables.shape[1] - 1)]
+            pages = jnp.where(owners < self.places, pages, self.pages)
+            new = cache.columns(loop.kv, context_pages * self.page_tokens)
+            kv = cache.write(state.kv, new, pages, positions % self.page_tokens)
+        logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
+        return DecodeState(kv, logits, state.slot), loop.out._replace(steps=loop.step)
 
 
 @partial(jax.jit, static_argnums=0)
 def request_keys(seed: int, ids: Array) -> Array:
-    """[n, 2] uint32 key data of requests with ids [n, 2] int32 (group, member)."""
+    """[n, 2] uint32 key data of requests with ids [n, 3] int32 (group, member, branch)."""
 
-    def one(pair: Array) -> Array:
+    def one(identity: Array) -> Array:
         key = jax.random.key(seed)
-        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1]))
+        for part in range(3):
+            key = jax.random.fold_in(key, identity[part])
+        return jax.random.key_data(key)
 
     return jax.vmap(one)(ids)
 

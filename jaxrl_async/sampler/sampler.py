@@ -1,20 +1,19 @@
 """The sampler: one thread that decodes without ever stopping while there is work.
 
-        submit ──> queue ──plan──> prefill ──> insert ──> [ decode block ] ──> finished ──> futures
-                                                             ^      │ a few bytes per slot
-        WeightSource.poll ──between two blocks──> params ────┘      v
-                                                          host work while the next block runs
+        submit ──> queue ──admit──> prefill ──> [ decode block ] ──> finished ──> futures
+                                                  ^      │ 12 bytes a token
+        WeightSource.poll ──between two blocks────┘      v
+                                          host work while the next block runs
 
-The schedule depends on the queue and on what was drawn, never on time: the same requests given at
-once to an idle sampler always run the same way. Only the sampler's thread touches the device state.
+What happens on the device, and to whom, is decided in sampler/batch.py; this file is the thread,
+the futures, and the moment of the swap. Only the sampler's thread touches the batch.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,18 +30,11 @@ from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Clock, WeightSource
-from jaxrl_async.sampler.engine import (
-    MAX_STOP_TOKENS,
-    Engine,
-    Output,
-    Slot,
-    Status,
-    pad_stop_ids,
-    request_keys,
-)
-from jaxrl_async.sampler.sampling import Controls
-from jaxrl_async.sampler.schedule import Prefill, live_bucket, plan, rows_bucket
-from jaxrl_async.types import Completion, IntArray, Request, StopReason, VersionedParams
+from jaxrl_async.sampler.batch import Batch, Output, Sequence_
+from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Engine
+from jaxrl_async.sampler.memory import MemoryPlan, plan_memory
+from jaxrl_async.sampler.partial import branches
+from jaxrl_async.types import Completion, IntArray, Partial, Request, StopReason, VersionedParams
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +55,25 @@ class SamplerStats:
     idle_s: float = 0.0  # nothing to decode, seconds
     blocks: int = 0
     slot_steps: int = 0  # slots times decode steps
-    used_slot_steps: int = 0  # of those, the ones that drew a token
+    row_steps: int = 0  # rows that were computed times decode steps
+    used_slot_steps: int = 0  # of slot_steps, the ones that drew a token
+    waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
+    waiting_used_slot_steps: int = 0
     generated_tokens: int = 0
-    prefill_tokens: int = 0  # of distinct prompts, padding not counted
+    prefill_tokens: int = 0  # computed, padding not counted
+    recomputed_tokens: int = 0  # of those, a second time: after a swap or a preemption
+    prefix_hit_tokens: int = 0  # prompt tokens found in the prefix store
+    prefix_asked_tokens: int = 0  # prompt tokens looked up there
+    evicted_pages: int = 0
     requests_done: int = 0
     truncated: int = 0  # ended by length
     cancelled: int = 0
+    preempted: int = 0  # gave their pages up for a while: memory was short
+    restarted: int = 0  # began again after a swap
+    discarded_tokens: int = 0  # drawn, then thrown away by a restart
+    in_flight: int = 0  # requests with a place now
+    waiting: int = 0  # requests without one now
+    used_page_share: float = 0.0  # of the KV pages, now; the prefix store's included
     swaps: int = 0
     swap_pause_s: float = 0.0  # the last swap's pause between two blocks, probe included, seconds
     max_swap_pause_s: float = 0.0
@@ -79,23 +84,18 @@ class SamplerStats:
 
 @dataclass(slots=True, kw_only=True)
 class _Waiter:
-    """A request on its way: who waits for it, and where it is."""
+    """Who waits for a request, and since when."""
 
     request: Request
-    max_new: int
     queued_at: float
     future: Any  # asyncio.Future or concurrent.futures.Future
     loop: asyncio.AbstractEventLoop | None = None
-    started_at: float = 0.0
-    length: int = 0  # upper bound of the tokens in its slot's cache
-
-    @property
-    def cancelled(self) -> bool:
-        return bool(self.future.cancelled())
+    started_at: float | None = None
+    first_token_at: float | None = None
 
 
 class Sampler:
-    """Continuous batching over fixed slots. Thread safe: submit from anywhere."""
+    """Continuous batching over slots and pages. Thread safe: submit from anywhere."""
 
     def __init__(
         self,
@@ -110,32 +110,42 @@ class Sampler:
         probe: Probe | None = None,
         turns: AbstractContextManager[Any] = NO_TURNS,
         clock: Clock = time.perf_counter,
+        one_thread: bool = False,
+        name: str = "sampler",
     ) -> None:
         """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by
-        SAMPLER_RULES."""
+        SAMPLER_RULES. one_thread: on a CPU, use one core only (several samplers side by side)."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
+        self.plan = kv_plan(spec, self.section, dtype)
         self.engine = Engine(
             spec,
-            slots=self.section.slots,
+            slots=self.plan.slots,
+            reserve=self.plan.reserve,
             max_length=self.section.max_length,
-            max_new_tokens=self.section.max_new_tokens,
+            pages=self.plan.pages,
+            page_tokens=self.plan.page_tokens,
+            block=self.section.block,
             mesh=mesh,
             dtype=dtype,
+            ragged=uses_ragged(self.section.attention, mesh),
+            one_thread=one_thread,
         )
         if mesh is not None:
             params = jax.device_put(params, shardings(weight_table(spec), mesh, SAMPLER_RULES))
-        self._spec, self._params, self.version = spec, params, version
+        self._spec, self._params, self.version, self.seed = spec, params, version, seed
         self._weights, self._probe, self._turns, self._clock = weights, probe, turns, clock
-        self._keys_of = lambda ids: request_keys(seed, ids)
         self._probe_logprobs = jax.jit(lambda p, t: _sequence_logprobs(spec, p, t, dtype))
-        self._queue: deque[_Waiter] = deque()
-        self._running: dict[int, _Waiter] = {}
+        self._incoming: list[Sequence_] = []
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._staged: VersionedParams | None = None  # waits until running sequences are done
         self._wake, self._lock = threading.Event(), threading.Lock()
         self._closed = False
         self.error: BaseException | None = None
+        self._finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
+        self._name = name
         if weights is not None and hasattr(weights, "attach"):
             weights.attach(self._wake)
 
@@ -145,7 +155,7 @@ class Sampler:
         """Start the thread; done by the first request where nobody did it."""
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._main, name="sampler", daemon=True)
+                self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
@@ -176,15 +186,57 @@ class Sampler:
         self._enqueue(requests, futures, loop)
         return futures
 
+    def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
+        """A request under way as data, between two blocks; blocks until then.
+
+        stop: it ends here, with what it drew and StopReason.CANCELLED. with_kv: its KV too, where
+        one version of the weights made all of it. Raises RolloutError where there is none such.
+        """
+        return self._on_thread(lambda: self._save(request_id, stop, with_kv))
+
+    def resume(self, partials: Sequence[Partial]) -> list[Completion]:
+        """Go on with saved requests; blocks. Completions hold what was drawn before as well.
+
+        With the weights that drew it, the tokens are those of an uninterrupted run. Raises
+        RolloutError for one of another seed: its random numbers would be others.
+        """
+        for partial in partials:
+            if partial.seed != self.seed:
+                raise RolloutError(
+                    f"request {partial.request.request_id} was saved by a sampler of seed "
+                    f"{partial.seed}, this one has {self.seed}: it would not go on with the same "
+                    "tokens. Give this sampler that seed."
+                )
+        futures: list[Future[Completion]] = [Future() for _ in partials]
+        self._enqueue([p.request for p in partials], futures, None, partials)
+        return [f.result() for f in futures]
+
+    def fork(self, partial: Partial, count: int) -> list[Completion]:
+        """Continue one saved prefix in `count` ways; blocks. Its KV is restored once and shared."""
+        return self.resume(branches(partial, count))
+
     def stats(self) -> SamplerStats:
         """A consistent reading of the counters."""
         return self._stats
 
-    def _enqueue(self, requests: Sequence[Request], futures: Sequence[Any], loop: Any) -> None:
+    def _enqueue(
+        self,
+        requests: Sequence[Request],
+        futures: Sequence[Any],
+        loop: Any,
+        partials: Sequence[Partial | None] | None = None,
+    ) -> None:
         now = self._clock()
-        waiters = [
-            _Waiter(request=r, max_new=self._max_new(r), queued_at=now, future=f, loop=loop)
-            for r, f in zip(requests, futures, strict=True)
+        sequences = [
+            Sequence_(
+                request=request,
+                max_new=self._max_new(request),
+                owner=_Waiter(request=request, queued_at=now, future=future, loop=loop),
+                partial=partial,
+            )
+            for request, future, partial in zip(
+                requests, futures, partials or [None] * len(requests), strict=True
+            )
         ]
         self.start()
         with self._lock:
@@ -192,8 +244,19 @@ class Sampler:
                 raise self.error
             if self._closed:
                 raise Closed("the sampler is closed")
-            self._queue.extend(waiters)
+            self._incoming.extend(sequences)
         self._wake.set()
+
+    def _on_thread(self, command: Callable[[], Any]) -> Any:
+        """Run something on the sampler's thread between two blocks, and wait for its result."""
+        future: Future[Any] = Future()
+        self.start()
+        with self._lock:
+            if self._closed:
+                raise self.error or Closed("the sampler is closed")
+            self._commands.append((command, future))
+        self._wake.set()
+        return future.result()
 
     def _max_new(self, request: Request) -> int:
         """Tokens to draw at most: the request's wish within what the slot can hold. Raises
@@ -212,180 +275,153 @@ class Sampler:
                 "most "
                 f"{MAX_STOP_TOKENS} stop tokens (got {len(request.stop_token_ids)})."
             )
-        return min(asked, self.engine.max_new, longest - prompt)
+        return min(asked, self.section.max_new_tokens, longest - prompt)
 
     # ---- the sampler's thread
 
     def _main(self) -> None:
         """Decode for ever.
 
-        consumes      requests from the queue, weights from the source
-        waits for     self._wake            set by submit, by new weights and by close, only when
-        idle produces      completions into the waiters' futures
+        consumes      requests and commands of other threads, weights from the source
+        waits for     self._wake, only when idle: set by submit, by new weights and by close
+        produces      completions into the waiters' futures
         on failure    every waiter gets the exception; `error` keeps it
         """
         try:
             with self._turns:
-                self._state = self.engine.init_decode_state()
-            while not self._closed:
-                start = self._clock()
-                idle = not self._running and not self._queue
-                if idle:
-                    self._wake.wait()
-                    self._wake.clear()
-                woken = self._clock()
-                self._take_weights(wait=idle)
-                self._cancel()
-                self._one_block()
-                self._count(
-                    idle_s=woken - start if idle else 0.0,
-                    busy_s=self._clock() - (woken if idle else start),
+                self._batch = Batch(
+                    self.engine,
+                    max_new=self.section.max_new_tokens,
+                    seed=self.seed,
+                    prefill_chunk=self.section.prefill_chunk,
+                    prefix_cache=self.section.prefix_cache,
                 )
+            self._batch.new_version(self.version)
+            while not self._closed:
+                self._round()
         except BaseException as error:
             with self._lock:
                 self.error, self._closed = error, True
             log.error("the sampler stopped: %s", error)
             self._fail_all(error)
 
-    def _one_block(self) -> None:
-        """Fill free slots, decode one block, hand out what finished while the next thing
-        happens."""
-        with self._turns:
-            self._admit()
-            if not self._running:
-                return
-            status = self._dispatch()
-            finished = [s for s in self._running if not status.active[s]]
-            output = self._take(finished) if finished else None
-        if output is not None:
-            self._finish(finished, output)
-
-    def _admit(self) -> None:
-        """Prefill and insert as many queued requests as there are free slots."""
-        free = [s for s in range(self.engine.slots) if s not in self._running]
-        if not free or not self._queue:
-            return
-        with self._lock:
-            wanted = [w for w in self._queue if not w.cancelled]
-            self._count(cancelled=len(self._queue) - len(wanted))
-            waiters = wanted[: len(free)]
-            self._queue = deque(wanted[len(free) :])
-        if not waiters:
-            return
-        by_request = {id(w.request): w for w in waiters}
-        now = self._clock()
-        for prefill in plan([w.request for w in waiters], free, self.engine.max_length):
-            self._start(prefill, [by_request[id(r)] for r in prefill.requests])
-        for waiter in waiters:
-            waiter.started_at = now
-
-    def _start(self, prefill: Prefill, waiters: Sequence[_Waiter]) -> None:
-        """One prefill program and one bulk insert."""
-        rows = rows_bucket(len(prefill.prompts))
-        tokens = np.zeros((rows, prefill.bucket), np.int32)
-        lengths = np.ones(rows, np.int32)
-        for row, request in enumerate(prefill.prompts):
-            lengths[row] = len(request.token_ids)
-            tokens[row, : lengths[row]] = request.token_ids
-        prefix = self.engine.prefill_multisampling(self._params, tokens, lengths, self.version)
-        size = self.engine.slots
-        self._state = self.engine.bulk_insert(
-            prefix,
-            self._state,
-            rows=_padded(prefill.rows, size, 0),
-            slots=_padded(prefill.slots, size, size),
-            ask=self._ask(waiters, size),
-        )
-        for waiter, slot in zip(waiters, prefill.slots, strict=True):
-            waiter.length = len(waiter.request.token_ids)
-            self._running[slot] = waiter
-        self._count(prefill_tokens=int(lengths[: len(prefill.prompts)].sum()))
-
-    def _ask(self, waiters: Sequence[_Waiter], size: int) -> Slot:
-        """The requests' wishes as arrays [size]; the rest is padding."""
-        requests = [w.request for w in waiters]
-        sampling = [r.sampling for r in requests]
-        ids = np.zeros((size, 2), np.int32)
-        ids[: len(requests)] = [r.key for r in requests]
-        stops = np.full((size, MAX_STOP_TOKENS), -1, np.int32)
-        stops[: len(requests)] = [pad_stop_ids(r.stop_token_ids) for r in requests]
-        return Slot(
-            Controls(
-                _padded([s.temperature for s in sampling], size, 1.0, np.float32),
-                _padded([s.top_k for s in sampling], size, 0),
-                _padded([s.top_p for s in sampling], size, 1.0, np.float32),
-                _padded([s.min_p for s in sampling], size, 0.0, np.float32),
-            ),
-            np.asarray(self._keys_of(ids)),
-            stops,
-            _padded([w.max_new for w in waiters], size, 1),
-            _padded([r.forced_length is not None for r in requests], size, False, np.bool_),
-        )
-
-    def _dispatch(self) -> Status:
-        """One decode block; waits for its status, a few bytes per slot."""
-        steps = self.section.block
-        longest = max(w.length for w in self._running.values())
-        self._state, status = self.engine.generate(
-            self._params,
-            self._state,
-            version=self.version,
-            steps=steps,
-            live=live_bucket(longest, steps, self.engine.max_length),
-            plain=not any(_truncates(w.request) for w in self._running.values()),
-        )
-        status = Status(*jax.device_get(status))
-        for waiter in self._running.values():
-            waiter.length += int(status.steps)
+    def _round(self) -> None:
+        """What happens between two blocks, and one block."""
+        start = self._clock()
+        batch = self._batch
+        idle = not (batch.placed or batch.queue or self._incoming or self._commands)
+        if idle and self._staged is None:
+            self._wake.wait()
+            self._wake.clear()
+        woken = self._clock()
+        self._take_in()
+        self._take_weights(wait=idle)
+        ended: list[tuple[Sequence_, Output]] = []
+        if batch.placed or batch.queue:
+            with self._turns:
+                if self._staged is None:
+                    batch.admit()
+                self._mark_started()
+                batch.prefill(self._params)
+                batch.start_block(self._params)
+                self._hand_out()
+                ended = batch.finish_block()
+        self._mark_drawn()
+        self._finished += ended
+        if not batch.placed:  # no block will run: nothing to overlap with
+            self._hand_out()
         self._count(
-            blocks=1,
-            slot_steps=int(status.steps) * self.engine.slots,
-            used_slot_steps=int(status.used),
-            generated_tokens=int(status.used),
+            idle_s=woken - start if idle else 0.0,
+            busy_s=self._clock() - (woken if idle else start),
         )
-        return status
 
-    def _take(self, slots: Sequence[int]) -> Output:
-        """Drawn tokens of finished slots, on the host; the slots are free afterwards."""
-        size = 8
-        while size < len(slots):
-            size *= 4
-        return Output(*jax.device_get(self.engine.take(self._state, _padded(slots, size, 0))))
+    def _take_in(self) -> None:
+        """Requests and commands of other threads; requests that nobody waits for any more go."""
+        with self._lock:
+            incoming, self._incoming = self._incoming, []
+            commands, self._commands = self._commands, []
+        self._batch.queue.extend(incoming)
+        for command, future in commands:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+        gone = [
+            s for s in (*self._batch.queue, *self._batch.placed.values()) if s.owner.future.cancelled()
+        ]
+        for sequence in gone:
+            self._batch.cancel(sequence)
+        self._count(cancelled=len(gone))
 
-    def _finish(self, slots: Sequence[int], output: Output) -> None:
-        """Completions into futures, one wake-up per event loop."""
-        done = []
+    def _mark_started(self) -> None:
         now = self._clock()
-        for i, slot in enumerate(slots):
-            waiter = self._running.pop(slot)
-            done.append((waiter, _completion(waiter, output, i, now)))
+        for sequence in self._batch.placed.values():
+            if sequence.owner.started_at is None:
+                sequence.owner.started_at = now
+
+    def _mark_drawn(self) -> None:
+        now = self._clock()
+        for sequence in self._batch.placed.values():
+            if sequence.owner.first_token_at is None and self._batch.num_drawn(sequence):
+                sequence.owner.first_token_at = now
+
+    def _hand_out(self) -> None:
+        """Completions into futures, one wake-up per event loop."""
+        finished, self._finished = self._finished, []
+        if not finished:
+            return
+        now = self._clock()
+        done = [(s.owner, _completion(s, output, now)) for s, output in finished]
         self._count(
             requests_done=len(done), truncated=sum(c.stop is StopReason.LENGTH for _, c in done)
         )
         _resolve(done)
 
-    def _cancel(self) -> None:
-        """Free the slots of requests that nobody waits for any more."""
-        slots = [s for s, w in self._running.items() if w.cancelled]
-        if slots:
-            for slot in slots:
-                del self._running[slot]
-            with self._turns:
-                size = self.engine.slots
-                self._state = self.engine.free_resource(self._state, _padded(slots, size, size))
-            self._count(cancelled=len(slots))
+    def _save(self, request_id: str, stop: bool, with_kv: bool) -> Partial:
+        batch = self._batch
+        for sequence in (*batch.placed.values(), *batch.queue):
+            if sequence.request.request_id == request_id:
+                with self._turns:
+                    partial = batch.snapshot(sequence, with_kv=with_kv)
+                if stop:
+                    output = batch.output(sequence)
+                    batch.cancel(sequence)
+                    done = _completion(sequence, output, self._clock())
+                    _resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
+                    self._count(cancelled=1)
+                return partial
+        raise RolloutError(
+            f"request {request_id!r} is not under way: it is done, cancelled, or was never "
+            "submitted to this sampler."
+        )
 
     def _take_weights(self, *, wait: bool) -> None:
-        """Swap to the newest complete weights: a pointer, between two blocks. KV and programs
-        stay."""
+        """Swap to the newest complete weights: a pointer, between two blocks; no recompilation.
+
+        sampler.on_new_weights says what becomes of running sequences. The pause counts from here
+        until the next block can start.
+        """
         if self._weights is None:
             return
         start = self._clock()
-        update = self._weights.poll(wait=wait)
+        update = self._staged or self._weights.poll(wait=wait)
         if update is None:
             return
+        if self.section.on_new_weights == "drain" and self._batch.placed:
+            self._staged = update
+            return
+        self._staged = None
         error = self._check_probe(update)
         self._params, self.version = update.params, update.version
+        self._batch.new_version(update.version)
+        if self.section.on_new_weights == "recompute":
+            with self._turns:
+                self._batch.recompute()
+                while self._batch.prefilling:
+                    self._batch.prefill(self._params)
+                jax.block_until_ready(self._batch.state.logits)
+        elif self.section.on_new_weights == "restart":
+            self._batch.restart()
         pause = self._clock() - start
         self._count(swaps=1)
         self._stats = replace(
@@ -421,29 +457,88 @@ class Sampler:
         """Add to the counters. The tuple is replaced whole, so that readers never see half a
         change."""
         added = {k: getattr(self._stats, k) + v for k, v in more.items()}
-        self._stats = replace(self._stats, **added, compiled_programs=self.engine.num_compiled)
+        batch, store = self._batch.stats, self._batch.store.stats()
+        self._stats = replace(
+            self._stats,
+            **added,
+            blocks=batch.blocks,
+            slot_steps=batch.slot_steps,
+            row_steps=batch.row_steps,
+            used_slot_steps=batch.used_slot_steps,
+            waiting_slot_steps=batch.waiting_slot_steps,
+            waiting_used_slot_steps=batch.waiting_used_slot_steps,
+            generated_tokens=batch.used_slot_steps,
+            prefill_tokens=batch.prefill_tokens,
+            recomputed_tokens=batch.recomputed_tokens,
+            prefix_hit_tokens=store.hit_tokens,
+            prefix_asked_tokens=store.asked_tokens,
+            evicted_pages=store.evicted_pages,
+            preempted=batch.preempted,
+            restarted=batch.restarted,
+            discarded_tokens=batch.discarded_tokens,
+            in_flight=len(self._batch.placed),
+            waiting=len(self._batch.queue),
+            used_page_share=self._batch.pages.used_share,
+            compiled_programs=self.engine.num_compiled,
+        )
 
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:
-            waiters = [*self._queue, *self._running.values()]
-            self._queue.clear()
-            self._running.clear()
-        _resolve([(w, error) for w in waiters])
+            sequences, self._incoming = self._incoming, []
+            commands, self._commands = self._commands, []
+        batch = getattr(self, "_batch", None)
+        if batch is not None:
+            sequences = [*sequences, *batch.queue, *batch.placed.values()]
+            sequences += [s for s, _ in self._finished]
+            batch.queue.clear()
+            batch.placed.clear()
+        _resolve([(s.owner, error) for s in sequences])
+        for _, future in commands:
+            future.set_exception(error)
 
 
-def _completion(waiter: _Waiter, output: Output, row: int, now: float) -> Completion:
-    n = int(output.drawn[row])
-    tokens = output.tokens[row, :n].copy()
-    request = waiter.request
-    stopped = request.forced_length is None and n and int(tokens[-1]) in request.stop_token_ids
+def kv_plan(spec: ModelSpec, section: schema.Sampler, dtype: Any) -> MemoryPlan:
+    """Slots and pages for a model and a configuration. Raises ConfigError."""
+    each = spec.kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
+    mib = section.kv_memory_mib
+    return plan_memory(
+        token_bytes=2 * spec.layers * each,
+        max_length=section.max_length,
+        page_tokens=section.page_tokens,
+        slots=section.slots,
+        reserve_share=section.reserve,
+        budget_bytes=None if mib is None else int(mib * 2**20),
+    )
+
+
+def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
+    """Whether the decode loop reads the pages through the TPU kernel."""
+    if attention != "auto":
+        return attention == "ragged"
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return bool(device.platform == "tpu")
+
+
+def _completion(sequence: Sequence_, output: Output, now: float) -> Completion:
+    tokens, request, waiter = output.token_ids, sequence.request, sequence.owner
+    stopped = (
+        request.forced_length is None
+        and len(tokens) > 0
+        and int(tokens[-1]) in request.stop_token_ids
+    )
+    first = now if waiter.first_token_at is None else waiter.first_token_at
+    started = now if waiter.started_at is None else waiter.started_at
     return Completion(
         request_id=request.request_id,
         token_ids=tokens,
-        logprobs=output.logprobs[row, :n].copy(),
-        versions=output.versions[row, :n].copy(),
+        logprobs=output.logprobs,
+        versions=output.versions,
         stop=StopReason.EOS if stopped else StopReason.LENGTH,
-        queued_s=waiter.started_at - waiter.queued_at,
+        queued_s=started - waiter.queued_at,
+        first_token_s=first - waiter.queued_at,
         latency_s=now - waiter.queued_at,
+        full_logprobs=output.full_logprobs,
+        kept=output.kept,
     )
 
 
@@ -467,17 +562,6 @@ def _set(results: Sequence[tuple[Any, Completion | BaseException]]) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _truncates(request: Request) -> bool:
-    s = request.sampling
-    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
-
-
-def _padded(values: Sequence[Any], size: int, fill: Any, dtype: Any = np.int32) -> np.ndarray:
-    padded = np.full(size, fill, dtype)
-    padded[: len(values)] = values
-    return padded
 
 
 def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:

@@ -22,13 +22,29 @@ class Controls(NamedTuple):
     min_p: Any  # [S] float32
 
 
+class Drawn(NamedTuple):
+    """One step's tokens, and what is known of the distributions behind them."""
+
+    tokens: Array  # [S] int32
+    logprobs: Array  # [S] float32, under the distribution that was drawn from
+    full_logprobs: Array | None = None  # [S] float32, under the model's own: no temperature, whole
+    kept: Array | None = None  # [S, V / 32] uint32, a bit for each token that could be drawn
+
+
 def sample(
-    logits: Array, controls: Controls, keys: Array, positions: Array, *, plain: bool
-) -> tuple[Array, Array]:
-    """Draw a token a slot: ([S] int32, [S] float32 log-prob under the distribution drawn from).
+    logits: Array,
+    controls: Controls,
+    keys: Array,
+    positions: Array,
+    *,
+    plain: bool,
+    extras: bool = False,
+) -> Drawn:
+    """Draw a token a slot.
 
     logits [S, V] float32, keys [S, 2] uint32 (key data), positions [S] int32 (place of the new
     token). plain (static): no slot uses top-k, top-p or min-p, so nothing is sorted.
+    extras (static): give full_logprobs and kept too.
     """
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
@@ -37,7 +53,22 @@ def sample(
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
     drawn = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    of_token = _at(logprobs, tokens)
+    if not extras:
+        return Drawn(tokens, of_token)
+    full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
+    return Drawn(tokens, of_token, full, packed_bits(scaled > MASKED))
+
+
+def _at(values: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+
+
+def packed_bits(mask: Array) -> Array:
+    """[S, V] bool -> [S, ceil(V / 32)] uint32, bit i of word w for token 32 w + i."""
+    S, V = mask.shape
+    words = jnp.pad(mask, ((0, 0), (0, -V % 32))).reshape(S, -1, 32).astype(jnp.uint32)
+    return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def truncate(logits: Array, controls: Controls) -> Array:

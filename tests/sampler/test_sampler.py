@@ -215,6 +215,7 @@ def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
     done = sampler.generate([request(i, max_new_tokens=3) for i in range(1000)])
     stats = sampler.stats()
     assert len(done) == stats.requests_done == 1000
-    assert not sampler._running and not sampler._queue
+    assert not sampler._batch.placed and not sampler._batch.queue
+    sampler._batch.check_integrity()
     assert threading.active_count() <= threads + 1
     assert stats.used_slot_steps == sum(len(c.token_ids) for c in done)

@@ -1,0 +1,625 @@
+"""The sequences that a sampler has on its device, from admission to their last token. One thread.
+
+        queue ──admit──> places and pages ──prefill, in chunks──> ready ──┬─> rows     [ decode block ]
+          ^               (groups share one prefill and its pages)        └─> reserve, takes rows over
+          └── preempted: memory was short; goes on later from what it drew
+
+A *place* is a slot or a reserve place. Every decision is a function of the queue, the pages and
+what was drawn, never of time: the same requests given at once always run the same way.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_async.model import cache
+from jaxrl_async.model.cache import NewKV
+from jaxrl_async.sampler import schedule
+from jaxrl_async.sampler.concurrency import LOW, Limit, Load, next_limit
+from jaxrl_async.sampler.engine import (
+    MAX_STOP_TOKENS,
+    Block,
+    Chunk,
+    DecodeState,
+    Engine,
+    Into,
+    Prefix,
+    Run,
+    Slot,
+    pad_stop_ids,
+    request_keys,
+)
+from jaxrl_async.sampler.pages import Pages
+from jaxrl_async.sampler.prefix import PrefixStore
+from jaxrl_async.sampler.sampling import Controls
+from jaxrl_async.sampler.slots import Slots
+from jaxrl_async.types import FloatArray, IntArray, KeptTokens, Partial, Request
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence_:
+    """A request on its way through the sampler."""
+
+    request: Request
+    max_new: int
+    owner: Any = None  # whoever waits for it
+    partial: Partial | None = None  # where it goes on from
+    order: int = -1  # of admission
+    place: int | None = None
+    token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # to prefill
+    prefilled: int = 0
+    pages: list[int] = field(default_factory=list)  # until it is ready; then the slots' business
+    kv_version: int | None = None  # the one version that made all its KV; None: several did
+    followers: list["Sequence_"] = field(default_factory=list)  # same tokens, share the prefill
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a sequence has drawn, as arrays of its own."""
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    full_logprobs: FloatArray | None
+    kept: KeptTokens | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats:
+    """Totals since the start."""
+
+    blocks: int = 0
+    slot_steps: int = 0  # slots times decode steps
+    row_steps: int = 0  # rows that were computed times decode steps
+    used_slot_steps: int = 0  # of slot_steps, those that drew a token
+    waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
+    waiting_used_slot_steps: int = 0
+    prefill_tokens: int = 0  # computed, padding not counted
+    recomputed_tokens: int = 0  # of those, a second time: after a swap or a preemption
+    preempted: int = 0
+    restarted: int = 0
+    discarded_tokens: int = 0  # drawn, then thrown away by a restart
+
+
+class Batch:
+    """Owned by the sampler's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_new: int,
+        seed: int,
+        prefill_chunk: int = 2048,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.engine, self._seed, self._chunk = engine, seed, prefill_chunk
+        self.pages = Pages(engine.pages)
+        self.store = PrefixStore(self.pages, engine.page_tokens, enabled=prefix_cache)
+        self.slots = Slots(
+            engine.places,
+            max_length=engine.max_length,
+            max_new=max_new,
+            page_tokens=engine.page_tokens,
+            no_page=engine.pages,
+        )
+        self.state: DecodeState = engine.init_decode_state()
+        self.queue: deque[Sequence_] = deque()
+        self.placed: dict[int, Sequence_] = {}  # by place, in order of admission
+        self.limit = Limit(value=engine.places, least=1, most=engine.places)
+        self.stats = BatchStats()
+        self._admitted = 0
+        self._version = 0
+        self._block: Block | None = None
+        self._block_version = 0
+        self._preempted_seen = 0
+        self._read = jax.jit(lambda kv, table: _context(kv, table))
+
+    # ---- what there is
+
+    @property
+    def ready(self) -> list[Sequence_]:
+        """Sequences that can decode, oldest first."""
+        return [s for s in self.placed.values() if s.ready]
+
+    @property
+    def prefilling(self) -> list[Sequence_]:
+        """Sequences whose prompt is not computed yet, oldest first; followers left out."""
+        following = {id(f) for s in self.placed.values() for f in s.followers}
+        return [s for s in self.placed.values() if not s.ready and id(s) not in following]
+
+    def count(self, **more: int) -> None:
+        """Add to the totals; the tuple is replaced whole, so readers never see half a change."""
+        self.stats = replace(self.stats, **{k: getattr(self.stats, k) + v for k, v in more.items()})
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every page is held by exactly those who say so."""
+        placed = [
+            self.slots.pages[p] if s.ready else s.pages for p, s in self.placed.items()
+        ]
+        self.pages.check_integrity([*placed, self.store.held])
+
+    # ---- admission
+
+    def admit(self) -> None:
+        """Give places and pages to those who waited longest, as far as both go."""
+        free = deque(p for p in range(self.engine.places) if p not in self.placed)
+        leaders = {_content(s.token_ids): s for s in self.prefilling}
+        while self.queue and free and len(self.placed) < self.limit.requests:
+            sequence = self.queue[0]
+            sequence.token_ids = _to_prefill(sequence)
+            leader = leaders.get(_content(sequence.token_ids))
+            if not (self._follow(sequence, leader) if leader else self._lead(sequence)):
+                break
+            self.queue.popleft()
+            sequence.place, sequence.order = free.popleft(), self._admitted
+            self._admitted += 1
+            self.placed[sequence.place] = sequence
+            leaders.setdefault(_content(sequence.token_ids), sequence)
+
+    def _lead(self, sequence: Sequence_) -> bool:
+        """Pages for a sequence of its own, those found in the prefix store included."""
+        matched = self.store.match(sequence.token_ids)
+        needed = self._pages_of(len(sequence.token_ids)) - len(matched)
+        own = self._get(needed, spare=len(self.placed))
+        if own is None:
+            self.pages.release(matched)
+            return False
+        self.store.count(found=len(matched), asked_tokens=len(sequence.token_ids))
+        sequence.pages = matched + own
+        sequence.prefilled = len(matched) * self.engine.page_tokens
+        sequence.kv_version = self._version
+        return True
+
+    def _follow(self, sequence: Sequence_, leader: Sequence_) -> bool:
+        """The leader's full pages, and one for what will differ."""
+        full, rest = divmod(len(sequence.token_ids), self.engine.page_tokens)
+        own = self._get(1 if rest else 0, spare=len(self.placed))
+        if own is None:
+            return False
+        shared = leader.pages[:full]
+        self.pages.hold(shared)
+        sequence.pages = shared + own
+        sequence.kv_version = self._version
+        leader.followers.append(sequence)
+        return True
+
+    def _get(self, count: int, *, spare: int = 0) -> list[int] | None:
+        """Free pages, from the prefix store where there are too few; None where `spare` more would
+        not be left."""
+        short = count + spare - self.pages.num_free
+        if short > 0:
+            short -= self.store.evict(short)
+        return None if short > 0 else self.pages.allocate(count)
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.engine.page_tokens)
+
+    # ---- prefill
+
+    def prefill(self, params: Any) -> None:
+        """One round: up to prefill_chunk tokens of those who wait longest."""
+        waiting = self.prefilling
+        for sequence in waiting:
+            if sequence.partial is not None and not sequence.prefilled:
+                self._restore_kv(sequence)
+        pieces = schedule.plan_pieces(
+            [(s.prefilled, len(s.token_ids)) for s in waiting], self._chunk
+        )
+        for length, together in schedule.by_bucket(pieces):
+            self._prefill(params, length, [(waiting[p.index], p.count) for p in together])
+
+    def _prefill(self, params: Any, length: int, parts: list[tuple[Sequence_, int]]) -> None:
+        """One prefill program and one insert."""
+        rows = schedule.rows_bucket(len(parts))
+        total = sum(count for _, count in parts)
+        n = schedule.tokens_bucket(total, rows * length)
+        page_tokens = self.engine.page_tokens
+        tokens, positions, back = (np.zeros(n, np.int32) for _ in range(3))
+        pages, in_page = np.full(n, self.engine.pages, np.int32), np.zeros(n, np.int32)
+        places = np.zeros((rows, length), np.int32)
+        starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+        begin = 0
+        for row, (sequence, count) in enumerate(parts):
+            start, end = sequence.prefilled, begin + count
+            where = np.arange(start, start + count)
+            tokens[begin:end] = sequence.token_ids[start : start + count]
+            positions[begin:end] = where
+            back[begin:end] = row * length + np.arange(count)
+            places[row, :count] = np.arange(begin, end)
+            pages[begin:end] = np.asarray(sequence.pages, np.int32)[where // page_tokens]
+            in_page[begin:end] = where % page_tokens
+            starts[row], lengths[row] = start, count
+            begin = end
+        width = schedule.steps_of_half(self._pages_of(int(starts.max())))
+        tables = np.full((rows, width), self.engine.pages, np.int32)
+        for row, (sequence, _) in enumerate(parts):
+            tables[row] = self.slots.table(sequence.pages, width)
+        prefix = self.engine.prefill_multisampling(
+            params, self.state, Chunk(tokens, positions, places, back, starts, lengths, tables)
+        )
+        self.count(prefill_tokens=total)
+        done = []
+        for row, (sequence, count) in enumerate(parts):
+            sequence.prefilled += count
+            if sequence.prefilled == len(sequence.token_ids):
+                done.append((row, sequence))
+        self.state = self.engine.bulk_insert(
+            prefix, self.state, self._into(pages, in_page, done)
+        )
+        for _, sequence in done:
+            self._make_ready(sequence)
+
+    def _into(
+        self, pages: IntArray, in_page: IntArray, done: list[tuple[int, Sequence_]]
+    ) -> Into:
+        """Where a chunk goes: tokens into pages, last pages to followers, logits to places."""
+        pairs = [(row, s) for row, leader in done for s in (leader, *leader.followers)]
+        copies = [
+            (leader.pages[-1], s.pages[-1])
+            for _, leader in done
+            for s in leader.followers
+            if len(leader.token_ids) % self.engine.page_tokens
+        ]
+        size = schedule.rows_bucket(max(1, len(pairs)))
+        many = schedule.rows_bucket(len(copies)) if copies else 0
+        return Into(
+            pages=pages,
+            places=in_page,
+            sources=padded([a for a, _ in copies], many, 0),
+            targets=padded([b for _, b in copies], many, self.engine.pages),
+            rows=padded([row for row, _ in pairs], size, 0),
+            slots=padded([s.place for _, s in pairs], size, self.engine.places),
+            ask=ask_of([s for _, s in pairs], size, self._seed),
+        )
+
+    def _make_ready(self, leader: Sequence_) -> None:
+        """The leader and its followers can decode from the next block on."""
+        for sequence in (leader, *leader.followers):
+            assert sequence.place is not None
+            place = sequence.place
+            self.slots.occupy(place, len(sequence.token_ids), sequence.pages, self._version)
+            if sequence.partial is not None:
+                self.slots.recall(place, sequence.partial)
+            sequence.pages, sequence.ready = [], True
+            sequence.kv_version = leader.kv_version
+        leader.followers = []
+        if leader.kv_version == self._version:
+            assert leader.place is not None
+            self.store.put(leader.token_ids, self.slots.pages[leader.place])
+
+    def _restore_kv(self, sequence: Sequence_) -> None:
+        """Saved KV back into pages, all but the last token's, where these weights made it."""
+        partial = sequence.partial
+        assert partial is not None
+        if partial.kv is None or partial.kv_version != self._version:
+            return
+        n = min(partial.kv.shape[2], len(sequence.token_ids) - 1)
+        size = schedule.tokens_bucket(max(n, 1), 1 << 30)
+        where = np.arange(n)
+        page_tokens = self.engine.page_tokens
+        pages = padded(
+            np.asarray(sequence.pages, np.int32)[where // page_tokens], size, self.engine.pages
+        )
+        kv = np.zeros((*partial.kv.shape[:2], size, *partial.kv.shape[3:]), partial.kv.dtype)
+        kv[:, :, :n] = partial.kv[:, :, :n]
+        layers = range(len(kv))
+        prefix = Prefix(
+            NewKV(
+                tuple(jnp.asarray(kv[i, 0]) for i in layers),
+                tuple(jnp.asarray(kv[i, 1]) for i in layers),
+            ),
+            jnp.zeros((1, self.engine.spec.vocab), jnp.float32),
+        )
+        into = self._into(pages, padded(where % page_tokens, size, 0), [])
+        self.state = self.engine.bulk_insert(prefix, self.state, into)
+        sequence.prefilled = n
+
+    # ---- decode
+
+    def start_block(self, params: Any) -> None:
+        """Dispatch one decode block of whoever is ready; finish_block() waits for it."""
+        steps = self.engine.block
+        rows, reserve = self._with_pages(steps)
+        self._block = None
+        if not rows:
+            return
+        running = [*rows, *reserve]
+        longest = max(int(self.slots.lengths[s.place]) for s in running)
+        context_pages = schedule.steps_of_half(self._pages_of(longest))
+        width = context_pages + self._pages_of(steps) + 1
+        count = schedule.decode_rows(len(rows), self.engine.slots)
+        places = self.engine.places
+        run = Run(
+            rows=padded([s.place for s in rows], count, places),
+            reserve=padded([s.place for s in reserve], self.engine.reserve if reserve else 0, 0),
+            num_reserve=np.int32(len(reserve)),
+            lengths=self.slots.lengths.copy(),
+            drawn=self.slots.drawn.copy(),
+            tables=self.slots.tables(width),
+            steps=np.int32(steps),
+        )
+        self._block_version = self._version
+        self.state, self._block = self.engine.generate(
+            params,
+            self.state,
+            run,
+            context_pages=context_pages,
+            plain=not any(_truncates(s.request) for s in running),
+            extras=any(s.request.extras for s in running),
+        )
+
+    def finish_block(self) -> list[tuple[Sequence_, Output]]:
+        """Wait for the block; the sequences that ended, their places free again."""
+        if self._block is None:
+            return []
+        block = Block(*jax.device_get(tuple(self._block)))
+        self._block = None
+        rows = block.tokens.shape[0]
+        spans = self.slots.take(
+            block.tokens,
+            block.logprobs,
+            block.owners,
+            self._block_version,
+            block.full_logprobs,
+            block.kept,
+        )
+        used, steps = sum(s.end - s.start for s in spans), int(block.steps)
+        slot_steps = steps * self.engine.slots
+        waiting = bool(self.queue)
+        self.count(
+            blocks=1,
+            slot_steps=slot_steps,
+            row_steps=steps * rows,
+            used_slot_steps=used,
+            waiting_slot_steps=slot_steps * waiting,
+            waiting_used_slot_steps=used * waiting,
+        )
+        ended = [self.placed[int(p)] for p in np.flatnonzero(block.ended)]
+        return [(s, self._end(s)) for s in sorted(ended, key=lambda s: s.order)]
+
+    def _end(self, sequence: Sequence_) -> Output:
+        """Take out what was drawn; keep the KV for later turns, free the rest."""
+        output = self.output(sequence)
+        assert sequence.place is not None
+        if sequence.kv_version is not None and sequence.kv_version == self._version:
+            whole = np.concatenate([sequence.request.token_ids, output.token_ids])
+            self.store.put(whole, self.slots.pages[sequence.place])
+        self.leave(sequence)
+        return output
+
+    def output(self, sequence: Sequence_) -> Output:
+        """What a sequence has drawn so far."""
+        if not sequence.ready:
+            partial = sequence.partial
+            empty = np.zeros(0, np.int32)
+            return Output(
+                token_ids=partial.token_ids if partial else empty,
+                logprobs=partial.logprobs if partial else empty.astype(np.float32),
+                versions=partial.versions if partial else empty,
+                full_logprobs=partial.full_logprobs if partial else None,
+                kept=partial.kept if partial else None,
+            )
+        place, extras = sequence.place, sequence.request.extras
+        assert place is not None
+        n = int(self.slots.drawn[place])
+        return Output(
+            token_ids=self.slots.tokens[place, :n].copy(),
+            logprobs=self.slots.logprobs[place, :n].copy(),
+            versions=self.slots.versions[place, :n].copy(),
+            full_logprobs=self.slots.full_logprobs[place, :n].copy() if extras else None,
+            kept=_kept(self.slots.kept[place]) if extras else None,
+        )
+
+    def num_drawn(self, sequence: Sequence_) -> int:
+        """Tokens that a sequence with a place has drawn."""
+        return int(self.slots.drawn[sequence.place]) if sequence.ready else 0
+
+    def _with_pages(self, steps: int) -> tuple[list[Sequence_], list[Sequence_]]:
+        """Who decodes now, and who takes over; all have the pages for `steps` more tokens."""
+        rows: list[Sequence_] = []
+        for sequence in self.ready[: self.engine.slots]:
+            if sequence.ready and self._grow(sequence, steps):
+                rows.append(sequence)
+        rows = [s for s in rows if s.ready]  # a later one may have pushed out nobody older
+        reserve = []
+        for sequence in self.ready[self.engine.slots :][: self.engine.reserve]:
+            if not self._add_pages(sequence, steps):
+                break
+            reserve.append(sequence)
+        self._set_limit()
+        return rows, reserve
+
+    def _grow(self, sequence: Sequence_, steps: int) -> bool:
+        """Pages for a running sequence; the youngest gives way where there are none."""
+        while not self._add_pages(sequence, steps):
+            victim = max(self.placed.values(), key=lambda s: s.order)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _add_pages(self, sequence: Sequence_, steps: int) -> bool:
+        place = sequence.place
+        assert place is not None
+        left = sequence.max_new - int(self.slots.drawn[place])
+        more = self._get(self.slots.missing_pages(place, steps, left))
+        if more is None:
+            return False
+        self.slots.pages[place] += more
+        return True
+
+    def _set_limit(self) -> None:
+        """How many may be in flight: fewer where memory was short, more where it is plenty."""
+        share = self.pages.used_share
+        if share > LOW:
+            idle = sum(self.pages.holders(p) == 1 for p in self.store.held)
+            share -= idle / self.pages.count
+        preempted = self.stats.preempted - self._preempted_seen
+        self._preempted_seen = self.stats.preempted
+        self.limit = next_limit(
+            self.limit,
+            Load(
+                running=len(self.placed),
+                waiting=len(self.queue),
+                used_share=share,
+                preempted=preempted,
+            ),
+        )
+
+    # ---- leaving early, and new weights
+
+    def leave(self, sequence: Sequence_) -> None:
+        """Free a place and its pages; followers of an unfinished prefill wait again."""
+        assert sequence.place is not None
+        del self.placed[sequence.place]
+        pages = self.slots.free(sequence.place) if sequence.ready else sequence.pages
+        self.pages.release(pages)
+        sequence.place, sequence.pages, sequence.ready, sequence.prefilled = None, [], False, 0
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            self.leave(follower)
+        self.queue.extendleft(reversed(followers))
+        for other in self.placed.values():
+            if sequence in other.followers:
+                other.followers.remove(sequence)
+
+    def preempt(self, sequence: Sequence_) -> None:
+        """Take a sequence off the device; it goes on first of all, from what it has drawn."""
+        output = self.output(sequence)
+        lost = len(sequence.token_ids) + len(output.token_ids) if sequence.ready else 0
+        sequence.partial = self._partial(sequence, output)
+        self.leave(sequence)
+        self.queue.appendleft(sequence)
+        self.count(preempted=1, recomputed_tokens=lost)
+
+    def cancel(self, sequence: Sequence_) -> None:
+        """Forget a sequence, wherever it is."""
+        if sequence.place is not None:
+            self.leave(sequence)
+        elif sequence in self.queue:
+            self.queue.remove(sequence)
+
+    def new_version(self, version: int) -> None:
+        """Other weights from now on: what they did not make is no longer shared."""
+        self.store.clear()
+        self._version = version
+        for sequence in self.placed.values():
+            sequence.kv_version = None if sequence.prefilled else version
+
+    def recompute(self) -> None:
+        """Every KV is to be made again by the weights at hand; tokens stay."""
+        for sequence in list(self.placed.values()):
+            assert sequence.place is not None
+            if sequence.ready:
+                output = self.output(sequence)
+                sequence.partial = self._partial(sequence, output)
+                sequence.pages = self.slots.free(sequence.place)
+                sequence.token_ids, sequence.ready = _to_prefill(sequence), False
+            self.count(recomputed_tokens=sequence.prefilled)
+            sequence.prefilled, sequence.kv_version = 0, self._version
+
+    def restart(self) -> None:
+        """Every unfinished sequence begins again from its prompt, oldest first."""
+        sequences = list(self.placed.values())
+        for sequence in sequences:
+            self.count(restarted=1, discarded_tokens=len(self.output(sequence).token_ids))
+            sequence.followers = []
+        for sequence in sequences:
+            self.leave(sequence)
+            sequence.partial = None
+        self.queue.extendleft(sorted(sequences, key=lambda s: -s.order))
+
+    # ---- partial rollouts
+
+    def snapshot(self, sequence: Sequence_, *, with_kv: bool) -> Partial:
+        """A running sequence as data."""
+        output = self.output(sequence)
+        partial = self._partial(sequence, output)
+        if not (with_kv and sequence.ready and sequence.kv_version is not None):
+            return partial
+        assert sequence.place is not None
+        tokens = int(self.slots.lengths[sequence.place])
+        width = schedule.steps_of_half(self._pages_of(tokens))
+        table = self.slots.table(self.slots.pages[sequence.place], width)
+        keys, values = jax.device_get(self._read(self.state.kv, table[None]))
+        kv = np.stack([keys, values], axis=1)[:, :, :tokens]
+        return replace(partial, kv=kv, kv_version=sequence.kv_version)
+
+    def _partial(self, sequence: Sequence_, output: Output) -> Partial:
+        return Partial(
+            request=sequence.request,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            versions=output.versions,
+            seed=self._seed,
+            full_logprobs=output.full_logprobs,
+            kept=output.kept,
+        )
+
+
+def _context(kv: Any, table: Any) -> tuple[Any, Any]:
+    """Pages of one sequence as [layers, tokens, N, K], keys and values."""
+    context = cache.gather(kv, table)
+    keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
+    values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
+    return keys, values
+
+
+def _content(token_ids: IntArray) -> bytes:
+    return token_ids.tobytes()
+
+
+def _to_prefill(sequence: Sequence_) -> IntArray:
+    """The prompt, and what was drawn before."""
+    partial = sequence.partial
+    if partial is None or not len(partial.token_ids):
+        return np.ascontiguousarray(sequence.request.token_ids, np.int32)
+    return np.concatenate([sequence.request.token_ids, partial.token_ids]).astype(np.int32)
+
+
+def _kept(masks: Sequence[IntArray]) -> KeptTokens:
+    ids = np.concatenate(masks) if masks else np.zeros(0, np.int32)
+    starts = np.cumsum([0, *map(len, masks)], dtype=np.int32)
+    return KeptTokens(ids=ids.astype(np.int32), starts=starts)
+
+
+def _truncates(request: Request) -> bool:
+    s = request.sampling
+    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+
+
+def ask_of(sequences: Sequence[Sequence_], size: int, seed: int) -> Slot:
+    """The requests' wishes as arrays [size]; the rest is padding."""
+    requests = [s.request for s in sequences]
+    sampling = [r.sampling for r in requests]
+    ids = np.zeros((size, 3), np.int32)
+    stops = np.full((size, MAX_STOP_TOKENS), -1, np.int32)
+    if requests:
+        ids[: len(requests)] = [(*r.key, r.branch) for r in requests]
+        stops[: len(requests)] = [pad_stop_ids(r.stop_token_ids) for r in requests]
+    return Slot(
+        Controls(
+            padded([s.temperature for s in sampling], size, 1.0, np.float32),
+            padded([s.top_k for s in sampling], size, 0),
+            padded([s.top_p for s in sampling], size, 1.0, np.float32),
+            padded([s.min_p for s in sampling], size, 0.0, np.float32),
+        ),
+        np.asarray(request_keys(seed, ids)),
+        stops,
+        padded([s.max_new for s in sequences], size, 1),
+        padded([r.forced_length is not None for r in requests], size, False, np.bool_),
+    )
+
+
+def padded(values: Any, size: int, fill: Any, dtype: Any = np.int32) -> Any:
+    """Values in an array of `size`, the rest `fill`."""
+    whole = np.full(size, fill, dtype)
+    whole[: len(values)] = values
+    return whole

@@ -1,0 +1,64 @@
+"""How many pages and slots a memory budget holds. Pure host code."""
+
+from dataclasses import dataclass
+
+from jaxrl_async.errors import ConfigError
+
+STORE_SHARE = 0.25
+"""Pages for the prefix store beyond what the slots can fill, where no budget is given."""
+MOST_SLOTS = 256
+"""Slots that are derived at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the KV cache of one sampler consists of."""
+
+    slots: int
+    reserve: int  # places for sequences that are prefilled ahead
+    pages: int
+    page_tokens: int
+    page_bytes: int  # of all layers, keys and values
+
+    @property
+    def kv_bytes(self) -> int:
+        """pages * page_bytes."""
+        return self.pages * self.page_bytes
+
+
+def plan_memory(
+    *,
+    token_bytes: int,
+    max_length: int,
+    page_tokens: int,
+    slots: int | None,
+    reserve_share: float,
+    budget_bytes: int | None,
+) -> MemoryPlan:
+    """Pages within a budget, and slots for them where `slots` is None.
+
+    token_bytes: keys and values of one token in all layers. With no budget, every slot and reserve
+    place can hold max_length tokens, and the prefix store gets a quarter on top. Derived slots:
+    sequences of half of max_length fill the pages. Raises ConfigError where not even one sequence
+    of max_length fits: then nothing could ever finish.
+    """
+    page_bytes = token_bytes * page_tokens
+    longest = -(-max_length // page_tokens)
+    if budget_bytes is None:
+        slots = slots or 64
+        reserve = int(slots * reserve_share)
+        pages = int((slots + reserve) * longest * (1 + STORE_SHARE))
+    else:
+        pages = budget_bytes // page_bytes
+        if pages < longest:
+            raise ConfigError(
+                f"sampler.kv_memory_mib: {budget_bytes / 2**20:.1f} MiB hold {pages} pages of "
+                f"{page_tokens} tokens, but one sequence of sampler.max_length ({max_length}) "
+                f"needs {longest}. Give at least {longest * page_bytes / 2**20:.1f} MiB or lower "
+                "sampler.max_length."
+            )
+        slots = slots or max(1, min(MOST_SLOTS, pages // max(1, (longest + 1) // 2)))
+        reserve = int(slots * reserve_share)
+    return MemoryPlan(
+        slots=slots, reserve=reserve, pages=pages, page_tokens=page_tokens, page_bytes=page_bytes
+    )
