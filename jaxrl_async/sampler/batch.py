@@ -31,12 +31,13 @@ from jaxrl_async.sampler.engine import (
     Prefix,
     Run,
     Slot,
+    Weights,
     pad_stop_ids,
     request_keys,
 )
 from jaxrl_async.sampler.pages import Pages
 from jaxrl_async.sampler.prefix import PrefixStore
-from jaxrl_async.sampler.sampling import Controls
+from jaxrl_async.sampler.sampling import Controls, Mix
 from jaxrl_async.sampler.slots import Slots
 from jaxrl_async.types import FloatArray, IntArray, KeptTokens, Partial, Request
 
@@ -203,7 +204,7 @@ class Batch:
 
     # ---- prefill
 
-    def prefill(self, params: Any) -> None:
+    def prefill(self, weights: Weights) -> None:
         """One round: up to prefill_chunk tokens of those who wait longest."""
         waiting = self.prefilling
         for sequence in waiting:
@@ -213,9 +214,9 @@ class Batch:
             [(s.prefilled, len(s.token_ids)) for s in waiting], self._chunk
         )
         for length, together in schedule.by_bucket(pieces):
-            self._prefill(params, length, [(waiting[p.index], p.count) for p in together])
+            self._prefill(weights, length, [(waiting[p.index], p.count) for p in together])
 
-    def _prefill(self, params: Any, length: int, parts: list[tuple[Sequence_, int]]) -> None:
+    def _prefill(self, weights: Weights, length: int, parts: list[tuple[Sequence_, int]]) -> None:
         """One prefill program and one insert."""
         rows = schedule.rows_bucket(len(parts))
         total = sum(count for _, count in parts)
@@ -242,7 +243,7 @@ class Batch:
         for row, (sequence, _) in enumerate(parts):
             tables[row] = self.slots.table(sequence.pages, width)
         prefix = self.engine.prefill_multisampling(
-            params, self.state, Chunk(tokens, positions, places, back, starts, lengths, tables)
+            weights, self.state, Chunk(tokens, positions, places, back, starts, lengths, tables)
         )
         self.count(prefill_tokens=total)
         done = []
@@ -323,7 +324,7 @@ class Batch:
 
     # ---- decode
 
-    def start_block(self, params: Any) -> None:
+    def start_block(self, weights: Weights) -> None:
         """Dispatch one decode block of whoever is ready; finish_block() waits for it."""
         steps = self.engine.block
         rows, reserve = self._with_pages(steps)
@@ -347,12 +348,15 @@ class Batch:
         )
         self._block_version = self._version
         self.state, self._block = self.engine.generate(
-            params,
+            weights,
             self.state,
             run,
             context_pages=context_pages,
-            plain=not any(_truncates(s.request) for s in running),
-            extras=any(s.request.extras for s in running),
+            mix=Mix(
+                truncated=any(_truncates(s.request) for s in running),
+                greedy=any(s.request.sampling.temperature == 0 for s in running),
+                extras=any(s.request.extras for s in running),
+            ),
         )
 
     def finish_block(self) -> list[tuple[Sequence_, Output]]:
@@ -381,7 +385,7 @@ class Batch:
             waiting_slot_steps=slot_steps * waiting,
             waiting_used_slot_steps=used * waiting,
         )
-        ended = [self.placed[int(p)] for p in np.flatnonzero(block.ended)]
+        ended = [self.placed[int(place)] for place in block.owners[block.ends]]
         return [(s, self._end(s)) for s in sorted(ended, key=lambda s: s.order)]
 
     def _end(self, sequence: Sequence_) -> Output:

@@ -29,13 +29,20 @@ try:
 except ImportError:
     pass
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.sampling import Controls, Drawn, sample
+from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
 
 MAX_STOP_TOKENS = 8
 """Stop tokens that one request can have."""
 
 AnyArray = Any
 """An array on the device, or on its way there or back as NumPy."""
+
+
+class Weights(NamedTuple):
+    """A policy's parameters as the programs want them: layers apart, made once per swap."""
+
+    params: Any  # all but the layers
+    layers: list[Any]
 
 
 class Chunk(NamedTuple):
@@ -100,12 +107,12 @@ class DecodeState(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block drew, for the host: 12 bytes a token."""
+    """What a block drew, for the host: 13 bytes a token."""
 
     tokens: AnyArray  # [R, block] int32
     logprobs: AnyArray  # [R, block] float32
     owners: AnyArray  # [R, block] int32, slot that the token belongs to; S: none was drawn
-    ended: AnyArray  # [S] bool, slots that drew a stop token or their last one
+    ends: AnyArray  # [R, block] bool, a stop token or the last one that its request may draw
     steps: AnyArray  # [] int32, decode steps made
     full_logprobs: AnyArray = None  # [R, block] float32, with extras
     kept: AnyArray = None  # [R, block, V / 32] uint32, with extras
@@ -156,12 +163,13 @@ class Engine:
         self.fused = mesh is None or mesh.size == 1
         options = {"xla_cpu_multi_thread_eigen": False} if one_thread else None
         jit = partial(jax.jit, compiler_options=options)
+        self._prepare = jit(self._prepare_program)
         self._prefill = jit(self._prefill_program)
         self._insert = jit(self._insert_program, donate_argnums=(1,))
         self._generate = jit(
             self._generate_program,
             donate_argnums=(1,),
-            static_argnames=("context_pages", "plain", "extras"),
+            static_argnames=("context_pages", "mix"),
         )
 
     @property
@@ -177,8 +185,12 @@ class Engine:
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far; a weight swap must not change it."""
-        programs = (self._prefill, self._insert, self._generate)
+        programs = (self._prepare, self._prefill, self._insert, self._generate)
         return sum(p._cache_size() for p in programs)  # type: ignore[attr-defined]
+
+    def prepare(self, params: Any) -> Weights:
+        """Parameters in the form that prefill and generate take; one copy on the device."""
+        return self._prepare(params)
 
     def init_decode_state(self) -> DecodeState:
         """All slots and pages empty, placed on the mesh."""
@@ -216,14 +228,14 @@ class Engine:
 
         return rest._replace(kv=jax.tree.map(of_pages, state.kv))
 
-    def prefill(self, params: Any, state: DecodeState, chunk: Chunk) -> Prefix:
+    def prefill(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
         """New tokens of B sequences, which see what the pages of `chunk.tables` hold; changes no
         state. One compile per (n, B, T, C)."""
-        return self._prefill(params, state.kv, chunk)
+        return self._prefill(weights, state.kv, chunk)
 
-    def prefill_multisampling(self, params: Any, state: DecodeState, chunk: Chunk) -> Prefix:
+    def prefill_multisampling(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
         """The same as prefill: one sequence may be inserted into any number of slots."""
-        return self.prefill(params, state, chunk)
+        return self.prefill(weights, state, chunk)
 
     def insert(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
         """Bulk insert under JetStream's name for one: `into` says how many."""
@@ -235,26 +247,26 @@ class Engine:
 
     def generate(
         self,
-        params: Any,
+        weights: Weights,
         state: DecodeState,
         run: Run,
         *,
         context_pages: int,
-        plain: bool,
-        extras: bool = False,
+        mix: Mix,
     ) -> tuple[DecodeState, Block]:
         """Up to `run.steps` decode steps in one dispatch; ends early when no row is alive.
 
-        context_pages: pages that hold every row's tokens so far. plain: nobody truncates the
-        distribution. extras: full log-probs and sampling masks too.
+        context_pages: pages that hold every row's tokens so far. mix: what the rows ask for.
         """
-        return self._generate(
-            params, state, run, context_pages=context_pages, plain=plain, extras=extras
-        )
+        return self._generate(weights, state, run, context_pages=context_pages, mix=mix)
 
     # ---- programs
 
-    def _prefill_program(self, params: Any, kv: PagedKV, chunk: Chunk) -> Prefix:
+    def _prepare_program(self, params: Any) -> Weights:
+        rest = {name: w for name, w in params.items() if name != "layers"}
+        return Weights(rest, decoder.split_layers(self.spec, params, fused=self.fused))
+
+    def _prefill_program(self, weights: Weights, kv: PagedKV, chunk: Chunk) -> Prefix:
         B, T = chunk.places.shape
         within = jnp.arange(T)
         visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
@@ -278,12 +290,11 @@ class Engine:
             )
             return attended.reshape(B * T, *attended.shape[2:])[chunk.back]
 
-        layers = decoder.split_layers(self.spec, params, fused=self.fused)
         x = decoder.flat_forward(
-            self.spec, params, layers, chunk.token_ids, chunk.positions, attend, dtype=self.dtype
+            self.spec, *weights, chunk.token_ids, chunk.positions, attend, dtype=self.dtype
         )
         last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
-        logits = decoder.next_logits(self.spec, params, x[last])
+        logits = decoder.next_logits(self.spec, weights.params, x[last])
         return Prefix(NewKV(tuple(keys), tuple(values)), logits)
 
     def _insert_program(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
@@ -301,16 +312,13 @@ class Engine:
 
     def _generate_program(
         self,
-        params: Any,
+        weights: Weights,
         state: DecodeState,
         run: Run,
         *,
         context_pages: int,
-        plain: bool,
-        extras: bool,
+        mix: Mix,
     ) -> tuple[DecodeState, Block]:
-        layers = decoder.split_layers(self.spec, params, fused=self.fused)
-
         def go_on(loop: _Loop) -> Array:
             more = jnp.any(loop.alive) | (loop.head < run.num_reserve)
             return (loop.step < run.steps) & more
@@ -323,14 +331,13 @@ class Engine:
                 loop.ask.controls,
                 loop.ask.keys,
                 loop.base + loop.step - loop.joined,
-                plain=plain,
-                extras=extras,
+                mix,
             )
             loop = self._record(loop, drawn)
-            return self._advance(params, layers, loop, drawn.tokens, context_pages)
+            return self._advance(weights, loop, drawn.tokens, context_pages)
 
         loop = jax.lax.while_loop(
-            go_on, one_step, self._begin(state, run, context_pages, extras=extras)
+            go_on, one_step, self._begin(state, run, context_pages, extras=mix.extras)
         )
         return self._finish(state, run, loop, context_pages)
 
@@ -363,7 +370,7 @@ class Engine:
                 tokens=jnp.zeros((R, T), jnp.int32),
                 logprobs=jnp.zeros((R, T), jnp.float32),
                 owners=jnp.full((R, T), S, jnp.int32),
-                ended=jnp.zeros(S, bool),
+                ends=jnp.zeros((R, T), bool),
                 steps=jnp.int32(0),
                 full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
                 kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
@@ -427,7 +434,7 @@ class Engine:
                 tokens=column(out.tokens, new.tokens),
                 logprobs=column(out.logprobs, new.logprobs),
                 owners=column(out.owners, jnp.where(alive, loop.rows, self.places)),
-                ended=out.ended.at[loop.rows].max(ends, mode="drop"),
+                ends=column(out.ends, ends),
                 full_logprobs=None
                 if new.full_logprobs is None
                 else column(out.full_logprobs, new.full_logprobs),
@@ -436,7 +443,7 @@ class Engine:
         )
 
     def _advance(
-        self, params: Any, layers: Sequence[Any], loop: _Loop, tokens: Array, context_pages: int
+        self, weights: Weights, loop: _Loop, tokens: Array, context_pages: int
     ) -> _Loop:
         """The drawn tokens through the decoder: their KV, and the next logits."""
         where = loop.base + loop.step - loop.joined  # [R]
@@ -446,12 +453,12 @@ class Engine:
         else:
             attend = self._attend_columns(loop, keys, values, context_pages)
         x = decoder.flat_forward(
-            self.spec, params, layers, tokens, where, attend, dtype=self.dtype
+            self.spec, *weights, tokens, where, attend, dtype=self.dtype
         )
         return loop._replace(
             step=loop.step + 1,
             kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
-            logits=decoder.next_logits(self.spec, params, x),
+            logits=decoder.next_logits(self.spec, weights.params, x),
         )
 
     def _attend_columns(

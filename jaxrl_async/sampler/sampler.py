@@ -133,7 +133,8 @@ class Sampler:
         )
         if mesh is not None:
             params = jax.device_put(params, shardings(weight_table(spec), mesh, SAMPLER_RULES))
-        self._spec, self._params, self.version, self.seed = spec, params, version, seed
+        self._prepared: Any = self.engine.prepare(params)
+        self.version, self.seed = version, seed
         self._weights, self._probe, self._turns, self._clock = weights, probe, turns, clock
         self._probe_logprobs = jax.jit(lambda p, t: _sequence_logprobs(spec, p, t, dtype))
         self._incoming: list[Sequence_] = []
@@ -170,9 +171,13 @@ class Sampler:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete all requests, in order; blocks. Raises RolloutError for one that cannot be
         served."""
+        return [f.result() for f in self.start_many(requests)]
+
+    def start_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Queue all requests at once, in order; futures for threads."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._enqueue(requests, futures, None)
-        return [f.result() for f in futures]
+        return futures
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request; cancelling the task frees its slot at the next block."""
@@ -214,6 +219,10 @@ class Sampler:
     def fork(self, partial: Partial, count: int) -> list[Completion]:
         """Continue one saved prefix in `count` ways; blocks. Its KV is restored once and shared."""
         return self.resume(branches(partial, count))
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is under way; answered between two blocks."""
+        return bool(self._on_thread(lambda: self._find(request_id) is not None))
 
     def stats(self) -> SamplerStats:
         """A consistent reading of the counters."""
@@ -322,8 +331,8 @@ class Sampler:
                 if self._staged is None:
                     batch.admit()
                 self._mark_started()
-                batch.prefill(self._params)
-                batch.start_block(self._params)
+                batch.prefill(self._prepared)
+                batch.start_block(self._prepared)
                 self._hand_out()
                 ended = batch.finish_block()
         self._mark_drawn()
@@ -378,21 +387,30 @@ class Sampler:
         _resolve(done)
 
     def _save(self, request_id: str, stop: bool, with_kv: bool) -> Partial:
-        batch = self._batch
-        for sequence in (*batch.placed.values(), *batch.queue):
-            if sequence.request.request_id == request_id:
-                with self._turns:
-                    partial = batch.snapshot(sequence, with_kv=with_kv)
-                if stop:
-                    output = batch.output(sequence)
-                    batch.cancel(sequence)
-                    done = _completion(sequence, output, self._clock())
-                    _resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
-                    self._count(cancelled=1)
-                return partial
-        raise RolloutError(
-            f"request {request_id!r} is not under way: it is done, cancelled, or was never "
-            "submitted to this sampler."
+        batch, sequence = self._batch, self._find(request_id)
+        if sequence is None:
+            raise RolloutError(
+                f"request {request_id!r} is not under way: it is done, cancelled, or was never "
+                "submitted to this sampler."
+            )
+        with self._turns:
+            partial = batch.snapshot(sequence, with_kv=with_kv)
+        if stop:
+            output = batch.output(sequence)
+            batch.cancel(sequence)
+            done = _completion(sequence, output, self._clock())
+            _resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
+            self._count(cancelled=1)
+        return partial
+
+    def _find(self, request_id: str) -> Sequence_ | None:
+        return next(
+            (
+                s
+                for s in (*self._batch.placed.values(), *self._batch.queue)
+                if s.request.request_id == request_id
+            ),
+            None,
         )
 
     def _take_weights(self, *, wait: bool) -> None:
@@ -412,13 +430,14 @@ class Sampler:
             return
         self._staged = None
         error = self._check_probe(update)
-        self._params, self.version = update.params, update.version
+        self._prepared = None  # room for the new ones
+        self._prepared, self.version = self.engine.prepare(update.params), update.version
         self._batch.new_version(update.version)
         if self.section.on_new_weights == "recompute":
             with self._turns:
                 self._batch.recompute()
                 while self._batch.prefilling:
-                    self._batch.prefill(self._params)
+                    self._batch.prefill(self._prepared)
                 jax.block_until_ready(self._batch.state.logits)
         elif self.section.on_new_weights == "restart":
             self._batch.restart()

@@ -22,6 +22,14 @@ class Controls(NamedTuple):
     min_p: Any  # [S] float32
 
 
+class Mix(NamedTuple):
+    """What the requests of a block ask for together; static, so that nobody pays for the rest."""
+
+    truncated: bool = False  # somebody uses top-k, top-p or min-p: logits are sorted
+    greedy: bool = False  # somebody has temperature 0
+    extras: bool = False  # somebody wants full_logprobs and kept
+
+
 class Drawn(NamedTuple):
     """One step's tokens, and what is known of the distributions behind them."""
 
@@ -36,25 +44,23 @@ def sample(
     controls: Controls,
     keys: Array,
     positions: Array,
-    *,
-    plain: bool,
-    extras: bool = False,
+    mix: Mix,
 ) -> Drawn:
     """Draw a token a slot.
 
     logits [S, V] float32, keys [S, 2] uint32 (key data), positions [S] int32 (place of the new
-    token). plain (static): no slot uses top-k, top-p or min-p, so nothing is sorted.
-    extras (static): give full_logprobs and kept too.
+    token).
     """
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
-    if not plain:
+    if mix.truncated:
         scaled = jnp.where(greedy[:, None], scaled, truncate(scaled, controls))
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
-    drawn = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    tokens = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
+    if mix.greedy:
+        tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), tokens).astype(jnp.int32)
     of_token = _at(logprobs, tokens)
-    if not extras:
+    if not mix.extras:
         return Drawn(tokens, of_token)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
     return Drawn(tokens, of_token, full, packed_bits(scaled > MASKED))
