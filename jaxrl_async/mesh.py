@@ -40,11 +40,16 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 class Slices(NamedTuple):
-    """The two meshes; the same devices where colocated."""
+    """The trainer's mesh and each sampler's; the same devices where colocated."""
 
     trainer: Mesh
-    sampler: Mesh
+    samplers: tuple[Mesh, ...]
     colocated: bool
+
+    @property
+    def sampler(self) -> Mesh:
+        """The first sampler's."""
+        return self.samplers[0]
 
 
 def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Slices:
@@ -55,15 +60,17 @@ def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = Non
         raise MeshError(
             f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, "
             "sampler "
-            f"{section.sampler.num_devices}, colocated {section.colocated}), but there are "
+            f"{section.samplers} x {section.sampler.num_devices}, colocated {section.colocated}), "
+            "but there are "
             f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
             "mesh.colocated=true."
         )
-    count = section.trainer.num_devices
-    start = 0 if section.colocated else count
+    count, each = section.trainer.num_devices, section.sampler.num_devices
+    first = 0 if section.colocated else count
+    starts = range(first, first + section.samplers * each, each)
     return Slices(
         _mesh(section.trainer, devices[:count]),
-        _mesh(section.sampler, devices[start : start + section.sampler.num_devices]),
+        tuple(_mesh(section.sampler, devices[start : start + each]) for start in starts),
         section.colocated,
     )
 

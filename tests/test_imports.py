@@ -21,6 +21,13 @@ HOST_SIDE = [
     "rollout",
     "scorers.rewards",
     "sampler.schedule",
+    "sampler.pages",
+    "sampler.prefix",
+    "sampler.slots",
+    "sampler.memory",
+    "sampler.partial",
+    "sampler.concurrency",
+    "sampler.router",
 ]
 """Modules, and packages of which every module counts."""
 HEAVY = ("jax", "jaxlib", "flax", "orbax", "grain", "torch")

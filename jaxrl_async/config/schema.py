@@ -54,14 +54,16 @@ class Mesh(Section):
     trainer: Axes = Axes()
     """Shape of the trainer's slice."""
     sampler: Axes = Axes()
-    """Shape of the sampler's slice."""
+    """Shape of a sampler's slice."""
+    samplers: Positive = 1
+    """Independent samplers, each on a slice of its own; for small models better than one wide."""
     colocated: bool = False
     """Trainer and sampler share the same devices and take turns, still asynchronously."""
 
     @property
     def num_devices(self) -> int:
         """Devices that the run needs: the larger slice when colocated, else both."""
-        both = (self.trainer.num_devices, self.sampler.num_devices)
+        both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
         return max(both) if self.colocated else sum(both)
 
     @model_validator(mode="after")
@@ -71,6 +73,11 @@ class Mesh(Section):
                 f"mesh.colocated needs slices of the same size; mesh.trainer has "
                 f"{self.trainer.num_devices} devices and mesh.sampler {self.sampler.num_devices}. "
                 "Make them equal or set mesh.colocated=false."
+            )
+        if self.colocated and self.samplers > 1:
+            raise ValueError(
+                f"mesh.colocated has one sampler on the trainer's devices; mesh.samplers is "
+                f"{self.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
             )
         return self
 
@@ -119,6 +126,8 @@ class Model(Section):
     """Type that the trainer keeps the weights in."""
     remat: Literal["none", "layer", "dots"] = "none"
     """What the backward pass computes again: nothing, each layer, or all but matrix products."""
+    attention: Literal["auto", "reference", "splash", "cudnn"] = "auto"
+    """The trainer's attention: plain JAX, TPU's splash or NVIDIA's cuDNN; auto: by platform."""
 
 
 class Addition(Section):
@@ -179,8 +188,6 @@ class WarmStart(Section):
 
 
 class Sampler(Section):
-    replicas: Positive = 1
-    """Independent samplers, each on a slice of its own with the axes of mesh.sampler."""
     slots: Positive | None = 64
     """Sequences that decode at once in each sampler; null: as many as kv_memory_mib holds."""
     reserve: float = Field(0.25, ge=0, le=1)

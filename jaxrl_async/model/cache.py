@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.model.kernels import page_head_dim
 from jaxrl_async.model.spec import ModelSpec
 
 MASKED = -1e30
@@ -27,7 +28,8 @@ class PagedKV(NamedTuple):
     """Keys and values of every layer, in pages.
 
     gathered: k layers of [P, N, K, G], v layers of [P, N, G, K].
-    ragged: k layers of [P, G, 2 N, K], keys and values in turns on the third axis; v is empty.
+    ragged: k layers of [P, G, 2 N, W], keys and values in turns on the third axis, heads widened
+    with zeros to what the kernel reads; v is empty.
     """
 
     k: tuple[Array, ...]
@@ -58,7 +60,7 @@ def init_pages(
         return tuple(jnp.zeros(shape, dtype) for _ in range(spec.layers))
 
     if ragged:
-        return PagedKV(layers(pages, G, 2 * N, K), ())
+        return PagedKV(layers(pages, G, 2 * N, page_head_dim(K)), ())
     return PagedKV(layers(pages, N, K, G), layers(pages, N, G, K))
 
 
@@ -77,7 +79,7 @@ def write(kv: PagedKV, new: NewKV, pages: Array, places: Array) -> PagedKV:
     if is_ragged(kv):
         return PagedKV(
             tuple(
-                p.at[pages, places].set(interleaved(k, v).astype(p.dtype), mode="drop")
+                p.at[pages, places].set(interleaved(k, v, p), mode="drop")
                 for p, k, v in zip(kv.k, new.k, new.v, strict=True)
             ),
             (),
@@ -92,10 +94,14 @@ def write(kv: PagedKV, new: NewKV, pages: Array, places: Array) -> PagedKV:
     )
 
 
-def interleaved(k: Array, v: Array) -> Array:
-    """[n, N, K] twice -> [n, 2 N, K]: the first head's key, its value, the second head's key, ..."""
+def interleaved(k: Array, v: Array, like: Array) -> Array:
+    """[n, N, K] twice -> [n, 2 N, W]: the first head's key, its value, the second head's key, ...
+
+    W and the number type are those of the pages `like`.
+    """
     n, N, K = k.shape
-    return jnp.stack([k, v], axis=2).reshape(n, 2 * N, K)
+    pairs = jnp.stack([k, v], axis=2).reshape(n, 2 * N, K).astype(like.dtype)
+    return jnp.pad(pairs, ((0, 0), (0, 0), (0, like.shape[-1] - K)))
 
 
 def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
@@ -108,7 +114,7 @@ def take(pages: Array, ids: Array) -> Array:
     return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
-def gather(kv: PagedKV, tables: Array, extra: int = 0) -> Context:
+def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> Context:
     """Pages of rows by tables [R, C / G], in order, with `extra` empty columns behind."""
     R, count = tables.shape
 
@@ -123,21 +129,14 @@ def gather(kv: PagedKV, tables: Array, extra: int = 0) -> Context:
         rows = jnp.swapaxes(take(p, tables), 1, 2).reshape(R, N, count * G, K)
         return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
 
-    if is_ragged(kv):
-        kv = unwoven(kv)
-    return Context(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
-
-
-def unwoven(kv: PagedKV) -> PagedKV:
-    """Ragged pages in the gathered form."""
-
-    def parts(p: Array) -> tuple[Array, Array]:
-        P, G, N2, K = p.shape
-        pairs = p.reshape(P, G, N2 // 2, 2, K)
-        return jnp.moveaxis(pairs[:, :, :, 0], 1, 3), jnp.swapaxes(pairs[:, :, :, 1], 1, 2)
-
-    split = [parts(p) for p in kv.k]
-    return PagedKV(tuple(k for k, _ in split), tuple(v for _, v in split))
+    if not is_ragged(kv):
+        return Context(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
+    pairs = [take(p, tables).reshape(R, -1, *p.shape[2:])[..., :head_dim] for p in kv.k]
+    pairs = [jnp.pad(p, ((0, 0), (0, extra), (0, 0), (0, 0))) for p in pairs]
+    return Context(
+        tuple(jnp.moveaxis(p[:, :, 0::2], 1, 3) for p in pairs),
+        tuple(jnp.swapaxes(p[:, :, 1::2], 1, 2) for p in pairs),
+    )
 
 
 def columns(context: Context, start: int) -> NewKV:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxrl_async.model.attention import attend, attend_cache, causal_within_segments
+from jaxrl_async.model.attention import reference
+from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import Layer, fuse, initial, layer_graph, rms_norm, rope_angles
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
@@ -53,18 +54,18 @@ def hidden_states(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    attention: SequenceAttention = reference,
 ) -> Array:
     """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
     padding."""
     B, T = token_ids.shape
-    visible = causal_within_segments(segment_ids)
     cos, sin = rope_angles(spec, positions.reshape(-1))
 
     # Tokens in one flat axis outside attention: the gradient of [B, T, D] @ W is 3x slower on CPU.
     def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
         layer = nnx.merge(layer_graph(spec), weights)
         q, k, v = (a.reshape(B, T, *a.shape[1:]) for a in layer.qkv(x, cos, sin))
-        attended = attend(q, k, v, visible)
+        attended = attention(q, k, v, segment_ids)
         return layer.finish(x, attended.reshape(B * T, *attended.shape[2:])), None
 
     x = _embed(params, token_ids.reshape(-1), dtype)

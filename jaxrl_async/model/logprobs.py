@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.spec import ModelSpec
 
 
@@ -17,9 +19,8 @@ def chunked_logprobs(
     """Log-prob of each target and entropy of its distribution, nats.
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice.
-    Differentiable; the
-    backward pass computes a chunk's logits again, so at most [chunk, V] exists at once in either
-    pass.
+    Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
+    at once in either pass.
     """
     tokens = hidden.shape[0]
     chunk = min(chunk, tokens)
@@ -51,6 +52,7 @@ def token_logprobs(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    attention: SequenceAttention = reference,
     chunk: int = 1024,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
@@ -60,7 +62,14 @@ def token_logprobs(
     """
     B, T = token_ids.shape
     hidden = hidden_states(
-        spec, params, token_ids, positions, segment_ids, dtype=dtype, remat=remat
+        spec,
+        params,
+        token_ids,
+        positions,
+        segment_ids,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
     )
     logprobs, entropy = chunked_logprobs(
         hidden[:, :-1].reshape(B * (T - 1), -1),

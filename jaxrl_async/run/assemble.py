@@ -42,6 +42,7 @@ from jaxrl_async.run.checkpoint import Checkpoints, Saved
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
@@ -68,7 +69,7 @@ class Parts:
     paths: Paths
     policy: Policy
     trainer: Trainer
-    sampler: Sampler
+    sampler: Sampler | Router
     rollouts: RolloutLoop
     buffer: ReplayBuffer
     channel: WeightChannel
@@ -122,20 +123,21 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         next_group=next_group,
         ledger=Ledger(paths.ledger),
     )
-    push = Push(
-        step.state_shardings.params,
-        shardings(weight_table(policy.spec), slices.sampler, SAMPLER_RULES),
-        dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
-    )
-    channel = WeightChannel(push, on_live=buffer.set_live, version=version)
+    pushes = [
+        Push(
+            step.state_shardings.params,
+            shardings(weight_table(policy.spec), mesh, SAMPLER_RULES),
+            dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
+        )
+        for mesh in slices.samplers
+    ]
+    channel = WeightChannel(pushes, on_live=buffer.set_live, version=version)
     probe = probe_tokens(policy.spec.vocab, PROBE_LENGTH) if config.weights.probe else None
-    sampler = Sampler(
-        (policy.spec, push(state.params)),
-        section=config.sampler,
-        mesh=slices.sampler,
-        seed=config.run.seed,
-        dtype=jnp.dtype(config.model.dtype),
-        weights=channel,
+    sampler = make_samplers(
+        config,
+        slices,
+        channel,
+        [(policy.spec, push(state.params)) for push in pushes],
         version=version,
         probe=None
         if probe is None
@@ -240,6 +242,33 @@ def claim_devices(config: Config) -> None:
         log.info("JAX was started before; the mesh uses the devices that are there")
 
 
+def make_samplers(
+    config: Config,
+    slices: Slices,
+    channel: WeightChannel,
+    policies: Sequence[Any],
+    **common: Any,
+) -> Sampler | Router:
+    """The sampler, or several behind a router. On a CPU each uses one core: XLA's own threads
+    cost more than they bring where trainer and samplers compute side by side."""
+    on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
+    samplers = [
+        Sampler(
+            policy,
+            section=config.sampler,
+            mesh=mesh,
+            seed=config.run.seed,
+            dtype=jnp.dtype(config.model.dtype),
+            weights=channel.subscribe(),
+            one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+            name=f"sampler-{i}" if len(policies) > 1 else "sampler",
+            **common,
+        )
+        for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
+    ]
+    return samplers[0] if len(samplers) == 1 else Router(samplers)
+
+
 def keep_compiled_programs(folder: Path) -> None:
     """JAX's persistent compilation cache, shared by all runs in the folder."""
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
@@ -309,6 +338,7 @@ def make_step(
         dtype=jnp.dtype(config.model.dtype),
         param_dtype=jnp.dtype(config.model.param_dtype),
         remat=config.model.remat,
+        attention=config.model.attention,
     )
 
 
@@ -340,7 +370,7 @@ def frozen_copy(params: Any) -> Any:
 
 
 def run_evaluation(
-    sampler: Sampler, held_out: Any, scorer: RewardScorer, **limits: Any
+    sampler: Sampler | Router, held_out: Any, scorer: RewardScorer, **limits: Any
 ) -> Mapping[str, float]:
     """Accuracy on the held-out prompts with the weights that are live now."""
     start = time.perf_counter()

@@ -11,6 +11,7 @@ what was drawn, never of time: the same requests given at once always run the sa
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,7 +121,6 @@ class Batch:
         self._block: Block | None = None
         self._block_version = 0
         self._preempted_seen = 0
-        self._read = jax.jit(lambda kv, table: _context(kv, table))
 
     # ---- what there is
 
@@ -552,7 +552,7 @@ class Batch:
         tokens = int(self.slots.lengths[sequence.place])
         width = schedule.steps_of_half(self._pages_of(tokens))
         table = self.slots.table(self.slots.pages[sequence.place], width)
-        keys, values = jax.device_get(self._read(self.state.kv, table[None]))
+        keys, values = jax.device_get(read_kv(self.state.kv, table[None], self.engine.spec.head_dim))
         kv = np.stack([keys, values], axis=1)[:, :, :tokens]
         return replace(partial, kv=kv, kv_version=sequence.kv_version)
 
@@ -568,9 +568,10 @@ class Batch:
         )
 
 
-def _context(kv: Any, table: Any) -> tuple[Any, Any]:
+@partial(jax.jit, static_argnums=2)
+def read_kv(kv: Any, table: Any, head_dim: int) -> tuple[Any, Any]:
     """Pages of one sequence as [layers, tokens, N, K], keys and values."""
-    context = cache.gather(kv, table)
+    context = cache.gather(kv, table, head_dim)
     keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
     values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
     return keys, values

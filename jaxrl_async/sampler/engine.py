@@ -12,7 +12,7 @@ know, see sampler/slots.py, and comes with each call: a few bytes per slot.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.mesh import SAMPLER_RULES, spec_for
 from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import NewKV, PagedKV
-try:
-    from jaxrl_async.model.kernels import ragged_paged
-except ImportError:
-    pass
+from jaxrl_async.model.kernels import ragged_paged
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
 
@@ -136,6 +134,32 @@ class _Loop(NamedTuple):
     out: Block
 
 
+class _Programs(NamedTuple):
+    """The compiled functions."""
+
+    prepare: Any
+    prefill: Any
+    insert: Any
+    generate: Any
+
+
+@lru_cache(maxsize=64)
+def _programs(engine: "Engine") -> _Programs:
+    """Compiled once for all equal engines."""
+    options = {"xla_cpu_multi_thread_eigen": False} if engine.one_thread else None
+    jit = partial(jax.jit, compiler_options=options)
+    return _Programs(
+        prepare=jit(engine._prepare_program),
+        prefill=jit(engine._prefill_program),
+        insert=jit(engine._insert_program, donate_argnums=(1,)),
+        generate=jit(
+            engine._generate_program,
+            donate_argnums=(1,),
+            static_argnames=("context_pages", "mix"),
+        ),
+    )
+
+
 class Engine:
     """Compiled programs for one model, slot count and mesh. Holds no state but the programs."""
 
@@ -153,24 +177,33 @@ class Engine:
         dtype: Any = jnp.float32,
         ragged: bool = False,
         one_thread: bool = False,
+        on_tpu: bool | None = None,
     ) -> None:
-        """ragged: decode on the pages with the TPU kernel. one_thread: CPU programs without
-        XLA's own threads, for several samplers side by side."""
+        """ragged: decode on the pages with the TPU kernel (elsewhere with its slow reference, for
+        tests). one_thread: CPU programs without
+        XLA's own threads, for several samplers side by side. on_tpu: null: as the devices are."""
         self.spec, self.slots, self.reserve = spec, slots, reserve
         self.max_length, self.block = max_length, block
         self.pages, self.page_tokens = pages, page_tokens
         self.mesh, self.dtype, self.ragged = mesh, dtype, ragged
         self.fused = mesh is None or mesh.size == 1
-        options = {"xla_cpu_multi_thread_eigen": False} if one_thread else None
-        jit = partial(jax.jit, compiler_options=options)
-        self._prepare = jit(self._prepare_program)
-        self._prefill = jit(self._prefill_program)
-        self._insert = jit(self._insert_program, donate_argnums=(1,))
-        self._generate = jit(
-            self._generate_program,
-            donate_argnums=(1,),
-            static_argnames=("context_pages", "mix"),
-        )
+        self.one_thread = one_thread
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        self.on_tpu = device.platform == "tpu" if on_tpu is None else on_tpu
+        self._programs = _programs(self)
+
+    def _identity(self) -> tuple[Any, ...]:
+        """All that the programs depend on: equal engines share them."""
+        return (
+            self.spec, self.slots, self.reserve, self.max_length, self.block, self.pages,
+            self.page_tokens, self.mesh, jnp.dtype(self.dtype), self.ragged, self.one_thread, self.on_tpu,
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Engine) and self._identity() == other._identity()
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -184,13 +217,12 @@ class Engine:
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled so far; a weight swap must not change it."""
-        programs = (self._prepare, self._prefill, self._insert, self._generate)
-        return sum(p._cache_size() for p in programs)  # type: ignore[attr-defined]
+        """Programs compiled so far by equal engines; a weight swap must not change it."""
+        return sum(p._cache_size() for p in self._programs)
 
     def prepare(self, params: Any) -> Weights:
         """Parameters in the form that prefill and generate take; one copy on the device."""
-        return self._prepare(params)
+        return self._programs.prepare(params)
 
     def init_decode_state(self) -> DecodeState:
         """All slots and pages empty, placed on the mesh."""
@@ -231,7 +263,7 @@ class Engine:
     def prefill(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
         """New tokens of B sequences, which see what the pages of `chunk.tables` hold; changes no
         state. One compile per (n, B, T, C)."""
-        return self._prefill(weights, state.kv, chunk)
+        return self._programs.prefill(weights, state.kv, chunk)
 
     def prefill_multisampling(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
         """The same as prefill: one sequence may be inserted into any number of slots."""
@@ -243,7 +275,7 @@ class Engine:
 
     def bulk_insert(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
         """Put a chunk's KV into pages, copy pages for those who share a prefix, ready the slots."""
-        return self._insert(prefix, state, into)
+        return self._programs.insert(prefix, state, into)
 
     def generate(
         self,
@@ -258,7 +290,7 @@ class Engine:
 
         context_pages: pages that hold every row's tokens so far. mix: what the rows ask for.
         """
-        return self._generate(weights, state, run, context_pages=context_pages, mix=mix)
+        return self._programs.generate(weights, state, run, context_pages=context_pages, mix=mix)
 
     # ---- programs
 
@@ -270,7 +302,7 @@ class Engine:
         B, T = chunk.places.shape
         within = jnp.arange(T)
         visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
-        before = cache.gather(kv, chunk.tables) if chunk.tables.shape[1] else None
+        before = cache.gather(kv, chunk.tables, self.spec.head_dim) if chunk.tables.shape[1] else None
         seen = None
         if before is not None:
             seen = jnp.arange(before.k[0].shape[-1]) < chunk.starts[:, None]
@@ -348,7 +380,7 @@ class Engine:
         tables = jnp.asarray(run.tables)[known]
         kv: Any = state.kv
         if not self.ragged:
-            kv = cache.gather(state.kv, tables[:, :context_pages], extra=T)
+            kv = cache.gather(state.kv, tables[:, :context_pages], self.spec.head_dim, extra=T)
 
         def per_row(x: Any) -> Array:
             return jnp.asarray(x)[known]
@@ -395,7 +427,7 @@ class Engine:
 
             kv = loop.kv
             if not self.ragged:
-                context = cache.gather(state.kv, table[None, :context_pages])
+                context = cache.gather(state.kv, table[None, :context_pages], self.spec.head_dim)
 
                 def over(into: Array, new: Array) -> Array:
                     return jax.lax.dynamic_update_slice(into, new, (row, 0, 0, 0))
@@ -484,11 +516,12 @@ class Engine:
         now = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
         running = now < self.places  # a row that has ended still computes, but touches no page
         page = jnp.where(running, page, self.pages)
+        kernel = partial(ragged_paged, mesh=self.mesh) if self.on_tpu else ragged_paged_reference
 
         def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-            new = cache.interleaved(k, v).astype(pages[i].dtype)
+            new = cache.interleaved(k, v, pages[i])
             pages[i] = pages[i].at[page, where % G].set(new, mode="drop")
-            return ragged_paged(
+            return kernel(
                 q,
                 pages[i],
                 jnp.where(running, where + 1, 1),

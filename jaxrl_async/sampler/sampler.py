@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -136,7 +137,7 @@ class Sampler:
         self._prepared: Any = self.engine.prepare(params)
         self.version, self.seed = version, seed
         self._weights, self._probe, self._turns, self._clock = weights, probe, turns, clock
-        self._probe_logprobs = jax.jit(lambda p, t: _sequence_logprobs(spec, p, t, dtype))
+        self._probe_logprobs = lambda p, t: _sequence_logprobs(spec, p, t, jnp.dtype(dtype))
         self._incoming: list[Sequence_] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._staged: VersionedParams | None = None  # waits until running sequences are done
@@ -583,6 +584,7 @@ def _set(results: Sequence[tuple[Any, Completion | BaseException]]) -> None:
             future.set_result(result)
 
 
+@partial(jax.jit, static_argnums=(0, 3))
 def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:
     """[n - 1] float32: log-probs of token_ids[1:] of one sequence."""
     tokens = jnp.asarray(token_ids)[None]

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
-from jaxrl_async.model.cache import init_cache, insert
-from jaxrl_async.model.decoder import decode_step, hidden_states, output_head, prefill
+from jaxrl_async.model.decoder import hidden_states, output_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import weight_table
 from jaxrl_async.sampler.sampler import Sampler
@@ -79,19 +77,24 @@ def test_logits_agree_with_transformers(checkpoint) -> None:
 
 
 def test_prefill_and_decode_agree_with_transformers(checkpoint) -> None:
+    """Prompts prefilled in chunks of five tokens over small pages, then decoded."""
     model, folder = checkpoint
-    policy = Policy.from_pretrained(folder)
-    ids, wanted = tokens(), logits_of(model, tokens())
-    lengths = np.array([20, 30])
-    logits, kv = prefill(policy.spec, policy.params, ids[:, :32], lengths)
-    cache = insert(init_cache(policy.spec, 3, 64, jnp.float32), kv, np.arange(2), np.array([2, 0]))
-    np.testing.assert_allclose(logits[0], wanted[0, 19], atol=1e-4, rtol=0)
-    for step in range(8):
-        at = jnp.array([30 + step, 0, 20 + step])
-        drawn = jnp.array([ids[1, 30 + step], 0, ids[0, 20 + step]])
-        logits, cache = decode_step(policy.spec, policy.params, cache, drawn, at, live=48)
-        np.testing.assert_allclose(logits[0], wanted[1, 30 + step], atol=1e-4, rtol=0)
-        np.testing.assert_allclose(logits[2], wanted[0, 20 + step], atol=1e-4, rtol=0)
+    section = schema.Sampler(
+        slots=3, max_length=64, max_new_tokens=24, block=4, page_tokens=8, prefill_chunk=5
+    )
+    sampler = Sampler(Policy.from_pretrained(folder), section=section)
+    prompts = [tokens()[0, :20], tokens()[1, :7]]
+    wishes = [
+        Request(request_id=f"r{i}", token_ids=p, max_new_tokens=20, key=(i, 0))
+        for i, p in enumerate(prompts)
+    ]
+    for prompt, done in zip(prompts, sampler.generate(wishes), strict=True):
+        whole = np.concatenate([prompt, done.token_ids])[None]
+        wanted = jax.nn.log_softmax(logits_of(model, whole)[0, len(prompt) - 1 : -1])
+        np.testing.assert_allclose(
+            done.logprobs, np.asarray(wanted)[np.arange(20), done.token_ids], atol=1e-4, rtol=0
+        )
+    sampler.close()
 
 
 def test_what_we_save_transformers_loads(checkpoint, tmp_path: Path) -> None:

@@ -1,0 +1,285 @@
+"""Attention kernels that ship with JAX, with the shapes of this package: splash and ragged paged
+attention for TPU, cuDNN's for NVIDIA. The truth that they are tested against: model/attention.py.
+
+A kernel is opaque to XLA's partitioner, so under a mesh each device runs it on its own rows and
+heads (`per_shard`).
+"""
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import TRAINER_RULES, spec_for
+
+LANES = 128
+"""Width of a TPU vector register: head widths and block lengths are counted in it."""
+MAX_SPLASH_BLOCK = 512
+"""Longest block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
+MAX_RAGGED_PAGES = 16
+"""Most pages in a block, as in most entries of JAX's tuned table."""
+MAX_RAGGED_QUERIES = 32
+"""Query tokens in a block, as in most entries of JAX's tuned table."""
+RAGGED_KV_BYTES = 4 * 2**20
+"""VMEM for the two buffers that pages are copied into, of the 16 MiB that a kernel may use."""
+
+SequenceAttention = Callable[[Array, Array, Array, Array], Array]
+"""(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
+queries, causal within a segment. Rows of segment 0 (padding) hold any finite numbers."""
+
+
+# ---- whole sequences
+
+
+def splash(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
+    """JAX's TPU flash attention, which skips the blocks above the diagonal. Differentiable.
+
+    float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`). Scores,
+    softmax and sums are in float32.
+    """
+    T, H, K = q_BTHK.shape[1:]
+    block = splash_block(T)
+    padding = -T % block
+
+    def heads_first(x_BTHK: Array) -> Array:
+        return jnp.swapaxes(jnp.pad(x_BTHK, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
+
+    causal = splash_lib.CausalMask((T + padding, T + padding))
+    kernel = splash_lib.make_splash_mha(
+        splash_lib.MultiHeadMask([causal] * H),
+        block_sizes=_equal_blocks(block),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    q, k, v = heads_first(q_BTHK * K**-0.5), heads_first(k_BTNK), heads_first(v_BTNK)
+    segments = jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
+    out = jax.vmap(kernel)(q, k, v, splash_lib.SegmentIds(segments, segments))
+    return jnp.swapaxes(out, 1, 2)[:, :T]
+
+
+def splash_block(length: int) -> int:
+    """The largest block (a multiple of 128, at most 512) that pads `length` by little.
+
+    Little: to the next multiple of 128, or by an eighth. Larger blocks keep the matrix unit busier;
+    more padding computes more for nothing.
+
+    >>> [splash_block(n) for n in (16, 300, 640, 1024, 1100, 4000)]
+    [128, 384, 128, 512, 384, 512]
+    """
+    fits = max(_rounded_up(length, LANES), length + length // 8)
+    blocks = range(LANES, MAX_SPLASH_BLOCK + 1, LANES)
+    return max(b for b in blocks if _rounded_up(length, b) <= fits)
+
+
+def _equal_blocks(block: int) -> splash_lib.BlockSizes:
+    """The same block in the forward and both backward kernels."""
+    return splash_lib.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+
+def cudnn(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """cuDNN's flash attention on NVIDIA. Differentiable.
+
+    float16 or bfloat16; head width a multiple of 8, up to 256 from Hopper on and 128 before. T is
+    padded to a multiple of 8. Segments are a mask [B, 1, T, T] in the inputs' type; blocks above
+    the diagonal are skipped. implementation="xla" makes the same call anywhere, for tests.
+    """
+    T = q_BTHK.shape[1]
+    padding = -T % 8
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BTHK, k_BTNK, v_BTNK))
+    segments = jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=same, is_causal=True, implementation=implementation
+    )
+    return out[:, :T]
+
+
+def per_shard(function: SequenceAttention, mesh: Mesh | None) -> SequenceAttention:
+    """`function` on each device's own rows and heads: rows over (data, fsdp), heads over tensor.
+
+    What an axis does not divide is computed whole on each of its devices. Where tensor divides the
+    query heads but not the kv heads, kv heads are repeated until it does.
+    """
+    if mesh is None or mesh.size == 1:
+        return function
+
+    def sharded(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
+        axes = ("batch", "length", "heads", "head_dim")
+        heads = spec_for(q_BTHK.shape, axes, mesh, TRAINER_RULES)
+        rows = PartitionSpec(heads[0], None)
+        copies = kv_copies(q_BTHK.shape[2], k_BTNK.shape[2], mesh.shape["tensor"])
+        k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTNK, v_BTNK))
+        local = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, rows),
+            out_specs=heads,
+            check_vma=False,  # a pallas_call does not say over which axes its result varies
+        )
+        return local(q_BTHK, k, v, segment_ids_BT)
+
+    return sharded
+
+
+def kv_copies(heads: int, kv_heads: int, ways: int) -> int:
+    """Copies of each kv head, next to one another, so that `ways` devices get equally many.
+
+    1 where `ways` does not divide the query heads: then nothing is divided. Else kv_heads * copies
+    = lcm(kv_heads, ways), which divides heads, since both do; query head h still reads a copy of
+    its own kv head.
+    """
+    return 1 if heads % ways else ways // gcd(kv_heads, ways)
+
+
+# ---- pages
+
+
+def ragged_paged(
+    q_tHK: Array,
+    kv_pages: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    *,
+    mesh: Mesh | None = None,
+) -> Array:
+    """JAX's TPU ragged paged attention: sequences of several queries each against their KV pages.
+
+    q_tHK         [tokens, H, K]: the queries of sequence 0, then of sequence 1, ...
+    kv_pages      [pages, page_size, 2 N, K or more]: key and value of kv head 0, of kv head 1, ...
+    kv_lens       [seqs] int32: tokens in the pages, those of the queries included
+    page_indices  [seqs, pages_per_seq] int32: pages of a sequence in order, each < pages
+    cu_q_lens     [seqs + 1] int32: sequence s has queries cu_q_lens[s] .. cu_q_lens[s + 1]
+    num_seqs      [1] int32: sequences that count; those behind are ignored
+    -> [tokens, H, K], 0 behind the last query
+
+    A sequence's queries are its last tokens: one query is a decode step, many are a chunk of a
+    prompt, and both may be in one call. Each sequence has 1 <= queries <= kv_lens.
+
+    The kernel wants float32 or bfloat16, the same for queries and pages; 1, 2, 4 or a multiple of
+    8 kv heads on each device (`refuse_heads`); any page size; heads 128 wide. Narrower heads are
+    padded here: the queries cheaply, the pages by a copy of all of them at each call. So a cache
+    should hold pages of `page_head_dim(K)`, zeros behind K, which takes no more memory on a TPU.
+    mesh: heads over tensor, all else whole on each device.
+    """
+    K = q_tHK.shape[-1]
+    ways = 1 if mesh is None else _head_ways(kv_pages, mesh)
+    width = page_head_dim(max(K, kv_pages.shape[-1]))
+    refuse_heads(q_tHK.shape[1] // ways, kv_pages.shape[2] // 2 // ways, width, kv_pages.dtype)
+
+    def kernel(q: Array, pages: Array, *tables: Array) -> Array:
+        pages_block, queries_block = ragged_blocks(
+            q.shape[0], page_indices.shape[1], pages.shape[1], pages.shape[2], width, pages.dtype
+        )
+        return ragged_paged_attention(
+            q,
+            pages,
+            *tables,
+            sm_scale=K**-0.5,
+            num_kv_pages_per_block=pages_block,
+            num_queries_per_block=queries_block,
+        )
+
+    if mesh is not None:
+        heads = "tensor" if ways > 1 else None
+        whole = (PartitionSpec(),) * 4
+        kernel = jax.shard_map(
+            kernel,
+            mesh=mesh,
+            in_specs=(PartitionSpec(None, heads), PartitionSpec(None, None, heads), *whole),
+            out_specs=PartitionSpec(None, heads),
+            check_vma=False,
+        )
+    out = kernel(
+        _widened(q_tHK, width),
+        _widened(kv_pages, width),
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        num_seqs,
+    )
+    real = jnp.arange(q_tHK.shape[0]) < cu_q_lens[num_seqs[0]]
+    return jnp.where(real[:, None, None], out[..., :K], 0)
+
+
+def page_head_dim(head_dim: int) -> int:
+    """Width of a head in the pages that `ragged_paged` reads without a copy."""
+    return _rounded_up(head_dim, LANES)
+
+
+def ragged_blocks(
+    tokens: int, pages_per_seq: int, page_size: int, kv_rows: int, head_dim: int, dtype: Any
+) -> tuple[int, int]:
+    """(pages, queries) in a block of `ragged_paged`; kv_rows is 2 N, keys and values.
+
+    As many pages as a sequence has, at most 16, whose two buffers fit 4 MiB; the kernel handles
+    2 N rows at once, or 8 (float32) or 16 (bfloat16) where those divide 2 N.
+
+    >>> ragged_blocks(256, 64, 32, 16, 128, jnp.bfloat16)
+    (16, 32)
+    >>> ragged_blocks(8, 4, 512, 20, 128, jnp.float32)
+    (1, 8)
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    tile = 8 * 4 // itemsize
+    rows = tile if kv_rows % tile == 0 else kv_rows
+    page_bytes = 2 * page_size * rows * head_dim * itemsize
+    most = max(1, RAGGED_KV_BYTES // page_bytes)
+    return min(pages_per_seq, MAX_RAGGED_PAGES, most), min(tokens, MAX_RAGGED_QUERIES)
+
+
+def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
+    """ConfigError where `ragged_paged` cannot lay out such heads on one device.
+
+    Its copies want key and value rows that fill registers (8 rows of 4 bytes), or 1, 2 or 4 of
+    those rows; where it takes the rows in several parts, the queries of a part too.
+    """
+    packing = 4 // jnp.dtype(dtype).itemsize
+    rows, rest = divmod(2 * kv_heads, packing)
+    part = 4 * packing * heads // kv_heads  # queries of 8 * packing rows
+    rows_fit = not rest and (rows in (1, 2, 4, 8) or (rows % 8 == 0 and part % 8 == 0))
+    if not rows_fit or head_dim > LANES:
+        raise ConfigError(
+            f"sampler.attention=ragged cannot lay out {heads} query and {kv_heads} kv heads of "
+            f"{head_dim} x {jnp.dtype(dtype)} on a device: it wants 1, 2, 4 or a multiple of 8 kv "
+            f"heads, at most {LANES} wide. Set sampler.attention=gathered, or change "
+            "mesh.sampler.tensor."
+        )
+
+
+def _head_ways(kv_pages: Array, mesh: Mesh) -> int:
+    """Devices that the kv heads are divided over; key and value of a head stay together."""
+    ways = mesh.shape["tensor"]
+    return ways if (kv_pages.shape[2] // 2) % ways == 0 else 1
+
+
+def _widened(x: Array, width: int) -> Array:
+    """Zeros behind the last axis, up to `width`."""
+    missing = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

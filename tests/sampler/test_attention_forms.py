@@ -1,0 +1,102 @@
+"""Both forms of decode attention, and every way through the pages, give the same tokens."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import make_slices
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.testing.kernels import interpreted_kernels
+from jaxrl_async.types import VersionedParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
+
+WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    sampler = make_sampler(prefix_cache=False, reserve=0.0)
+    tokens = [c.token_ids.tolist() for c in sampler.generate(WISHES)]
+    sampler.close()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention": "ragged"},
+        {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
+        {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
+        {"reserve": 1.0, "block": 16},
+        {"attention": "ragged", "reserve": 1.0, "block": 16},
+        {"slots": 16},
+    ],
+)
+def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
+    sampler = make_sampler(**settings)
+    assert [c.token_ids.tolist() for c in sampler.generate(WISHES)] == wanted
+    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.close()
+
+
+def test_rows_are_taken_over_in_mid_block() -> None:
+    lengths = [2, 3, 16, 16, 5, 5, 4, 4]
+    wishes = [
+        request(i, forced_length=n, max_new_tokens=n, request_id=f"f{i}")
+        for i, n in enumerate(lengths)
+    ]
+    sampler = make_sampler(reserve=1.0, block=16)
+    done = sampler.generate(wishes)
+    stats = sampler.stats()
+    assert [len(c.token_ids) for c in done] == lengths
+    assert stats.blocks == 1, "four rows drew eight answers in one block"
+    sampler.close()
+
+
+def test_ragged_kv_can_be_saved_and_swapped() -> None:
+    kinds = {"on_new_weights": "recompute"}
+    both = []
+    for attention in ("gathered", "ragged"):
+        source = Script([VersionedParams(version=1, params=OTHER)], after=3)
+        sampler = make_sampler(attention=attention, weights=source, **kinds)
+        both.append([c.token_ids.tolist() for c in sampler.generate(WISHES)])
+        sampler.close()
+    assert both[0] == both[1]
+
+
+@pytest.mark.slow
+def test_a_ragged_sampler_over_two_devices() -> None:
+    section = SECTION.model_copy(update={"attention": "ragged"})
+    mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=2))).sampler
+    sampler = Sampler((SPEC, PARAMS), section=section, mesh=mesh)
+    one = make_sampler()
+    for a, b in zip(sampler.generate(WISHES[:4]), one.generate(WISHES[:4]), strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+    sampler.close()
+    one.close()
+
+
+@pytest.mark.slow
+def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
+    """The whole decode loop with the Pallas kernel in interpret mode."""
+    section = SECTION.model_copy(update={"attention": "ragged"})
+    sampler = Sampler((SPEC, PARAMS), section=section)
+    sampler.engine.__init__(
+        SPEC,
+        slots=4,
+        reserve=1,
+        max_length=64,
+        pages=sampler.plan.pages,
+        page_tokens=16,
+        block=5,
+        ragged=True,
+        on_tpu=True,
+    )
+    with interpreted_kernels():
+        done = sampler.generate(WISHES[:4])
+        sampler.close()
+    assert [c.token_ids.tolist() for c in done] == wanted[:4]

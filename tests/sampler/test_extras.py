@@ -1,0 +1,70 @@
+"""What the trainer needs to be exact: sampling masks and log-probs of both distributions."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_async.model.decoder import hidden_states, output_head
+from jaxrl_async.types import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
+
+
+def logits_before(prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """[drawn, vocab] float64 logits that each drawn token came from."""
+    ids = np.concatenate([prompt, drawn])[None]
+    positions = np.arange(ids.shape[1])[None]
+    hidden = hidden_states(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+    logits = np.asarray(hidden @ output_head(SPEC, PARAMS), np.float64)[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x - x.max()).sum()) - x.max()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(top_p=0.6),
+        SamplingParams(temperature=1.3, min_p=0.1),
+        SamplingParams(temperature=0.8),
+    ],
+)
+def test_masks_and_both_log_probs_are_those_of_the_definition(sampling) -> None:
+    sampler = make_sampler()
+    wish = request(31, sampling=sampling, max_new_tokens=16, stop_token_ids=(), extras=True)
+    neighbour = request(32, sampling=SamplingParams(temperature=0.0))
+    done = sampler.generate([wish, neighbour])[0]
+    sampler.close()
+    assert done.kept is not None and done.full_logprobs is not None
+    for t, logits in enumerate(logits_before(wish.token_ids, done.token_ids)):
+        kept, token = done.kept.of(t), done.token_ids[t]
+        scaled = logits / sampling.temperature
+        assert token in kept
+        truncated = np.full(VOCAB, -np.inf)
+        truncated[kept] = scaled[kept]
+        assert done.logprobs[t] == pytest.approx(log_softmax(truncated)[token], abs=1e-4)
+        assert done.full_logprobs[t] == pytest.approx(log_softmax(logits)[token], abs=1e-4)
+        probabilities = np.exp(log_softmax(scaled))
+        if sampling.top_k:
+            assert kept.tolist() == sorted(np.argsort(-scaled)[: sampling.top_k])
+        elif sampling.top_p < 1:
+            assert probabilities[kept].sum() >= sampling.top_p
+            assert probabilities[kept].sum() - probabilities[kept].min() < sampling.top_p
+        elif sampling.min_p:
+            wanted = probabilities >= sampling.min_p * probabilities.max()
+            assert kept.tolist() == np.flatnonzero(wanted).tolist()
+        else:
+            assert len(kept) == VOCAB
+
+
+def test_without_asking_nothing_extra_is_carried() -> None:
+    sampler = make_sampler()
+    done = sampler.generate([request(33)])[0]
+    sampler.close()
+    assert done.kept is None and done.full_logprobs is None and done.expert_ids is None

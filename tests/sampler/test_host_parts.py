@@ -1,0 +1,187 @@
+"""Pages, prefix store, slots, memory plan, limit, schedule and router's choice: pure host code."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.sampler import schedule
+from jaxrl_async.sampler.concurrency import DECREASE, Limit, Load, next_limit
+from jaxrl_async.sampler.memory import plan_memory
+from jaxrl_async.sampler.pages import Pages
+from jaxrl_async.sampler.prefix import PrefixStore
+from jaxrl_async.sampler.router import Candidate, choose
+from jaxrl_async.sampler.slots import Slots, unpacked_bits
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
+def test_pages_add_up_whatever_happens(steps) -> None:
+    pages, held = Pages(8), []
+    for what, number in steps:
+        if what == "take":
+            free = pages.num_free
+            got = pages.allocate(number)
+            assert (got is None) == (number > free)
+            held += [got] if got else []
+        elif held and what == "share":
+            pages.hold(held[number % len(held)])
+            held.append(held[number % len(held)])
+        elif held:
+            pages.release(held.pop(number % len(held)))
+        pages.check_integrity(held)
+
+
+def test_a_page_that_is_free_cannot_be_given_back() -> None:
+    with pytest.raises(AssertionError, match="page 0 is free"):
+        Pages(1).release([0])
+
+
+def tokens(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_the_store_finds_the_longest_prefix_but_leaves_a_token_to_compute() -> None:
+    pages = Pages(8)
+    store = PrefixStore(pages, 2)
+    mine = pages.allocate(3)
+    store.put(tokens(1, 2, 3, 4, 5), mine)
+    assert store.held == (mine[1], mine[0]), "only full pages; ends are given up first"
+    assert store.match(tokens(1, 2, 3, 4, 9)) == mine[:2]
+    assert store.match(tokens(1, 2, 3, 4)) == mine[:1], "the last token's logits are needed"
+    assert store.match(tokens(9, 2, 3, 4, 5)) == []
+    assert store.match(tokens(1, 2, 9, 4, 5)) == mine[:1]
+
+
+def test_the_store_gives_up_ends_first_and_never_what_others_hold() -> None:
+    pages = Pages(4)
+    store = PrefixStore(pages, 1)
+    mine = pages.allocate(3)
+    store.put(tokens(1, 2, 3), mine)
+    pages.release(mine[1:])
+    assert store.evict(1) == 1 and pages.num_free == 2
+    assert store.match(tokens(1, 2, 3, 4)) == mine[:2], "the end of the chain went"
+    pages.release(mine[:2])
+    assert store.evict(5) == 1, "the first page is still held by its sequence"
+    pages.check_integrity([mine[:1], store.held])
+
+
+def test_other_weights_empty_the_store() -> None:
+    pages = Pages(4)
+    store = PrefixStore(pages, 1)
+    mine = pages.allocate(2)
+    store.put(tokens(1, 2), mine)
+    store.clear()
+    assert store.match(tokens(1, 2, 3)) == []
+    pages.check_integrity([mine])
+
+
+def test_a_store_that_is_off_keeps_nothing() -> None:
+    pages = Pages(2)
+    store = PrefixStore(pages, 1, enabled=False)
+    store.put(tokens(1, 2), pages.allocate(2))
+    assert store.held == () and store.match(tokens(1, 2)) == []
+
+
+def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
+    slots = Slots(3, max_length=8, max_new=8, page_tokens=4, no_page=9)
+    slots.occupy(0, 2, [1], version=4)
+    slots.occupy(2, 3, [2], version=5)
+    drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
+    owners = tokens(0, 2, 2, 3, 3, 3).reshape(2, 3)  # slot 2 took row 0 over; row 1 is empty
+    spans = slots.take(drawn, drawn.astype(np.float32), owners, version=6)
+    assert [tuple(s) for s in spans] == [(0, 0, 1), (2, 0, 2)]
+    assert slots.tokens[0, :1].tolist() == [10] and slots.tokens[2, :2].tolist() == [11, 12]
+    assert slots.versions[0, :1].tolist() == [4], "the first token has the old logits' version"
+    assert slots.versions[2, :2].tolist() == [5, 6]
+    assert slots.lengths.tolist() == [3, 0, 5]
+
+
+def test_bits_come_back_as_token_ids() -> None:
+    assert unpacked_bits(np.array([0b1001, 1 << 31], np.uint32)).tolist() == [0, 3, 63]
+
+
+def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
+    wish = {"token_bytes": 64, "max_length": 100, "page_tokens": 16, "reserve_share": 0.25}
+    with pytest.raises(ConfigError, match=r"needs 7\. Give at least"):
+        plan_memory(**wish, slots=4, budget_bytes=6 * 16 * 64)
+    plan = plan_memory(**wish, slots=None, budget_bytes=80 * 16 * 64)
+    assert (plan.pages, plan.slots, plan.kv_bytes) == (80, 20, 80 * 16 * 64)
+    roomy = plan_memory(**wish, slots=4, budget_bytes=None)
+    assert roomy.pages >= (4 + 1) * 7, "every place can hold the longest sequence"
+
+
+limits = st.builds(Limit, value=st.floats(1, 64), least=st.just(1), most=st.just(64))
+loads = st.builds(
+    Load,
+    running=st.integers(0, 64),
+    waiting=st.integers(0, 9),
+    used_share=st.floats(0, 1),
+    preempted=st.integers(0, 2),
+)
+
+
+@given(limits, loads)
+def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, load) -> None:
+    after = next_limit(limit, load)
+    assert after.least <= after.value <= after.most
+    assert after.value in (limit.value, min(64.0, limit.value + 1), max(1.0, limit.value * DECREASE))
+    assert not (load.preempted and after.value > limit.value)
+
+
+def test_the_limit_finds_its_way_back_up() -> None:
+    limit = Limit(value=64, least=1, most=64)
+    limit = next_limit(limit, Load(running=64, waiting=5, used_share=0.95, preempted=1))
+    assert limit.value == 64 * DECREASE
+    for _ in range(20):
+        running = limit.requests
+        limit = next_limit(limit, Load(running=running, waiting=5, used_share=0.3, preempted=0))
+    assert limit.requests == 64
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50))).map(
+        lambda pairs: [(start, start + more) for start, more in pairs]
+    ),
+    st.integers(1, 64),
+)
+def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budget) -> None:
+    done = [start for start, _ in waiting]
+    rounds = deque()
+    while any(d < total for d, (_, total) in zip(done, waiting, strict=True)):
+        open_ = [(i, d, t) for i, (d, (_, t)) in enumerate(zip(done, waiting, strict=True)) if d < t]
+        pieces = schedule.plan_pieces([(d, t) for _, d, t in open_], budget)
+        assert 0 < sum(p.count for p in pieces) <= budget
+        assert [p.index for p in pieces] == list(range(len(pieces))), "first come, first served"
+        for piece in pieces:
+            assert piece.start == done[open_[piece.index][0]]
+            done[open_[piece.index][0]] += piece.count
+        together = [p for _, found in schedule.by_bucket(pieces) for p in found]
+        assert sorted(together, key=lambda p: p.index) == list(pieces)
+        rounds.append(pieces)
+    assert done == [total for _, total in waiting]
+
+
+@given(st.integers(1, 5000))
+def test_buckets_hold_what_they_are_for_at_little_waste(count) -> None:
+    assert count <= schedule.steps_of_half(count) < max(2, 1.5 * count)
+    assert count <= schedule.length_bucket(count) < max(schedule.SMALLEST_BUCKET + 1, 2 * count)
+    assert count <= schedule.rows_bucket(count) < 4 * count + 1
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_rows_hold_everybody_and_shrink_when_few_run(running, slots) -> None:
+    running = min(running, slots)
+    rows = schedule.decode_rows(running, slots)
+    assert running <= rows <= slots and slots % rows == 0
+
+
+def test_a_prefix_goes_home_unless_home_is_much_busier() -> None:
+    idle, busy = Candidate(in_flight=0, places=8), Candidate(in_flight=8, places=8)
+    some = Candidate(in_flight=1, places=8)
+    assert choose([some, idle], home=0) == 0
+    assert choose([busy, idle], home=0) == 1
+    assert choose([some, idle], home=None) == 1
+    assert choose([idle, idle], home=None) == 0

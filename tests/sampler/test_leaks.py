@@ -1,0 +1,58 @@
+"""Ten thousand requests leave no page, slot, thread or host memory behind."""
+
+import gc
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import make_sampler, request
+
+pytestmark = pytest.mark.slow
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see memory")
+def test_ten_thousand_requests_leave_nothing_behind() -> None:
+    threads = threading.active_count()
+    sampler = make_sampler(slots=64, block=8, max_new_tokens=8, max_length=48, prefill_chunk=512)
+    prompts = [request(i).token_ids for i in range(500)]
+
+    def round_of(number: int, count: int) -> None:
+        wishes = [
+            request(
+                i,
+                request_id=f"{number}/{i}",
+                token_ids=np.roll(prompts[i % 500], number),
+                max_new_tokens=1 + i % 8,
+                key=(number, i),
+            )
+            for i in range(count)
+        ]
+        assert len(sampler.generate(wishes)) == count
+
+    for number in range(3):  # every program is compiled, every pool is filled
+        round_of(number, 1000)
+    gc.collect()
+    before = resident_mib()
+    for number in range(3, 10):
+        round_of(number, 1000)
+    gc.collect()
+    grown = resident_mib() - before
+    stats = sampler.stats()
+    assert stats.requests_done == 10_000
+    assert not sampler._batch.placed and not sampler._batch.queue and not sampler._finished
+    sampler._on_thread(sampler._batch.check_integrity)
+    held = len(sampler._batch.store.held)
+    assert sampler._batch.pages.num_free + held == sampler._batch.pages.count
+    assert grown < 64, f"host memory grew by {grown:.0f} MiB"
+    sampler.close()
+    assert threading.active_count() <= threads

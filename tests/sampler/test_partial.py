@@ -1,0 +1,165 @@
+"""A running request as data: saved, resumed elsewhere, forked, cancelled."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.partial import load_partial, save_partial
+from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from tiny import make_sampler, request
+
+WISH = request(20, max_new_tokens=30, stop_token_ids=(), token_ids=np.arange(20, dtype=np.int32))
+
+
+def caught_in_flight(sampler, wish: Request, *, with_kv: bool = True) -> Partial:
+    """Start a request and save it as soon as it has drawn something."""
+    future = sampler.start_many([wish])[0]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        partial = sampler.save(wish.request_id, stop=False, with_kv=with_kv)
+        if len(partial.token_ids):
+            sampler.save(wish.request_id, stop=True)
+            assert future.result().stop is StopReason.CANCELLED
+            return partial
+    raise AssertionError("nothing was drawn in a minute")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    sampler = make_sampler()
+    done = sampler.generate([WISH])[0]
+    sampler.close()
+    return done
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) -> None:
+    first = make_sampler(block=2)
+    partial = caught_in_flight(first, WISH, with_kv=with_kv)
+    first._on_thread(first._batch.check_integrity)
+    first.close()
+    assert (partial.kv is not None) == with_kv
+    assert 0 < len(partial.token_ids) < 30
+    save_partial(partial, tmp_path / "one.npz")
+    second = make_sampler(slots=2, block=8)
+    before = second.stats().prefill_tokens
+    done = second.resume([load_partial(tmp_path / "one.npz")])[0]
+    computed = second.stats().prefill_tokens - before
+    second.close()
+    assert done.token_ids.tolist() == whole.token_ids.tolist()
+    np.testing.assert_allclose(done.logprobs, whole.logprobs, atol=1e-5)
+    assert computed == (1 if with_kv else 20 + len(partial.token_ids)), "KV is a short cut"
+
+
+def test_kv_of_other_weights_is_not_used(whole) -> None:
+    first = make_sampler(block=2)
+    partial = caught_in_flight(first, WISH)
+    first.close()
+    second = make_sampler(version=7)
+    before = second.stats().prefill_tokens
+    done = second.resume([partial])[0]
+    assert second.stats().prefill_tokens - before == 20 + len(partial.token_ids)
+    assert set(done.versions[len(partial.token_ids) :].tolist()) == {7}
+    second.close()
+
+
+@pytest.mark.slow
+def test_save_kill_the_process_resume_in_a_new_one(whole, tmp_path) -> None:
+    code = """
+        import sys, time
+        sys.path.insert(0, {here!r})
+        from pathlib import Path
+        from tiny import make_sampler, request
+        from test_partial import WISH, caught_in_flight
+        from jaxrl_async.sampler.partial import save_partial
+        sampler = make_sampler(block=2)
+        save_partial(caught_in_flight(sampler, WISH), {path!r})
+        print("saved", flush=True)
+        time.sleep(600)
+    """
+    path = str(tmp_path / "one.npz")
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code).format(here=str(HERE), path=path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "saved"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    sampler = make_sampler()
+    done = sampler.resume([load_partial(path)])[0]
+    sampler.close()
+    assert done.token_ids.tolist() == whole.token_ids.tolist()
+
+
+def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
+    sampler = make_sampler(block=2)
+    partial = caught_in_flight(sampler, WISH)
+    before = sampler.stats().prefill_tokens
+    done = sampler.fork(partial, 3)
+    n = len(partial.token_ids)
+    assert sampler.stats().prefill_tokens - before <= 32, "the prefix was not computed three times"
+    assert [c.request_id for c in done] == [f"{WISH.request_id}/b{i}" for i in (1, 2, 3)]
+    assert len({tuple(c.token_ids) for c in done}) == 3
+    for c in done:
+        assert c.token_ids[:n].tolist() == whole.token_ids[:n].tolist()
+    again = sampler.fork(partial, 3)
+    assert [c.token_ids.tolist() for c in again] == [c.token_ids.tolist() for c in done]
+    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.close()
+
+
+def test_extras_survive_a_save(tmp_path) -> None:
+    wish = request(
+        22, request_id="x", max_new_tokens=20, stop_token_ids=(), extras=True,
+        sampling=SamplingParams(top_k=5),
+    )  # fmt: skip
+    sampler = make_sampler(block=2)
+    wanted = sampler.generate([wish])[0]
+    partial = caught_in_flight(sampler, wish)
+    save_partial(partial, tmp_path / "x.npz")
+    done = sampler.resume([load_partial(tmp_path / "x.npz")])[0]
+    sampler.close()
+    assert done.kept.ids.tolist() == wanted.kept.ids.tolist()
+    np.testing.assert_allclose(done.full_logprobs, wanted.full_logprobs, atol=1e-5)
+
+
+def test_what_is_wrong_is_said(tmp_path) -> None:
+    sampler = make_sampler(seed=1)
+    with pytest.raises(RolloutError, match="'nobody' is not under way"):
+        sampler.save("nobody")
+    empty = np.zeros(0, np.int32)
+    partial = Partial(
+        request=WISH, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=2
+    )
+    with pytest.raises(RolloutError, match="of seed 2, this one has 1"):
+        sampler.resume([partial])
+    (tmp_path / "bad.npz").write_bytes(b"no")
+    with pytest.raises(RolloutError, match="is not a saved request"):
+        load_partial(tmp_path / "bad.npz")
+    sampler.close()
+
+
+def test_a_request_that_still_waits_can_be_saved_and_stopped() -> None:
+    sampler = make_sampler(slots=1, reserve=0.0)
+    futures = sampler.start_many(
+        [request(i, request_id=f"w{i}", max_new_tokens=30, stop_token_ids=()) for i in range(4)]
+    )
+    partial = sampler.save("w3", stop=True)
+    assert len(partial.token_ids) == 0 and futures[3].result().stop is StopReason.CANCELLED
+    assert all(len(f.result().token_ids) for f in futures[:3])
+    threads = threading.active_count()
+    sampler.close()
+    assert threading.active_count() < threads

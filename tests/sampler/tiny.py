@@ -1,0 +1,60 @@
+"""A tiny decoder and requests for it, for the sampler's tests."""
+
+import jax
+import numpy as np
+
+from jaxrl_async.config import schema
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.types import Request, SamplingParams, VersionedParams
+
+VOCAB = 48
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), VOCAB
+)
+PARAMS = init_params(SPEC, jax.random.key(0))
+OTHER = init_params(SPEC, jax.random.key(1))
+SECTION = schema.Sampler(slots=4, max_length=64, max_new_tokens=32, block=4, page_tokens=16)
+
+KINDS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=8),
+    SamplingParams(top_p=0.8, min_p=0.02),
+)
+
+
+def make_sampler(**wishes: object) -> Sampler:
+    """A sampler with other settings than SECTION's."""
+    kept = {k: wishes.pop(k) for k in ("weights", "seed", "version", "probe") if k in wishes}
+    return Sampler((SPEC, PARAMS), section=SECTION.model_copy(update=wishes), **kept)
+
+
+def request(number: int, **wishes: object) -> Request:
+    """A request that its number says all about."""
+    random = np.random.default_rng(number)
+    base: dict = {
+        "request_id": f"g{number}/m0/t0",
+        "token_ids": random.integers(0, VOCAB, random.integers(3, 40)).astype(np.int32),
+        "max_new_tokens": int(random.integers(2, 24)),
+        "sampling": KINDS[number % len(KINDS)],
+        "stop_token_ids": (1,) if number % 3 == 0 else (),
+        "key": (number, 0),
+    }
+    return Request(**{**base, **wishes})
+
+
+class Script:
+    """A WeightSource that gives prepared weights, one at each poll after `after` polls."""
+
+    def __init__(self, updates: list[VersionedParams], after: int = 2) -> None:
+        self.updates, self.wait_polls = updates, after
+        self.went_live: list[int] = []
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        self.wait_polls -= 1
+        return self.updates.pop(0) if self.wait_polls < 0 and self.updates else None
+
+    def live(self, version: int) -> None:
+        self.went_live.append(version)
