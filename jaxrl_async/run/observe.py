@@ -51,11 +51,28 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         "sampler/busy_share": busy,
         "sampler/idle_share": 1.0 - busy,
         "sampler/slot_occupancy": used / slot_steps if slot_steps else 0.0,
+        **kv_use(was, sampler),
         "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
         "throughput/generated_tokens_per_s": tokens / wall_s,
         **(transfer(sampler, after.channel) if sampler.swaps else {}),
         "buffer/active": float(after.buffer.active),
         "buffer/ready": float(after.buffer.ready),
+    }
+
+
+def kv_use(was: Any, now: Any) -> dict[str, float]:
+    """How well the sampler used its slots and pages between two readings."""
+    waiting = now.waiting_slot_steps - was.waiting_slot_steps
+    asked = now.prefix_asked_tokens - was.prefix_asked_tokens
+    used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
+    found = now.prefix_hit_tokens - was.prefix_hit_tokens
+    counted = ("preempted", "restarted", "discarded_tokens", "recomputed_tokens")
+    return {
+        **({"sampler/occupancy_while_waiting": used / waiting} if waiting else {}),
+        **({"sampler/prefix_hit_share": found / asked} if asked else {}),
+        **{f"sampler/{name}": float(getattr(now, name) - getattr(was, name)) for name in counted},
+        "sampler/kv_page_share": now.used_page_share,
+        "sampler/in_flight": float(now.in_flight),
     }
 
 

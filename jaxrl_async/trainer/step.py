@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_TURNS, shardings
+from jaxrl_async.model.attention import sequence_attention
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.trainer.aggregate import aggregate, token_mean
@@ -88,13 +89,18 @@ class TrainStep:
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         remat: str = "none",
+        attention: str = "auto",
     ) -> None:
         """learning_rate: null takes the algorithm's; temperature: the sampler's (0 counts as 1).
 
-        Raises ConfigError where the algorithm names an unknown function or argument.
+        Raises ConfigError where the algorithm names an unknown function or argument, and where the
+        attention cannot run on the mesh.
         """
         self._spec, self._mesh, self._row_length = spec, mesh, row_length
         self._dtype, self._param_dtype, self._remat = dtype, param_dtype, remat
+        self._attention = sequence_attention(
+            attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
+        )
         self._chunk, self._temperature = trainer.logprob_chunk, temperature or 1.0
         self._recipe = make_recipe(algorithm)
         self._aggregate = aggregate.resolve(algorithm.aggregate)
@@ -267,6 +273,7 @@ class TrainStep:
             micro.segment_ids,
             dtype=self._dtype,
             remat=self._remat,
+            attention=self._attention,
             chunk=self._chunk,
             temperature=temperature,
         )
@@ -299,7 +306,7 @@ class TrainStep:
             positions,
             jnp.ones_like(rows),
             dtype=self._dtype,
-            remat="none",
+            attention=self._attention,
             chunk=self._chunk,
             temperature=1.0,
         )

@@ -117,7 +117,7 @@ def test_all_problems_come_in_one_message(write):
     message = refusal(path, "run.steps=many", "eval.evry=3")
     for expected in (
         "6 problems",
-        f"{path}, line 2: sampler.slots = 0 is not allowed; it must be a whole number >= 1.",
+        f"{path}, line 2: sampler.slots = 0 is not allowed; it must be a whole number >= 1",
         f"{path}, line 3: sampler.top_p = 2 is not allowed; it must be a number > 0 and <= 1.",
         f"{path}, line 4: model.dtype = 'fp16' is not allowed; it must be one of float32, bf",
         f"{path}, line 5: foo is not a setting",

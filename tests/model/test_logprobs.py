@@ -1,0 +1,135 @@
+"""Log-probs and entropies in chunks: the formula, its gradient, and that chunks do not show."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+
+from jaxrl_async.config import schema
+from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.logprobs import chunked_logprobs, token_logprobs
+from jaxrl_async.model.spec import ModelSpec
+
+TOKENS, WIDTH, VOCAB = 13, 8, 29
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+)
+TEMPERATURES = [0.5, 1.0, 1.7]
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[Any, Any, Any]:
+    """Hidden states, head, targets; some logits are large."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(TOKENS, WIDTH)) * 4
+    head = rng.normal(size=(WIDTH, VOCAB))
+    return jnp.float32(hidden), jnp.float32(head), jnp.int32(rng.integers(0, VOCAB, TOKENS))
+
+
+def exact(hidden: Any, head: Any, targets: Any, temperature: float) -> tuple[Any, Any, Any]:
+    """Log-prob of each target, entropy, and all probabilities, in float64."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / temperature
+    highest = logits.max(axis=-1, keepdims=True)
+    logprobs = logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
+    probs = np.exp(logprobs)
+    return logprobs[np.arange(TOKENS), np.asarray(targets)], -(probs * logprobs).sum(-1), probs
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("chunk", [4, TOKENS, 1024])
+def test_logprobs_and_entropy_equal_float64_numpy(inputs, chunk, temperature):
+    logprobs, entropy = chunked_logprobs(*inputs, chunk=chunk, temperature=temperature)
+    expected = exact(*inputs, temperature)
+    assert logprobs.dtype == entropy.dtype == jnp.float32
+    np.testing.assert_allclose(logprobs, expected[0], atol=1e-4)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_gradient_is_the_formulas(inputs, temperature):
+    """d logprob / d logits = (onehot - p) / temperature; d entropy = -p (log p + entropy) / t."""
+    hidden, head, targets = inputs
+    weights = np.random.default_rng(1).normal(size=(2, TOKENS))
+
+    def total(hidden: Any, head: Any) -> Any:
+        logprobs, entropy = chunked_logprobs(
+            hidden, head, targets, chunk=5, temperature=temperature
+        )
+        return (weights[0] * logprobs + weights[1] * entropy).sum()
+
+    to_hidden, to_head = jax.grad(total, (0, 1))(hidden, head)
+    _, entropy, probs = exact(*inputs, temperature)
+    onehot = np.eye(VOCAB)[np.asarray(targets)]
+    to_logits = weights[0][:, None] * (onehot - probs)
+    to_logits -= weights[1][:, None] * probs * (np.log(probs) + entropy[:, None])
+    to_logits /= temperature
+    np.testing.assert_allclose(to_hidden, to_logits @ np.asarray(head).T, atol=2e-4)
+    np.testing.assert_allclose(to_head, np.asarray(hidden).T @ to_logits, atol=2e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, TOKENS + 3))
+def test_the_chunk_does_not_show(chunk):
+    rng = np.random.default_rng(2)
+    hidden = jnp.float32(rng.normal(size=(TOKENS, WIDTH)))
+    head = jnp.float32(rng.normal(size=(WIDTH, VOCAB)))
+    targets = jnp.int32(rng.integers(0, VOCAB, TOKENS))
+    whole = chunked_logprobs(hidden, head, targets, chunk=TOKENS)
+    for a, b in zip(chunked_logprobs(hidden, head, targets, chunk=chunk), whole, strict=True):
+        assert a.shape == (TOKENS,)
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_all_logits_never_exist_at_once():
+    """Neither pass holds [tokens, vocab]: no array of the program is larger than a chunk's."""
+    tokens, chunk, vocab = 64, 8, 512
+    hidden, head = jnp.ones((tokens, WIDTH)), jnp.ones((WIDTH, vocab))
+    targets = jnp.zeros(tokens, jnp.int32)
+
+    def total(hidden: Any) -> Any:
+        return chunked_logprobs(hidden, head, targets, chunk=chunk)[0].sum()
+
+    assert largest(jax.make_jaxpr(jax.grad(total))(hidden).jaxpr) == chunk * vocab
+
+
+def largest(jaxpr: Any) -> int:
+    """Elements of the largest array that the program computes, inner programs included."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        sizes += [largest(x) for x in inner]
+        if not inner:
+            sizes += [int(np.prod(v.aval.shape)) for v in equation.outvars]
+    return max(sizes)
+
+
+def test_bfloat16_hidden_states_give_float32_logprobs(inputs):
+    hidden, head, targets = inputs
+    rounded = hidden.astype(jnp.bfloat16)
+    logprobs, _ = chunked_logprobs(rounded, head, targets, chunk=4)
+    assert logprobs.dtype == jnp.float32
+    expected, _, _ = exact(rounded, head.astype(jnp.bfloat16).astype(jnp.float32), targets, 1.0)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-3)
+
+
+def test_a_token_gets_its_logprob_from_the_position_before_it():
+    params = init_params(SPEC, jax.random.key(0))
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 0]], np.int32)
+    positions = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 0]], np.int32)
+    ids = np.random.default_rng(0).integers(0, VOCAB, segments.shape).astype(np.int32)
+    logprobs, entropy = token_logprobs(SPEC, params, ids, positions, segments, temperature=0.7)
+    hidden = hidden_states(SPEC, params, ids, positions, segments)
+    logits = np.asarray(hidden @ output_head(SPEC, params), np.float64) / 0.7
+    dist = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for b, t in np.ndindex(*segments.shape):
+        follows = t > 0 and segments[b, t] > 0 and segments[b, t] == segments[b, t - 1]
+        before = dist[b, t - 1]
+        expected = before[ids[b, t]] if follows else 0.0
+        spread = -(np.exp(before) * before).sum() if follows else 0.0
+        assert logprobs[b, t] == pytest.approx(expected, abs=1e-5)
+        assert entropy[b, t] == pytest.approx(spread, abs=1e-5)

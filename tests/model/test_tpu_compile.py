@@ -1,0 +1,82 @@
+"""The TPU kernels and the training loss around them compile for a TPU; nothing here runs on one.
+
+libtpu holds the real compiler and needs no TPU for that (its numbers are checked in
+test_attention.py, by interpreting the kernels on the CPU).
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, which holds the TPU compiler, is not installed: pip install 'jax[tpu]'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, dict[str, Any]]:
+    """What came out of the compiler for each program of tpu_programs.py."""
+    env = {
+        **os.environ,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(HERE.parent.parent),
+        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "tpu_programs.py")],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_auto_takes_splash_for_tpu_devices(programs):
+    assert programs["chosen"]["is_splash"]
+
+
+@pytest.mark.parametrize("kind", ["", " float32", " narrow heads", " wide heads", " odd length"])
+def test_splash_and_its_gradient_compile(programs, kind):
+    assert programs[f"splash{kind}"]["kernels"] == 3  # forward, dq, dkv
+
+
+def test_splash_holds_no_square_of_the_length(programs):
+    """The reference holds [2, 8, 4096, 4096] float32 scores, 1 GiB, and more."""
+    assert programs["splash long"]["temp_bytes"] < programs["reference long"]["temp_bytes"] / 50
+
+
+@pytest.mark.parametrize("kind", ["on fsdp x tensor", "with more tensor than kv heads"])
+def test_the_training_loss_with_splash_compiles_for_a_mesh(programs, kind):
+    """Two unrolled layers: each runs forward, again for the backward pass, dq and dkv."""
+    assert programs[f"step {kind}"]["kernels"] == 8
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["decode", "chunks", "narrow heads", "float32", "on tensor", "small pages", "large pages"],
+)
+def test_ragged_paged_attention_compiles(programs, kind):
+    assert programs[f"ragged {kind}"]["kernels"] == 1
+
+
+def test_pages_as_wide_as_the_kernel_wants_are_not_copied(programs):
+    """128 MiB of pages on the chip: only the narrow ones are written out anew at each call."""
+    assert programs["ragged decode"]["temp_bytes"] < 2**20
+    assert programs["ragged narrow heads"]["temp_bytes"] > 2**26

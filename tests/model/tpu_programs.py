@@ -1,0 +1,169 @@
+"""Run by test_tpu_compile.py in a process of its own: programs through the real TPU compiler.
+
+    python tpu_programs.py NAME...
+
+Compiles each program for TPU v5e without running it, and prints what came out as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import AXES, TRAINER_RULES, shardings
+from jaxrl_async.model import kernels
+from jaxrl_async.model.attention import reference, sequence_attention
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.trainer.step import DeviceBatch, GradSum, TrainStep
+
+ROW = 512
+"""Tokens in a training row."""
+TOPOLOGY = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
+
+
+def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    devices = TOPOLOGY.devices[: data * fsdp * tensor]
+    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+
+
+def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def compiled(function: Any, *arguments: Any) -> dict[str, Any]:
+    """Call sites of kernels, and temporary memory in bytes on a chip."""
+    lower = function.lower if hasattr(function, "lower") else jax.jit(function).lower
+    program = lower(*arguments).compile()
+    return {
+        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
+        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+    }
+
+
+# ---- programs
+
+
+def attention_gradient(
+    attention: Any,
+    *,
+    T: int = 1024,
+    H: int = 8,
+    N: int = 2,
+    K: int = 128,
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, Any]:
+    """The output and the three gradients of two rows on one chip."""
+    mesh = mesh_of()
+
+    def program(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        def total(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, segments).astype(jnp.float32).sum()
+
+        return jax.value_and_grad(total, (0, 1, 2))(q, k, v)
+
+    q, k = array(mesh, (2, T, H, K), dtype), array(mesh, (2, T, N, K), dtype)
+    return compiled(program, q, k, k, array(mesh, (2, T), jnp.int32))
+
+
+def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[str, Any]:
+    """The gradient of one micro-batch of the policy loss, with the attention that auto takes."""
+    mesh = mesh_of(**axes)
+    sizes = schema.Architecture(
+        layers=2, width=256, heads=8, kv_heads=kv_heads, head_dim=128, mlp=512
+    )
+    spec = ModelSpec.from_architecture(sizes, 512)
+    step = TrainStep(
+        spec,
+        mesh,
+        TRAINER_RULES,
+        algorithm=schema.Algorithm(),
+        trainer=schema.Trainer(micro_batch_tokens=4 * ROW),
+        row_length=ROW,
+        total_steps=10,
+        dtype=jnp.bfloat16,
+        remat=remat,
+    )
+    table = weight_table(spec)
+    params = jax.tree.map(
+        lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=s),
+        table,
+        shardings(table, mesh, TRAINER_RULES),
+        is_leaf=lambda w: isinstance(w, Weight),
+    )
+    scalar = partial(array, mesh, ())
+    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32) | {
+        "mask": jnp.bool_
+    }
+    rows = ("data", "fsdp")
+    batch = DeviceBatch(
+        **{
+            name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), rows)
+            for name in DeviceBatch._fields
+        }
+    )
+    return compiled(
+        step._accumulate["policy"],
+        params,
+        GradSum(params, scalar(jnp.float32)),
+        batch,
+        None,
+        scalar(jnp.int32),
+    )
+
+
+def ragged(
+    *, tokens: int, H: int, N: int, K: int = 128, page: int = 32, tensor: int = 1, dtype: Any
+) -> dict[str, Any]:
+    """Ragged paged attention of 64 sequences of up to 2,048 tokens."""
+    mesh = mesh_of(tensor=tensor)
+    ints = partial(array, mesh, dtype=jnp.int32)
+    return compiled(
+        partial(kernels.ragged_paged, mesh=mesh),
+        array(mesh, (tokens, H, K), dtype, None, "tensor"),
+        array(mesh, (4096, page, 2 * N, K), dtype, None, None, "tensor"),
+        ints((64,)),
+        ints((64, 2048 // page)),
+        ints((65,)),
+        ints((1,)),
+    )
+
+
+def chosen() -> dict[str, Any]:
+    """What auto takes on TPU devices."""
+    return {"is_splash": sequence_attention("auto", mesh=mesh_of()) is kernels.splash}
+
+
+PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "chosen": chosen,
+    "splash": partial(attention_gradient, kernels.splash),
+    "splash float32": partial(attention_gradient, kernels.splash, dtype=jnp.float32),
+    "splash narrow heads": partial(attention_gradient, kernels.splash, H=4, K=32),
+    "splash wide heads": partial(attention_gradient, kernels.splash, N=8, K=256),
+    "splash odd length": partial(attention_gradient, kernels.splash, T=1100, N=1),
+    "splash long": partial(attention_gradient, kernels.splash, T=4096),
+    "reference long": partial(attention_gradient, reference, T=4096),
+    "step on fsdp x tensor": partial(train_step, fsdp=4, tensor=4),
+    "step with more tensor than kv heads": partial(
+        train_step, fsdp=2, tensor=4, kv_heads=2, remat="dots"
+    ),
+    "ragged decode": partial(ragged, tokens=64, H=32, N=8, dtype=jnp.bfloat16),
+    "ragged chunks": partial(ragged, tokens=2048, H=32, N=8, dtype=jnp.bfloat16),
+    "ragged narrow heads": partial(ragged, tokens=64, H=14, N=2, K=64, dtype=jnp.bfloat16),
+    "ragged float32": partial(ragged, tokens=64, H=12, N=2, dtype=jnp.float32),
+    "ragged on tensor": partial(ragged, tokens=64, H=32, N=8, tensor=4, dtype=jnp.bfloat16),
+    "ragged small pages": partial(ragged, tokens=64, H=16, N=8, page=8, dtype=jnp.bfloat16),
+    "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
+}
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or list(PROGRAMS)
+    print(json.dumps({name: PROGRAMS[name]() for name in names}))

@@ -1,0 +1,220 @@
+"""Devices in slices, what lies where on them, and taking turns."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import MeshError
+from jaxrl_async.mesh import (
+    AXES,
+    NO_TURNS,
+    SAMPLER_RULES,
+    TRAINER_RULES,
+    Turns,
+    make_slices,
+    shardings,
+    spec_for,
+)
+from jaxrl_async.model.spec import ModelSpec, weight_table
+
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24), 32
+)
+
+
+def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    devices = jax.devices()[: data * fsdp * tensor]
+    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+
+
+def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.Mesh:
+    return schema.Mesh(trainer=schema.Axes(**trainer), sampler=schema.Axes(**sampler), **kw)
+
+
+# ---- slices
+
+
+def test_the_sampler_takes_the_devices_behind_the_trainers():
+    slices = make_slices(section_of({"fsdp": 2, "tensor": 2}, {"data": 2}))
+    assert dict(slices.trainer.shape) == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert dict(slices.sampler.shape) == {"data": 2, "fsdp": 1, "tensor": 1}
+    assert list(slices.trainer.devices.flat) == jax.devices()[:4]
+    assert list(slices.sampler.devices.flat) == jax.devices()[4:6]
+    assert not slices.colocated
+
+
+def test_each_sampler_has_devices_of_its_own():
+    slices = make_slices(section_of({"fsdp": 2}, {"tensor": 2}, samplers=3))
+    assert [list(m.devices.flat) for m in slices.samplers] == [
+        jax.devices()[n : n + 2] for n in (2, 4, 6)
+    ]
+    assert slices.sampler is slices.samplers[0]
+
+
+def test_colocated_slices_are_the_same_devices_in_their_own_shapes():
+    slices = make_slices(section_of({"fsdp": 4}, {"tensor": 4}, colocated=True))
+    assert list(slices.trainer.devices.flat) == list(slices.sampler.devices.flat)
+    assert slices.trainer.shape["fsdp"] == slices.sampler.shape["tensor"] == 4
+    assert slices.colocated
+
+
+def test_only_the_devices_given_are_used():
+    given = jax.devices()[5:7]
+    slices = make_slices(section_of({}, {}), given)
+    assert [*slices.trainer.devices.flat, *slices.sampler.devices.flat] == given
+
+
+def test_too_few_devices_are_named_with_the_way_out():
+    with pytest.raises(MeshError) as error:
+        make_slices(section_of({"fsdp": 4}, {"tensor": 2}), jax.devices()[:5])
+    for part in ("needs 6 devices", "trainer 4", "but there are 5: cpu", "mesh.colocated=true"):
+        assert part in str(error.value)
+
+
+# ---- what lies where
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "spec"),
+    [
+        pytest.param((16, 4, 8), ("embed", "heads", "head_dim"), ("fsdp", "tensor", None), id="q"),
+        pytest.param((8, 64), ("batch", "length"), (("data", "fsdp"), None), id="a batch"),
+        pytest.param((16, 3, 8), ("embed", "kv_heads", "head_dim"), ("fsdp", None, None), id="3/2"),
+        pytest.param((6, 64), ("batch", "length"), (None, None), id="6 rows on 4"),
+        pytest.param((16, 16), ("embed", "embed"), ("fsdp", None), id="an axis serves once"),
+        pytest.param((16, 16), ("mlp", None), ("tensor", None), id="no name"),
+        pytest.param((16,), ("layers",), (None,), id="no rule"),
+    ],
+)
+def test_each_dimension_goes_to_its_axis_where_that_divides_it(shape, axes, spec):
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    assert spec_for(shape, axes, mesh, TRAINER_RULES) == PartitionSpec(*spec)
+
+
+def test_an_axis_of_one_device_is_not_named():
+    mesh = mesh_of(fsdp=2)
+    assert spec_for((8, 4), ("batch", "heads"), mesh, TRAINER_RULES) == PartitionSpec("fsdp", None)
+
+
+@given(
+    st.lists(st.sampled_from([*TRAINER_RULES, None]), min_size=1, max_size=4),
+    st.data(),
+    st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]),
+    st.sampled_from([TRAINER_RULES, SAMPLER_RULES]),
+)
+def test_every_array_can_be_laid_out(axes, data, sizes, rules):
+    shape = [data.draw(st.integers(1, 12)) for _ in axes]
+    mesh = mesh_of(*sizes)
+    spec = spec_for(shape, axes, mesh, rules)
+    jax.sharding.NamedSharding(mesh, spec).shard_shape(tuple(shape))  # raises where it does not fit
+
+
+def test_the_trainer_divides_every_matrix_by_all_its_devices():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    table = weight_table(SPEC)
+    laid = shardings(table, mesh, TRAINER_RULES)
+    for name, weight in table["layers"].items():
+        local = laid["layers"][name].shard_shape(weight.shape)
+        ways = np.prod(weight.shape) / np.prod(local)
+        assert ways == 4 or weight.init != "normal", name
+    assert laid["embed"].spec == PartitionSpec("tensor", "fsdp")
+
+
+def test_the_sampler_divides_weights_over_tensor_only():
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    laid = shardings(weight_table(SPEC), mesh, SAMPLER_RULES)
+    named = {name for s in jax.tree.leaves(laid) for name in s.spec if name}
+    assert named == {"tensor"}
+    assert spec_for((8,), ("batch",), mesh, SAMPLER_RULES) == PartitionSpec(("data", "fsdp"))
+
+
+def test_shardings_come_in_the_tree_of_the_weights():
+    table = weight_table(SPEC)
+    laid = shardings(table, mesh_of(tensor=2), SAMPLER_RULES)
+    assert laid["layers"].keys() == table["layers"].keys() and laid.keys() == table.keys()
+
+
+# ---- turns
+
+
+def test_turns_are_served_in_the_order_of_asking():
+    turns, served = Turns(), []
+
+    def take(number: int) -> None:
+        with turns:
+            served.append(number)
+
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(6)]
+    with turns:
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_for(lambda n=number: len(turns._waiting) == n + 1)
+        assert served == []
+    for thread in threads:
+        thread.join(10)
+    assert served == list(range(6))
+
+
+def test_who_comes_back_at_once_waits_behind_who_was_there():
+    """A plain lock would let the holder take it again and again."""
+    turns, served = Turns(), []
+
+    def other() -> None:
+        with turns:
+            served.append("other")
+
+    thread = threading.Thread(target=other)
+    with turns:
+        thread.start()
+        wait_for(lambda: len(turns._waiting) == 1)
+    with turns:
+        served.append("mine")
+    thread.join(10)
+    assert served == ["other", "mine"]
+
+
+def test_only_one_has_the_turn():
+    turns, inside, most = Turns(), 0, 0
+
+    def take() -> None:
+        nonlocal inside, most
+        for _ in range(50):
+            with turns:
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0)
+                inside -= 1
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == 1 and inside == 0
+
+
+def test_an_error_ends_the_turn():
+    turns = Turns()
+    with pytest.raises(KeyError), turns:
+        raise KeyError
+    with turns:
+        pass
+
+
+def test_no_turns_is_never_waited_for():
+    with NO_TURNS, NO_TURNS:
+        pass
+
+
+def wait_for(condition, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.001)
