@@ -3,9 +3,15 @@
 Prompts of 32 tokens; 8, 64 and 256 slots; answers all of 64 or all of 128 tokens (as many requests
 as slots), or of a long tail (four times as many, so that freed slots are filled again). Lengths are
 forced: the weights are random.
+
+--peers: the same workloads on vLLM's CPU build, Tunix's sampler, and transformers (static and
+continuous batching), each in an environment of its own that is made at first, in turns with ours.
+useful: wanted tokens over computed ones. first_tokens_ms: one token of every sequence at once.
+start_s: loading the model; first_run_s: the first run of the workload, compilation included.
 """
 
 import argparse
+import os
 
 from common import (
     MODELS,
@@ -32,6 +38,16 @@ LONGEST = 128
 def main() -> None:
     """Measure every row and print them."""
     args = _options()
+    if args.peers is not None:
+        from peers.run import measure_peers
+
+        names = args.peers or ["vllm", "tunix", "transformers", "transformers-continuous"]
+        replicas = {"1M": args.samplers or os.cpu_count() or 1, "25M": args.samplers or 1}
+        rows = measure_peers(
+            args.models, args.slots, args.repeats, names, replicas=replicas, quick=args.quick
+        )
+        report("generate --peers", rows, args)
+        return
     rows = []
     for model in args.models:
         params = make_params(MODELS[model])
@@ -96,7 +112,9 @@ def one_row(sampler: Sampler, vocab: int, lengths: list[int], repeats: int) -> R
 def _options() -> argparse.Namespace:
     words = parser(__doc__ or "")
     words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
-    words.add_argument("--block", type=int, default=16, help="decode steps in one dispatch")
+    words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
+    words.add_argument("--samplers", type=int, help="ours in --peers; default: cores for 1M, else 1")
+    words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")
     args = options(words)
     if args.quick:
         args.slots = [8]

@@ -115,7 +115,7 @@ class Completion:
 
     request_id: str
     token_ids: IntArray  # [drawn] int32, the stop token included
-    logprobs: FloatArray  # [drawn] float32, of the distribution really drawn from
+    logprobs: FloatArray  # [drawn] float32, of the distribution really drawn from; NaN: not told
     versions: IntArray  # [drawn] int32, policy version of the logits; never falls
     stop: StopReason
     queued_s: float = 0.0  # submit to prefill, seconds

@@ -110,6 +110,11 @@ METRICS: tuple[Metric, ...] = (
         ("policy/weight_mean", "ratio", "Importance weight of a learnt token, corrected."),
         ("policy/k1_behavior", "nats", "Policy vs behaviour: mean of behaviour - policy."),
         ("policy/k3_behavior", "nats", "The same by r - 1 - log r with r the ratio; never < 0."),
+        (
+            "policy/recomputed_logprob_share",
+            "share",
+            "Learnt tokens whose sampler told no log-prob: the trainer's own stood in, ratio 1.",
+        ),
         ("mismatch/mean", "nats", "|sampler - trainer log-prob| at lag 0: same weights."),
         ("mismatch/all_mean", "nats", "The same over tokens of every lag."),
         ("staleness/mean", "versions", "Trainer's version minus the token's, over learnt tokens."),

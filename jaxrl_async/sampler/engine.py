@@ -260,10 +260,10 @@ class Engine:
 
         return rest._replace(kv=jax.tree.map(of_pages, state.kv))
 
-    def prefill(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
+    def prefill(self, weights: Weights, state: DecodeState | None, chunk: Chunk) -> Prefix:
         """New tokens of B sequences, which see what the pages of `chunk.tables` hold; changes no
-        state. One compile per (n, B, T, C)."""
-        return self._programs.prefill(weights, state.kv, chunk)
+        state, and needs none where they hold nothing. One compile per (n, B, T, C)."""
+        return self._programs.prefill(weights, None if state is None else state.kv, chunk)
 
     def prefill_multisampling(self, weights: Weights, state: DecodeState, chunk: Chunk) -> Prefix:
         """The same as prefill: one sequence may be inserted into any number of slots."""

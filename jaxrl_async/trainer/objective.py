@@ -116,8 +116,9 @@ def _distances(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]
         "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
         "policy/k1_behavior": _mean(x.mask, -difference),
         "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
-        "mismatch/mean": _mean(_fresh(x, version), mismatch),
-        "mismatch/all_mean": _mean(x.mask, mismatch),
+        "policy/recomputed_logprob_share": _mean(x.mask, 1.0 - _told(x)),
+        "mismatch/mean": _mean(_fresh(x, version) & _told(x), mismatch),
+        "mismatch/all_mean": _mean(x.mask & _told(x), mismatch),
     }
 
 
@@ -126,9 +127,14 @@ def _largest_distances(x: TokenInputs, version: Array) -> dict[str, Array]:
     mismatch = jnp.abs(difference)
     return {
         "policy/ratio_max": _largest(x.mask, jnp.exp(difference)),
-        "mismatch/max": _largest(_fresh(x, version), mismatch),
-        "mismatch/all_max": _largest(x.mask, mismatch),
+        "mismatch/max": _largest(_fresh(x, version) & _told(x), mismatch),
+        "mismatch/all_max": _largest(x.mask & _told(x), mismatch),
     }
+
+
+def _told(x: TokenInputs) -> Array:
+    """Tokens whose log-prob the sampler gave."""
+    return jnp.ones_like(x.mask) if x.told is None else x.told
 
 
 def _fresh(x: TokenInputs, version: Array) -> Array:

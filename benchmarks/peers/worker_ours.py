@@ -1,0 +1,65 @@
+"""Our sampler, in a process of its own like its peers: argv[2] samplers, each on one CPU device."""
+
+import sys
+
+import jax
+from worker import Generate, serve
+
+
+def load(folder: str) -> tuple[Generate, str]:
+    """One sampler, or several behind a router; samplers are made anew for each concurrency."""
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    jax.config.update("jax_num_cpu_devices", count)
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import jaxrl_async
+    from jaxrl_async.config import schema
+    from jaxrl_async.model.policy import Policy
+    from jaxrl_async.sampler.router import Router
+    from jaxrl_async.sampler.sampler import Sampler
+    from jaxrl_async.types import Request
+
+    policy = Policy.from_pretrained(folder)
+    made: dict[int, Router] = {}
+
+    def router(concurrency: int) -> Router:
+        if concurrency not in made:
+            while made:
+                made.popitem()[1].close()
+            section = schema.Sampler(
+                slots=max(1, concurrency // count), max_length=160, max_new_tokens=128, block=32
+            )
+            meshes = [
+                Mesh(np.array([d]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+                for d in jax.devices()[:count]
+            ]
+            made[concurrency] = Router(
+                [
+                    Sampler(policy, section=section, mesh=mesh, one_thread=count > 1)
+                    for mesh in meshes
+                ]
+            )
+        return made[concurrency]
+
+    def generate(prompts: list[list[int]], lengths: list[int], concurrency: int) -> int:
+        wishes = [
+            Request(
+                request_id=f"r{i}",
+                token_ids=np.array(prompt, np.int32),
+                max_new_tokens=n,
+                key=(i, 0),
+                forced_length=n,
+            )
+            for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        sampler = router(concurrency)
+        before = sampler.stats().row_steps
+        sampler.generate(wishes)
+        return int(sampler.stats().row_steps - before)
+
+    return generate, jaxrl_async.__version__
+
+
+if __name__ == "__main__":
+    serve(load)

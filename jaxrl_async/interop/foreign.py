@@ -1,0 +1,268 @@
+"""Somebody else's JetStream engine as our sampler: it draws, our rollouts and trainer do the rest.
+
+        submit_many ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
+
+Both shapes of the contract are driven: 0.2.2 (prefill gives the prefix) and 0.3.0 (prefill gives the
+prefix and the first token). Such an engine tells no log-probs: completions carry NaN, which says
+that the trainer must compute them itself (and its metrics then say for how many tokens it did).
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.ports import WeightSource
+from jaxrl_async.types import Completion, Request, StopReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A request in a slot."""
+
+    request: Request
+    future: Any
+    loop: asyncio.AbstractEventLoop
+    queued_at: float
+    started_at: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its last token is a stop token."""
+        return bool(self.tokens) and self.tokens[-1] in self.request.stop_token_ids
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended."""
+        return self.stopped or len(self.tokens) >= self.request.max_new_tokens
+
+
+class ForeignSampler:
+    """ports.Generate over any JetStream engine. One thread of its own drives the engine.
+
+    Temperature, top-k and the like are the engine's own: a request that asks for something is
+    served all the same, and a warning says so once.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        params: Any = None,
+        weights: WeightSource | None = None,
+        version: int = 0,
+        to_params: Callable[[Any], Any] = lambda params: params,
+    ) -> None:
+        """params: null: the engine's own load_params(). to_params: of what the weight source gives
+        to what the engine takes."""
+        self.engine, self.version = engine, version
+        self._params = engine.load_params() if params is None else params
+        self._weights, self._to_params = weights, to_params
+        self._gives_first = "bulk_insert" in engine_api().Engine.__abstractmethods__
+        self._queue: deque[_Running] = deque()
+        self._running: dict[int, _Running] = {}
+        self._wake, self._lock = threading.Event(), threading.Lock()
+        self._closed = False
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._warned = False
+        if weights is not None and hasattr(weights, "attach"):
+            weights.attach(self._wake)
+
+    # ---- any thread
+
+    def start(self) -> None:
+        """Start the thread; done by the first request where nobody did it."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._main, name="foreign", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the step under way; who still waits gets Closed. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
+
+    async def submit(self, request: Request) -> Completion:
+        """Complete one request."""
+        return await self.submit_many([request])[0]
+
+    def submit_many(self, requests: Sequence[Request]) -> "list[asyncio.Future[Completion]]":
+        """Queue all requests at once, in order (ports.Generate). Raises RolloutError for a prompt
+        that the engine cannot hold."""
+        loop = asyncio.get_running_loop()
+        longest = self.engine.max_prefill_length
+        for request in requests:
+            if not 0 < len(request.token_ids) <= longest:
+                raise RolloutError(
+                    f"request {request.request_id}: the prompt has {len(request.token_ids)} "
+                    f"tokens, but the engine prefills 1 to {longest}. Shorten it."
+                )
+        now = time.perf_counter()
+        waiting = [
+            _Running(request=r, future=loop.create_future(), loop=loop, queued_at=now)
+            for r in requests
+        ]
+        self.start()
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            if self._closed:
+                raise Closed("the sampler is closed")
+            self._queue.extend(waiting)
+        self._wake.set()
+        return [w.future for w in waiting]
+
+    # ---- the thread
+
+    def _main(self) -> None:
+        """Drive the engine.
+
+        consumes      requests, weights
+        waits for     self._wake when there is nothing to do
+        produces      completions into futures
+        on failure    every waiter gets the exception; `error` keeps it
+        """
+        try:
+            self._state = self.engine.init_decode_state()
+            while not self._closed:
+                if not self._running and not self._queue:
+                    self._wake.wait()
+                    self._wake.clear()
+                self._take_weights()
+                self._drop_cancelled()
+                self._fill()
+                if self._running:
+                    self._step()
+        except BaseException as error:
+            with self._lock:
+                self.error, self._closed = error, True
+            log.error("the foreign engine stopped: %s", error)
+            self._fail_all(error)
+
+    def _take_weights(self) -> None:
+        update = None if self._weights is None else self._weights.poll(wait=not self._running)
+        if update is not None and self._weights is not None:
+            self._params, self.version = self._to_params(update.params), update.version
+            self._weights.live(update.version)
+
+    def _drop_cancelled(self) -> None:
+        for slot in [s for s, r in self._running.items() if r.future.cancelled()]:
+            del self._running[slot]
+        with self._lock:
+            self._queue = deque(r for r in self._queue if not r.future.cancelled())
+
+    def _fill(self) -> None:
+        """Requests into free slots, oldest first."""
+        for slot in range(self.engine.max_concurrent_decodes):
+            if slot in self._running:
+                continue
+            with self._lock:
+                if not self._queue:
+                    return
+                running = self._queue.popleft()
+            running.started_at = time.perf_counter()
+            self._warn_of(running.request)
+            self._insert(slot, running)
+
+    def _insert(self, slot: int, running: _Running) -> None:
+        tokens = running.request.token_ids
+        bucket = 16
+        while bucket < len(tokens):
+            bucket *= 2
+        padded = np.zeros(min(bucket, self.engine.max_prefill_length), np.int32)
+        padded[: len(tokens)] = tokens
+        result = self.engine.prefill(
+            params=self._params, padded_tokens=jax.numpy.asarray(padded), true_length=len(tokens)
+        )
+        prefix, first = result if self._gives_first else (result, None)
+        self._state = self.engine.insert(prefix, self._state, slot=slot)
+        self._running[slot] = running
+        if first is not None:
+            self._add(running, first.convert_to_numpy(), 0)
+            self._finish([slot])
+
+    def _step(self) -> None:
+        """One `generate`; what ended leaves its slot."""
+        self._state, result = self.engine.generate(self._params, self._state)
+        result = result.convert_to_numpy()
+        for slot, running in self._running.items():
+            self._add(running, result, slot)
+        self._finish(list(self._running))
+
+    def _add(self, running: _Running, result: Any, slot: int) -> None:
+        """A slot's new tokens, as far as the request wants them."""
+        found = result.get_result_at_slot(slot)
+        for token, valid in zip(found.tokens[0], found.valid[0], strict=True):
+            if valid and not running.done:
+                running.tokens.append(int(token))
+                running.versions.append(self.version)
+
+    def _finish(self, slots: Sequence[int]) -> None:
+        now = time.perf_counter()
+        for slot in slots:
+            if self._running[slot].done:
+                running = self._running.pop(slot)
+                _give(running, _completion(running, now))
+
+    def _warn_of(self, request: Request) -> None:
+        if not self._warned and request.sampling.temperature != 1.0:
+            self._warned = True
+            log.warning(
+                "request %s asks for %s, but a foreign engine samples as it was set up",
+                request.request_id,
+                request.sampling,
+            )
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            waiting = [*self._queue, *self._running.values()]
+            self._queue.clear()
+            self._running.clear()
+        for running in waiting:
+            _give(running, error)
+
+
+def _completion(running: _Running, now: float) -> Completion:
+    n = len(running.tokens)
+    return Completion(
+        request_id=running.request.request_id,
+        token_ids=np.array(running.tokens, np.int32),
+        logprobs=np.full(n, np.nan, np.float32),
+        versions=np.array(running.versions, np.int32),
+        stop=StopReason.EOS if running.stopped else StopReason.LENGTH,
+        queued_s=running.started_at - running.queued_at,
+        latency_s=now - running.queued_at,
+    )
+
+
+def _give(running: _Running, result: Completion | BaseException) -> None:
+    """Set the future on its own loop."""
+
+    def put() -> None:
+        if running.future.done():
+            return
+        if isinstance(result, BaseException):
+            running.future.set_exception(result)
+        else:
+            running.future.set_result(result)
+
+    if not running.loop.is_closed():
+        running.loop.call_soon_threadsafe(put)

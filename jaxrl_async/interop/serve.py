@@ -1,0 +1,88 @@
+"""A policy behind JetStream's own orchestrator and gRPC server: for its clients, not for training.
+
+    python -m jaxrl_async.interop.serve --policy runs/addition/policy --port 9000
+
+Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any error,
+and keep copies of the weights. A request that is longer than the engine's slots is cut by JetStream.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_async.data.tokenizer import load_tokenizer
+from jaxrl_async.interop.jetstream import engine_api, make_engine
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.types import SamplingParams
+
+
+def start(policy: Policy, *, port: int, **engine: Any) -> Any:
+    """Start a server on all interfaces; `stop()` on what is returned ends it.
+
+    engine: the arguments of interop.jetstream.make_engine, tokenizer among them.
+    """
+    engine_api()
+    orchestrator = importlib.import_module("jetstream.core.orchestrator")
+    server_lib = importlib.import_module("jetstream.core.server_lib")
+    config_lib = importlib.import_module("jetstream.core.config_lib")
+    logging.getLogger().setLevel(logging.WARNING)  # it writes each token to stdout otherwise
+    orchestrator.delete_pytree = _delete  # its own calls jax.tree_map, gone since jax 0.6
+
+    def create(devices: Any) -> Any:
+        return make_engine(policy, **engine)
+
+    config = config_lib.ServerConfig(
+        interleaved_slices=(f"{jax.devices()[0].platform}={jax.device_count()}",),
+        interleaved_engine_create_fns=(create,),
+    )
+    return server_lib.run(port=port, config=config, devices=jax.devices(), jax_padding=False)
+
+
+def _delete(tree: Any) -> None:
+    """Give a prefix's arrays back."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until interrupted."""
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    words.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
+    words.add_argument("--port", type=int, default=9000)
+    words.add_argument("--slots", type=int, default=8, help="sequences that decode at once")
+    words.add_argument("--max-length", type=int, default=1024, help="prompt and answer, tokens")
+    words.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
+    words.add_argument("--tokens-per-step", type=int, default=8, help="tokens in one generate")
+    words.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    args = words.parse_args(arguments)
+    tokenizer = load_tokenizer(args.policy)
+    start(
+        Policy.from_pretrained(args.policy),
+        port=args.port,
+        slots=args.slots,
+        max_length=args.max_length,
+        max_new_tokens=args.max_new_tokens,
+        tokens_per_step=args.tokens_per_step,
+        sampling=SamplingParams(temperature=args.temperature),
+        stop_token_ids=tuple(tokenizer.eos_ids),
+        tokenizer=tokenizer,
+    )
+    print(f"serving {args.policy} on port {args.port}", flush=True)
+    ended = threading.Event()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, lambda *_: ended.set())
+    ended.wait()
+    os._exit(0)  # JetStream's own stop waits for threads that wait for work
+
+
+if __name__ == "__main__":
+    main()

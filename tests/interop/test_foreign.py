@@ -1,0 +1,135 @@
+"""JetStream's own test engine, which we did not write, behind our rollouts' interface."""
+
+import asyncio
+import importlib
+import importlib.util
+
+import numpy as np
+import pytest
+
+from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.interop.foreign import ForeignSampler
+from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.types import Request, StopReason, VersionedParams
+
+INSTALLED = importlib.util.find_spec("jetstream") is not None
+pytestmark = [
+    pytest.mark.slow,  # each of TestEngine's steps multiplies matrices of 4096 to seem busy
+    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (README)"),
+]
+
+
+@pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch):
+    """JetStream's TestEngine: the next token is the sum of all before it, times the weight."""
+    engine_api()
+    mock = importlib.import_module("jetstream.engine.mock_engine")
+    mesh_utils = importlib.import_module("jax.experimental.mesh_utils")
+    # Its constructor lays a mesh of one over all devices, and these tests have eight.
+    real = mesh_utils.create_device_mesh
+    monkeypatch.setattr(
+        mesh_utils, "create_device_mesh", lambda shape, devices: real(shape, devices[:1])
+    )
+    return lambda slots: mock.TestEngine(batch_size=slots, cache_length=64, weight=1.0)
+
+
+def request(number: int, **wishes: object) -> Request:
+    base: dict = {
+        "request_id": f"r{number}",
+        "token_ids": np.array([number + 1, 1], np.int32),
+        "max_new_tokens": 3,
+    }
+    return Request(**{**base, **wishes})
+
+
+def sums(first: int, count: int) -> list[int]:
+    """What TestEngine draws: each token is the sum of the prompt and of all drawn before."""
+    drawn: list[int] = []
+    for _ in range(count):
+        drawn.append(first + sum(drawn))
+    return drawn
+
+
+@pytest.fixture
+def sampler(make_engine):
+    sampler = ForeignSampler(make_engine(2))
+    yield sampler
+    sampler.close()
+
+
+def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
+    async def some() -> list:
+        wishes = [request(i, max_new_tokens=2 + i) for i in range(5)]
+        wishes.append(request(9, max_new_tokens=8, stop_token_ids=(22,)))
+        futures = sampler.submit_many([*wishes, request(1)])
+        futures[-1].cancel()
+        return await asyncio.gather(*futures[:-1])
+
+    done = asyncio.run(some())
+    for i, c in enumerate(done[:5]):
+        assert c.token_ids.tolist() == sums(i + 2, 2 + i)
+        assert c.stop is StopReason.LENGTH and np.isnan(c.logprobs).all()
+    assert done[5].token_ids.tolist() == [11, 22] and done[5].stop is StopReason.EOS
+
+
+def test_weights_are_swapped_between_two_steps_and_versions_say_which(make_engine) -> None:
+    live: list[int] = []
+
+    class Source:
+        polls = 0
+
+        def poll(self, *, wait: bool = False):
+            self.polls += 1
+            if self.polls == 4:
+                return VersionedParams(version=5, params=np.ones(1, np.float32))
+            return None
+
+        def live(self, version: int) -> None:
+            live.append(version)
+
+    sampler = ForeignSampler(make_engine(1), weights=Source())
+
+    async def one():
+        return await sampler.submit(request(0, max_new_tokens=8))
+
+    done = asyncio.run(one())
+    sampler.close()
+    assert live == [5]
+    versions = done.versions.tolist()
+    assert sorted(versions) == versions and set(versions) == {0, 5}
+
+
+def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_told(sampler) -> None:
+    async def submit(wish: Request):
+        return await sampler.submit(wish)
+
+    with pytest.raises(RolloutError, match="prefills 1 to 64"):
+        asyncio.run(submit(request(0, token_ids=np.zeros(65, np.int32))))
+    sampler.close()
+    with pytest.raises(Closed):
+        asyncio.run(submit(request(0)))
+
+
+def test_an_engine_that_breaks_fails_its_requests(sampler) -> None:
+    def broken(*args: object, **kwargs: object):
+        raise ValueError("engine broke")
+
+    sampler.engine = type(
+        "Broken",
+        (),
+        {
+            "generate": broken,
+            "prefill": sampler.engine.prefill,
+            "insert": sampler.engine.insert,
+            "init_decode_state": sampler.engine.init_decode_state,
+            "max_concurrent_decodes": 2,
+            "max_prefill_length": 64,
+        },
+    )()
+
+    async def submit():
+        return await sampler.submit(request(0))
+
+    with pytest.raises(ValueError, match="engine broke"):
+        asyncio.run(submit())
+    assert isinstance(sampler.error, ValueError)
