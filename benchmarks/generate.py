@@ -113,7 +113,9 @@ def _options() -> argparse.Namespace:
     words = parser(__doc__ or "")
     words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
     words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
-    words.add_argument("--samplers", type=int, help="ours in --peers; default: cores for 1M, else 1")
+    words.add_argument(
+        "--samplers", type=int, help="ours in --peers; default: cores for 1M, else 1"
+    )
     words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")
     args = options(words)
     if args.quick:

@@ -48,7 +48,7 @@ ENVIRONMENTS = {
 
 
 def python_of(environment: Environment) -> Path:
-    """The environment's Python, installing it where it is not there. RuntimeError where that fails."""
+    """The environment's Python, installed where it is not there. RuntimeError where that fails."""
     folder = FOLDER / environment.folder
     python = folder / "bin" / "python"
     done = folder / "installed"

@@ -1,4 +1,4 @@
-"""Our sampler and its peers side by side: same weights, prompts and lengths, one at a time in turns.
+"""Our sampler and its peers side by side: same weights, prompts and lengths, in turns.
 
 Each engine is a process in an environment of its own (see environments.py); only one computes at
 any moment. For each workload every engine runs once to compile and warm up, then all of them run
@@ -84,7 +84,7 @@ def measure_peers(
     replicas: Mapping[str, int],
     quick: bool = False,
 ) -> list[Row]:
-    """Rows of all engines on all workloads; an engine that cannot be set up is told and left out."""
+    """Rows of all engines on all workloads; one that cannot be set up is told and left out."""
     rows: list[Row] = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -93,9 +93,7 @@ def measure_peers(
             try:
                 for concurrency in slots:
                     for kind, lengths in workloads(concurrency, quick=quick).items():
-                        rows += one_workload(
-                            workers, model, concurrency, kind, lengths, repeats
-                        )
+                        rows += one_workload(workers, model, concurrency, kind, lengths, repeats)
                         for row in rows[-len(workers) :]:
                             print(json.dumps(row), file=sys.stderr, flush=True)
             finally:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Generate = Callable[[list[list[int]], list[int], int], int]
-"""(prompts, new tokens of each, sequences at once) -> tokens computed; returns when all are done."""
+"""(prompts, new tokens of each, sequences at once) -> tokens computed, when all are done."""
 
 
 def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
@@ -62,8 +62,6 @@ def say(answers: Any, **what: Any) -> None:
 def static_batches(
     prompts: list[list[int]], lengths: list[int], concurrency: int
 ) -> list[tuple[list[list[int]], int]]:
-    """What a batcher without continuous batching does: fixed batches, each as long as its longest."""
+    """Without continuous batching: fixed batches, each as long as its longest answer."""
     starts = range(0, len(prompts), concurrency)
-    return [
-        (prompts[i : i + concurrency], max(lengths[i : i + concurrency])) for i in starts
-    ]
+    return [(prompts[i : i + concurrency], max(lengths[i : i + concurrency])) for i in starts]

@@ -1,4 +1,5 @@
-"""Our sampler, in a process of its own like its peers: argv[2] samplers, each on one CPU device."""
+"""Our sampler, in a process of its own like its peers: argv[2] samplers, each on one CPU
+device; argv[3]: folder of JAX's compilation cache."""
 
 import sys
 
@@ -10,6 +11,9 @@ def load(folder: str) -> tuple[Generate, str]:
     """One sampler, or several behind a router; samplers are made anew for each concurrency."""
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     jax.config.update("jax_num_cpu_devices", count)
+    if len(sys.argv) > 3:
+        jax.config.update("jax_compilation_cache_dir", sys.argv[3])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     import numpy as np
     from jax.sharding import Mesh
 
@@ -28,7 +32,11 @@ def load(folder: str) -> tuple[Generate, str]:
             while made:
                 made.popitem()[1].close()
             section = schema.Sampler(
-                slots=max(1, concurrency // count), max_length=160, max_new_tokens=128, block=32
+                slots=max(1, concurrency // count),
+                reserve=1.0,
+                max_length=160,
+                max_new_tokens=128,
+                block=32,
             )
             meshes = [
                 Mesh(np.array([d]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))

@@ -1,4 +1,4 @@
-"""transformers on CPU torch: static `generate`, or continuous batching (argv[2]: static, continuous).
+"""transformers on CPU torch: static `generate`, or continuous batching, as argv[2] says.
 
 Static: batches of the concurrency, equal prompts (no padding), each run to its longest answer.
 Continuous: its own `generate_batch`, pages for all sequences at once.

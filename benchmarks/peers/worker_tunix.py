@@ -1,7 +1,8 @@
 """Tunix's own sampler (`tunix.generate.sampler.Sampler`), a static batcher in JAX, fp32.
 
 Batches of the concurrency, equal prompts, each run to its longest answer; compiled before the first
-measured call by the warm-up of that shape. Greedy, its fastest mode: it samples by sorting. Its llama3 model takes the Hugging Face weights.
+measured call by the warm-up of that shape. Greedy, its fastest mode: it samples by sorting. Its
+llama3 model takes the Hugging Face weights.
 """
 
 import json
@@ -57,9 +58,7 @@ def load(folder: str) -> tuple[Generate, str]:
         norm_eps=hf["rms_norm_eps"],
         weight_tying=hf["tie_word_embeddings"],
     )
-    mesh = jax.make_mesh(
-        (1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = params_lib.create_model_from_safe_tensors(folder, config, mesh, jnp.float32)
     cache = sampler_lib.CacheConfig(
         cache_size=160 + 8,

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, in process. fp32, one sequence list per call, lengths forced by min = max tokens.
+"""vLLM's CPU build, in process. fp32, one call for all, lengths forced by min = max tokens.
 
 As its users run it: compiled (40 % faster than eager here, at the price of the start), KV space
 for all of the workload, its own continuous batching, no prefix cache, no log-probs.

@@ -190,7 +190,7 @@ class WarmStart(Section):
 class Sampler(Section):
     slots: Positive | None = 64
     """Sequences that decode at once in each sampler; null: as many as kv_memory_mib holds."""
-    reserve: float = Field(0.25, ge=0, le=1)
+    reserve: float = Field(0.5, ge=0, le=1)
     """Sequences prefilled ahead, to take over a slot in mid-block, as a share of the slots."""
     max_length: Positive = 128
     """Longest sequence, prompt and answer together, tokens."""
@@ -208,6 +208,8 @@ class Sampler(Section):
     """Keep the KV of finished requests for later ones that begin with the same tokens."""
     on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
     """Running sequences at a swap: keep their KV, rebuild it, finish them first, or start over."""
+    matmul: Literal["full", "bfloat16"] = "full"
+    """Matrix products: in model.dtype, or rounded to bfloat16 (faster where the chip has units)."""
     attention: Literal["auto", "gathered", "ragged"] = "auto"
     """Decode attention: dense on gathered pages, or the TPU kernel on pages; auto: by platform."""
     temperature: float = Field(1.0, ge=0)

@@ -2,8 +2,8 @@
 
         submit_many ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
-Both shapes of the contract are driven: 0.2.2 (prefill gives the prefix) and 0.3.0 (prefill gives the
-prefix and the first token). Such an engine tells no log-probs: completions carry NaN, which says
+Both shapes of the contract are driven: 0.2.2 (prefill gives the prefix) and 0.3.0 (it gives the
+first token too). Such an engine tells no log-probs: completions carry NaN, which says
 that the trainer must compute them itself (and its metrics then say for how many tokens it did).
 """
 

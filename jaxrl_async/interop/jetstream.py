@@ -176,9 +176,7 @@ def _engine_class() -> type:
                 stop_token_ids=self._stops,
                 key=(self._inserted, 0),
             )
-            ours = Sequence_(
-                request=request, max_new=min(self._max_new, core.max_length - length)
-            )
+            ours = Sequence_(request=request, max_new=min(self._max_new, core.max_length - length))
             nothing = np.zeros(0, np.int32)
             into = Into(
                 np.where(where < length, pages, core.pages).astype(np.int32),
@@ -289,7 +287,7 @@ def jetstream_tokenizer(tokenizer: Any) -> Any:
     api = importlib.import_module("jetstream.engine.tokenizer_api")
     utils = importlib.import_module("jetstream.engine.token_utils")
 
-    class JaxrlTokenizer(api.Tokenizer):  # type: ignore[misc, name-defined]
+    class JaxrlTokenizer(api.Tokenizer):  # type: ignore[name-defined]
         """Encodes a prompt as training does, and decodes what was drawn."""
 
         def encode(self, s: str, **kwargs: Any) -> Any:

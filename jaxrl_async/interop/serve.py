@@ -2,8 +2,9 @@
 
     python -m jaxrl_async.interop.serve --policy runs/addition/policy --port 9000
 
-Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any error,
-and keep copies of the weights. A request that is longer than the engine's slots is cut by JetStream.
+Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any
+error, and keep copies of the weights. A request that is longer than the engine's slots is cut by
+JetStream.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def start(policy: Policy, *, port: int, **engine: Any) -> Any:
     engine: the arguments of interop.jetstream.make_engine, tokenizer among them.
     """
     engine_api()
-    orchestrator = importlib.import_module("jetstream.core.orchestrator")
+    orchestrator: Any = importlib.import_module("jetstream.core.orchestrator")
     server_lib = importlib.import_module("jetstream.core.server_lib")
     config_lib = importlib.import_module("jetstream.core.config_lib")
     logging.getLogger().setLevel(logging.WARNING)  # it writes each token to stdout otherwise
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     args = words.parse_args(arguments)
     tokenizer = load_tokenizer(args.policy)
-    start(
+    server = start(
         Policy.from_pretrained(args.policy),
         port=args.port,
         slots=args.slots,
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: ended.set())
     ended.wait()
+    assert server is not None  # held until here: it ends with its last reference
     os._exit(0)  # JetStream's own stop waits for threads that wait for work
 
 

@@ -16,7 +16,15 @@ from jax import Array
 
 from jaxrl_async.model.attention import reference
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layers import Layer, fuse, initial, layer_graph, rms_norm, rope_angles
+from jaxrl_async.model.layers import (
+    Layer,
+    fuse,
+    initial,
+    layer_graph,
+    product,
+    rms_norm,
+    rope_angles,
+)
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 UNROLL = 4
@@ -76,7 +84,7 @@ def hidden_states(
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
-    """Each layer's weights apart, fused() where asked for; done once, before a loop of steps."""
+    """Each layer's weights apart, fuse()d where asked for; done once, before a loop of steps."""
     layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
     return [fuse(layer) for layer in layers] if fused else layers
 
@@ -90,6 +98,7 @@ def flat_forward(
     attend: Attend,
     *,
     dtype: Any = jnp.float32,
+    mixed: bool = False,
 ) -> Array:
     """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -98,7 +107,7 @@ def flat_forward(
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
-    graph = layer_graph(spec, fused="qkv_proj" in layers[0])
+    graph = layer_graph(spec, fused="qkv_proj" in layers[0], mixed=mixed)
     for i, weights in enumerate(layers):
         layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)
@@ -106,8 +115,10 @@ def flat_forward(
     return x
 
 
-def next_logits(spec: ModelSpec, params: Params, x: Array) -> Array:
+def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:
     """[n, D] -> [n, V] float32: the final norm and the head."""
+    if mixed:
+        return product(_final_norm(spec, params, x), output_head(spec, params), mixed=True)
     head = output_head(spec, params).astype(x.dtype)
     return jnp.matmul(_final_norm(spec, params, x), head, preferred_element_type=jnp.float32)
 

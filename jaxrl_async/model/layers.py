@@ -50,20 +50,27 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Layer(nnx.Module):
     """One decoder layer: norm, attention, norm, gated MLP, with residuals.
 
-    fused: q, k, v are one matrix, and so are gate and up: see fuse().
+    fused: q, k, v are one matrix, and so are gate and up: see fuse(). mixed: see product().
     """
 
-    def __init__(self, spec: ModelSpec, *, fused: bool = False) -> None:
-        self.spec, self.fused = spec, fused
+    def __init__(self, spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> None:
+        self.spec, self.fused, self.mixed = spec, fused, mixed
         shapes = {name: w.shape[1:] for name, w in weight_table(spec)["layers"].items()}
         if fused:
-            shapes = jax.eval_shape(fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()})
+            shapes = jax.eval_shape(
+                fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()}
+            )
             shapes = {name: x.shape for name, x in shapes.items()}
         for name, shape in shapes.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
     def _weight(self, name: str, dtype: Any) -> Array:
         return getattr(self, name)[...].astype(dtype)
+
+    def _times(self, x: Array, name: str) -> Array:
+        """x [..., D] times a weight [D, ...], flattened behind its first axis."""
+        weight = getattr(self, name)[...]
+        return product(x, weight.reshape(weight.shape[0], -1), mixed=self.mixed)
 
     def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K],
@@ -72,9 +79,10 @@ class Layer(nnx.Module):
         y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
         if self.fused:
             parts = (spec.heads, spec.heads + spec.kv_heads)
-            q, k, v = jnp.split(_split_heads(y, self._weight("qkv_proj", x.dtype)), parts, axis=-2)
+            qkv = _split_heads(self._times(y, "qkv_proj"), spec.head_dim)
+            q, k, v = jnp.split(qkv, parts, axis=-2)
         else:
-            q, k, v = (_split_heads(y, self._weight(name, x.dtype)) for name in ("q", "k", "v"))
+            q, k, v = (_split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
         if spec.attention_bias:
             q, k, v = (
                 a + self._weight(name, x.dtype)
@@ -87,23 +95,35 @@ class Layer(nnx.Module):
 
     def finish(self, x: Array, attended: Array) -> Array:
         """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
-        o = self._weight("o", x.dtype)
-        out = attended.reshape(*attended.shape[:-2], -1) @ o.reshape(-1, o.shape[-1])
+        o = self.o[...]
+        flat = attended.reshape(*attended.shape[:-2], -1)
+        out = product(flat, o.reshape(-1, o.shape[-1]), mixed=self.mixed)
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
         x = x + out
         y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
         if self.fused:
-            gate, up = jnp.split(y @ self._weight("gate_up", x.dtype), 2, axis=-1)
+            gate, up = jnp.split(self._times(y, "gate_up"), 2, axis=-1)
         else:
-            gate, up = y @ self._weight("gate", x.dtype), y @ self._weight("up", x.dtype)
-        return x + (jax.nn.silu(gate) * up) @ self._weight("down", x.dtype)
+            gate, up = self._times(y, "gate"), self._times(y, "up")
+        return x + self._times(jax.nn.silu(gate) * up, "down")
 
 
-def _split_heads(x: Array, weight_DHK: Array) -> Array:
-    """x [..., D] times a projection, as one matrix product: [..., H, K]."""
-    D, H, K = weight_DHK.shape
-    return (x @ weight_DHK.reshape(D, H * K)).reshape(*x.shape[:-1], H, K)
+def product(x: Array, weight: Array, *, mixed: bool = False) -> Array:
+    """x [..., D] @ weight [D, E] in x's number type.
+
+    mixed: both rounded to bfloat16 and summed in float32, which matrix units (also those of recent
+    CPUs) do several times faster; everything else keeps x's number type.
+    """
+    if mixed:
+        low = (x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16))
+        return jnp.matmul(*low, preferred_element_type=jnp.float32).astype(x.dtype)
+    return x @ weight.astype(x.dtype)
+
+
+def _split_heads(x: Array, head_dim: int) -> Array:
+    """[..., H * K] -> [..., H, K]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def fuse(weights: dict[str, Array]) -> dict[str, Array]:
@@ -120,10 +140,10 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
 
 
 @lru_cache(maxsize=16)
-def layer_graph(spec: ModelSpec, *, fused: bool = False) -> Any:
+def layer_graph(spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> Any:
     """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, fused=fused)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, fused=fused, mixed=mixed)))
     return graph
 
 

@@ -1,8 +1,8 @@
 """The sequences that a sampler has on its device, from admission to their last token. One thread.
 
-        queue ──admit──> places and pages ──prefill, in chunks──> ready ──┬─> rows     [ decode block ]
-          ^               (groups share one prefill and its pages)        └─> reserve, takes rows over
-          └── preempted: memory was short; goes on later from what it drew
+    queue ──admit──> places and pages ──prefill, in chunks──> ready ──┬─> rows [ decode block ]
+      ^               (groups share one prefill and its pages)        └─> reserve: takes rows over
+      └── preempted: memory was short; goes on later from what it drew
 
 A *place* is a slot or a reserve place. Every decision is a function of the queue, the pages and
 what was drawn, never of time: the same requests given at once always run the same way.
@@ -141,9 +141,7 @@ class Batch:
 
     def check_integrity(self) -> None:
         """AssertionError unless every page is held by exactly those who say so."""
-        placed = [
-            self.slots.pages[p] if s.ready else s.pages for p, s in self.placed.items()
-        ]
+        placed = [self.slots.pages[p] if s.ready else s.pages for p, s in self.placed.items()]
         self.pages.check_integrity([*placed, self.store.held])
 
     # ---- admission
@@ -251,15 +249,11 @@ class Batch:
             sequence.prefilled += count
             if sequence.prefilled == len(sequence.token_ids):
                 done.append((row, sequence))
-        self.state = self.engine.bulk_insert(
-            prefix, self.state, self._into(pages, in_page, done)
-        )
+        self.state = self.engine.bulk_insert(prefix, self.state, self._into(pages, in_page, done))
         for _, sequence in done:
             self._make_ready(sequence)
 
-    def _into(
-        self, pages: IntArray, in_page: IntArray, done: list[tuple[int, Sequence_]]
-    ) -> Into:
+    def _into(self, pages: IntArray, in_page: IntArray, done: list[tuple[int, Sequence_]]) -> Into:
         """Where a chunk goes: tokens into pages, last pages to followers, logits to places."""
         pairs = [(row, s) for row, leader in done for s in (leader, *leader.followers)]
         copies = [
@@ -339,7 +333,7 @@ class Batch:
         places = self.engine.places
         run = Run(
             rows=padded([s.place for s in rows], count, places),
-            reserve=padded([s.place for s in reserve], self.engine.reserve if reserve else 0, 0),
+            reserve=padded([s.place for s in reserve], self.engine.reserve, 0),
             num_reserve=np.int32(len(reserve)),
             lengths=self.slots.lengths.copy(),
             drawn=self.slots.drawn.copy(),
@@ -552,7 +546,9 @@ class Batch:
         tokens = int(self.slots.lengths[sequence.place])
         width = schedule.steps_of_half(self._pages_of(tokens))
         table = self.slots.table(self.slots.pages[sequence.place], width)
-        keys, values = jax.device_get(read_kv(self.state.kv, table[None], self.engine.spec.head_dim))
+        keys, values = jax.device_get(
+            read_kv(self.state.kv, table[None], self.engine.spec.head_dim)
+        )
         kv = np.stack([keys, values], axis=1)[:, :, :tokens]
         return replace(partial, kv=kv, kv_version=sequence.kv_version)
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -178,16 +177,18 @@ class Engine:
         ragged: bool = False,
         one_thread: bool = False,
         on_tpu: bool | None = None,
+        mixed: bool = False,
     ) -> None:
         """ragged: decode on the pages with the TPU kernel (elsewhere with its slow reference, for
         tests). one_thread: CPU programs without
-        XLA's own threads, for several samplers side by side. on_tpu: null: as the devices are."""
+        XLA's own threads, for several samplers side by side. on_tpu: null: as the devices are.
+        mixed: matrix products in bfloat16, all else in dtype."""
         self.spec, self.slots, self.reserve = spec, slots, reserve
         self.max_length, self.block = max_length, block
         self.pages, self.page_tokens = pages, page_tokens
         self.mesh, self.dtype, self.ragged = mesh, dtype, ragged
         self.fused = mesh is None or mesh.size == 1
-        self.one_thread = one_thread
+        self.one_thread, self.mixed = one_thread, mixed
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         self.on_tpu = device.platform == "tpu" if on_tpu is None else on_tpu
         self._programs = _programs(self)
@@ -196,7 +197,8 @@ class Engine:
         """All that the programs depend on: equal engines share them."""
         return (
             self.spec, self.slots, self.reserve, self.max_length, self.block, self.pages,
-            self.page_tokens, self.mesh, jnp.dtype(self.dtype), self.ragged, self.one_thread, self.on_tpu,
+            self.page_tokens, self.mesh, jnp.dtype(self.dtype), self.ragged, self.one_thread,
+            self.on_tpu, self.mixed,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -296,13 +298,24 @@ class Engine:
 
     def _prepare_program(self, params: Any) -> Weights:
         rest = {name: w for name, w in params.items() if name != "layers"}
-        return Weights(rest, decoder.split_layers(self.spec, params, fused=self.fused))
+        layers = decoder.split_layers(self.spec, params, fused=self.fused)
+        if self.mixed:  # matrices once, not at each step; what is added or scaled stays as it is
+            layers = [
+                {
+                    n: w if n.endswith(("norm", "bias")) else w.astype(jnp.bfloat16)
+                    for n, w in x.items()
+                }
+                for x in layers
+            ]
+        return Weights(rest, layers)
 
     def _prefill_program(self, weights: Weights, kv: PagedKV, chunk: Chunk) -> Prefix:
         B, T = chunk.places.shape
         within = jnp.arange(T)
         visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
-        before = cache.gather(kv, chunk.tables, self.spec.head_dim) if chunk.tables.shape[1] else None
+        before = (
+            cache.gather(kv, chunk.tables, self.spec.head_dim) if chunk.tables.shape[1] else None
+        )
         seen = None
         if before is not None:
             seen = jnp.arange(before.k[0].shape[-1]) < chunk.starts[:, None]
@@ -323,10 +336,16 @@ class Engine:
             return attended.reshape(B * T, *attended.shape[2:])[chunk.back]
 
         x = decoder.flat_forward(
-            self.spec, *weights, chunk.token_ids, chunk.positions, attend, dtype=self.dtype
+            self.spec,
+            *weights,
+            chunk.token_ids,
+            chunk.positions,
+            attend,
+            dtype=self.dtype,
+            mixed=self.mixed,
         )
         last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
-        logits = decoder.next_logits(self.spec, weights.params, x[last])
+        logits = decoder.next_logits(self.spec, weights.params, x[last], mixed=self.mixed)
         return Prefix(NewKV(tuple(keys), tuple(values)), logits)
 
     def _insert_program(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
@@ -474,9 +493,7 @@ class Engine:
             ),
         )
 
-    def _advance(
-        self, weights: Weights, loop: _Loop, tokens: Array, context_pages: int
-    ) -> _Loop:
+    def _advance(self, weights: Weights, loop: _Loop, tokens: Array, context_pages: int) -> _Loop:
         """The drawn tokens through the decoder: their KV, and the next logits."""
         where = loop.base + loop.step - loop.joined  # [R]
         keys, values = list(loop.kv.k), list(loop.kv.v)
@@ -485,12 +502,12 @@ class Engine:
         else:
             attend = self._attend_columns(loop, keys, values, context_pages)
         x = decoder.flat_forward(
-            self.spec, *weights, tokens, where, attend, dtype=self.dtype
+            self.spec, *weights, tokens, where, attend, dtype=self.dtype, mixed=self.mixed
         )
         return loop._replace(
             step=loop.step + 1,
             kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
-            logits=decoder.next_logits(self.spec, weights.params, x),
+            logits=decoder.next_logits(self.spec, weights.params, x, mixed=self.mixed),
         )
 
     def _attend_columns(

@@ -27,7 +27,7 @@ class Pages:
         return 1.0 - len(self._free) / self.count
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one holder each, or None (and nothing taken) where too few are free."""
+        """`count` pages with one holder each; None, and nothing taken, where too few are free."""
         if count > len(self._free):
             return None
         taken = [self._free.popleft() for _ in range(count)]

@@ -8,6 +8,7 @@ ones that made it.
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def save_partial(partial: Partial, path: str | Path) -> None:
     wish = asdict(replace(partial.request, token_ids=np.zeros(0, np.int32)))
     del wish["token_ids"]
     meta = {"request": wish, "seed": partial.seed, "kv_version": partial.kv_version}
-    arrays = {} if partial.kv is None else {"kv": partial.kv}
+    arrays: dict[str, Any] = {} if partial.kv is None else {"kv": partial.kv}
     if partial.full_logprobs is not None and partial.kept is not None:
         arrays |= {"full_logprobs": partial.full_logprobs}
         arrays |= {"kept_ids": partial.kept.ids, "kept_starts": partial.kept.starts}
@@ -51,11 +52,11 @@ def load_partial(path: str | Path) -> Partial:
                 logprobs=file["logprobs"],
                 versions=file["versions"],
                 seed=int(meta["seed"]),
-                full_logprobs=file["full_logprobs"] if "full_logprobs" in file else None,
+                full_logprobs=file.get("full_logprobs"),
                 kept=KeptTokens(ids=file["kept_ids"], starts=file["kept_starts"])
                 if "kept_ids" in file
                 else None,
-                kv=file["kv"] if "kv" in file else None,
+                kv=file.get("kv"),
                 kv_version=meta["kv_version"],
             )
     except (OSError, KeyError, ValueError, TypeError) as error:

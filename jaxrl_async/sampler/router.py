@@ -73,7 +73,7 @@ class Router:
         return next((s.error for s in self.samplers if s.error is not None), None)
 
     def stats(self) -> Any:
-        """Counters of all samplers: sums, but for the largest pause and error and the mean share."""
+        """Counters of all samplers: sums, the largest pause and error, mean shares."""
         return add_stats([s.stats() for s in self.samplers])
 
     def submit_many(self, requests: Sequence[Request]) -> "list[asyncio.Future[Completion]]":
@@ -161,7 +161,7 @@ LARGEST = ("swap_pause_s", "max_swap_pause_s", "probe_error", "max_probe_error")
 
 
 def add_stats(stats: Sequence[Any]) -> Any:
-    """One reading for several samplers; times are means, so that shares of wall time stay shares."""
+    """One reading for several samplers; times are means: shares of wall time stay shares."""
     if len(stats) == 1:
         return stats[0]
     first = type(stats[0])

@@ -131,6 +131,7 @@ class Sampler:
             dtype=dtype,
             ragged=uses_ragged(self.section.attention, mesh),
             one_thread=one_thread,
+            mixed=self.section.matmul == "bfloat16",
         )
         if mesh is not None:
             params = jax.device_put(params, shardings(weight_table(spec), mesh, SAMPLER_RULES))
@@ -206,11 +207,11 @@ class Sampler:
         With the weights that drew it, the tokens are those of an uninterrupted run. Raises
         RolloutError for one of another seed: its random numbers would be others.
         """
-        for partial in partials:
-            if partial.seed != self.seed:
+        for saved in partials:
+            if saved.seed != self.seed:
                 raise RolloutError(
-                    f"request {partial.request.request_id} was saved by a sampler of seed "
-                    f"{partial.seed}, this one has {self.seed}: it would not go on with the same "
+                    f"request {saved.request.request_id} was saved by a sampler of seed "
+                    f"{saved.seed}, this one has {self.seed}: it would not go on with the same "
                     "tokens. Give this sampler that seed."
                 )
         futures: list[Future[Completion]] = [Future() for _ in partials]
@@ -357,7 +358,9 @@ class Sampler:
             except Exception as error:
                 future.set_exception(error)
         gone = [
-            s for s in (*self._batch.queue, *self._batch.placed.values()) if s.owner.future.cancelled()
+            s
+            for s in (*self._batch.queue, *self._batch.placed.values())
+            if s.owner.future.cancelled()
         ]
         for sequence in gone:
             self._batch.cancel(sequence)

@@ -32,15 +32,6 @@ class TokenInputs(NamedTuple):
     versions: Array  # [rows, length] int32, policy version that drew the token
     entropy: Array  # [rows, length] float32, of the policy at the token, nats
     reference_logprobs: Array | None = None  # [rows, length] float32, of the frozen reference
-    told: Array | None = None  # [rows, length] bool, the sampler gave a log-prob; None: everywhere
-
-    def without_gaps(self) -> "TokenInputs":
-        """Where the sampler told no log-prob (NaN), the learning weights' own stands in: ratio 1."""
-        told = ~jnp.isnan(self.behavior_logprobs)
-        own = jax.lax.stop_gradient(self.policy_logprobs)
-        return self._replace(
-            behavior_logprobs=jnp.where(told, self.behavior_logprobs, own), told=told
-        )
 
 
 class TokenLoss(NamedTuple):

@@ -60,7 +60,11 @@ def policy_objective(
     """This micro-batch's share of the step's loss, and of the report.
 
     weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn.
+    Where the sampler told no log-prob (NaN), the learning weights' own stands in: ratio 1.
     """
+    told = ~jnp.isnan(x.behavior_logprobs)
+    own = jax.lax.stop_gradient(x.policy_logprobs)
+    x = x._replace(behavior_logprobs=jnp.where(told, x.behavior_logprobs, own))
     token, corrected = recipe.loss(x), recipe.correction(x)
     policy_loss = _weighted(x, weights, corrected.weights * token.loss)
     loss = policy_loss
@@ -78,7 +82,9 @@ def policy_objective(
         means["policy/kl_reference"] = _mean(x.mask, recipe.kl(x))
     sums = {"train/loss": loss, "train/policy_loss": policy_loss, "train/tokens": jnp.sum(x.mask)}
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
-    report = Totals(sums, means | _distances(x, version), _largest_distances(x, version), minima)
+    report = Totals(
+        sums, means | _distances(x, told, version), _largest_distances(x, told, version), minima
+    )
     return loss, jax.lax.stop_gradient(report)
 
 
@@ -107,7 +113,7 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
     return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
 
 
-def _distances(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
+def _distances(x: TokenInputs, told: Array, version: Array) -> dict[str, tuple[Array, Array]]:
     """How far the policy is from what drew the tokens."""
     difference = log_ratio(x)
     mismatch = jnp.abs(difference)
@@ -116,25 +122,20 @@ def _distances(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]
         "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
         "policy/k1_behavior": _mean(x.mask, -difference),
         "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
-        "policy/recomputed_logprob_share": _mean(x.mask, 1.0 - _told(x)),
-        "mismatch/mean": _mean(_fresh(x, version) & _told(x), mismatch),
-        "mismatch/all_mean": _mean(x.mask & _told(x), mismatch),
+        "policy/recomputed_logprob_share": _mean(x.mask, ~told),
+        "mismatch/mean": _mean(_fresh(x, version) & told, mismatch),
+        "mismatch/all_mean": _mean(x.mask & told, mismatch),
     }
 
 
-def _largest_distances(x: TokenInputs, version: Array) -> dict[str, Array]:
+def _largest_distances(x: TokenInputs, told: Array, version: Array) -> dict[str, Array]:
     difference = log_ratio(x)
     mismatch = jnp.abs(difference)
     return {
         "policy/ratio_max": _largest(x.mask, jnp.exp(difference)),
-        "mismatch/max": _largest(_fresh(x, version) & _told(x), mismatch),
-        "mismatch/all_max": _largest(x.mask & _told(x), mismatch),
+        "mismatch/max": _largest(_fresh(x, version) & told, mismatch),
+        "mismatch/all_max": _largest(x.mask & told, mismatch),
     }
-
-
-def _told(x: TokenInputs) -> Array:
-    """Tokens whose log-prob the sampler gave."""
-    return jnp.ones_like(x.mask) if x.told is None else x.told
 
 
 def _fresh(x: TokenInputs, version: Array) -> Array:

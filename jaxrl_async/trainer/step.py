@@ -260,7 +260,7 @@ class TrainStep:
             mask=micro.mask,
             versions=micro.versions,
             entropy=entropy if self._recipe.entropy_coefficient else jax.lax.stop_gradient(entropy),
-        ).without_gaps()
+        )
 
     def _logprobs_of(
         self, params: Params, micro: DeviceBatch, temperature: float

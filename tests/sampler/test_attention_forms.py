@@ -1,18 +1,15 @@
 """Both forms of decode attention, and every way through the pages, give the same tokens."""
 
-import sys
-from pathlib import Path
-
+import numpy as np
 import pytest
+from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.kernels import interpreted_kernels
-from jaxrl_async.types import VersionedParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
+from jaxrl_async.types import SamplingParams, VersionedParams
 
 WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
 
@@ -100,3 +97,16 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
         done = sampler.generate(WISHES[:4])
         sampler.close()
     assert [c.token_ids.tolist() for c in done] == wanted[:4]
+
+
+def test_bfloat16_products_are_close_and_told_apart_by_their_log_probs() -> None:
+    wishes = [request(i, request_id=f"b{i}", sampling=SamplingParams()) for i in range(4)]
+    sampler = make_sampler(matmul="bfloat16")
+    errors = []
+    for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
+        ids = np.concatenate([wish.token_ids, done.token_ids])[None]
+        positions = np.arange(ids.shape[1])[None]
+        logprobs, _ = token_logprobs(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+        errors.append(np.abs(done.logprobs - logprobs[0, len(wish.token_ids) :]).max())
+    sampler.close()
+    assert 1e-5 < max(errors) < 0.1

@@ -1,16 +1,11 @@
 """What the trainer needs to be exact: sampling masks and log-probs of both distributions."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
 
 from jaxrl_async.model.decoder import hidden_states, output_head
 from jaxrl_async.types import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
 
 
 def logits_before(prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:

@@ -127,7 +127,11 @@ loads = st.builds(
 def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, load) -> None:
     after = next_limit(limit, load)
     assert after.least <= after.value <= after.most
-    assert after.value in (limit.value, min(64.0, limit.value + 1), max(1.0, limit.value * DECREASE))
+    assert after.value in (
+        limit.value,
+        min(64.0, limit.value + 1),
+        max(1.0, limit.value * DECREASE),
+    )
     assert not (load.preempted and after.value > limit.value)
 
 
@@ -151,7 +155,9 @@ def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budg
     done = [start for start, _ in waiting]
     rounds = deque()
     while any(d < total for d, (_, total) in zip(done, waiting, strict=True)):
-        open_ = [(i, d, t) for i, (d, (_, t)) in enumerate(zip(done, waiting, strict=True)) if d < t]
+        open_ = [
+            (i, d, t) for i, (d, (_, t)) in enumerate(zip(done, waiting, strict=True)) if d < t
+        ]
         pieces = schedule.plan_pieces([(d, t) for _, d, t in open_], budget)
         assert 0 < sum(p.count for p in pieces) <= budget
         assert [p.index for p in pieces] == list(range(len(pieces))), "first come, first served"

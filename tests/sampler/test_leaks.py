@@ -2,14 +2,11 @@
 
 import gc
 import resource
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tiny import make_sampler, request
 
 pytestmark = pytest.mark.slow

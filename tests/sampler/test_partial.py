@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import make_sampler, request
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.partial import load_partial, save_partial
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from tiny import make_sampler, request
-
 WISH = request(20, max_new_tokens=30, stop_token_ids=(), token_ids=np.arange(20, dtype=np.int32))
 
 

@@ -2,22 +2,18 @@
 it gives alone, and nothing is leaked. Hypothesis makes the mixes."""
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import PARAMS, SPEC, Script, make_sampler, request
 
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, VersionedParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import PARAMS, SPEC, Script, make_sampler, request
 
 MODES = ("continue", "recompute", "drain", "restart")
 pytestmark = pytest.mark.slow
@@ -70,9 +66,7 @@ async def play(sampler: Sampler, plan: list, swaps: int) -> list[tuple[int, int,
         for _ in range(min(awaited, len(waiting))):
             await waiting[0][2]
             answers.append((*waiting[0][:2], waiting.pop(0)[2].result()))
-        group = [
-            request(number, request_id=f"r{i}/m{m}", key=(number, m)) for m in range(members)
-        ]
+        group = [request(number, request_id=f"r{i}/m{m}", key=(number, m)) for m in range(members)]
         futures = sampler.submit_many(group)
         if i < swaps:
             version = sampler.version + 1 + len(source.updates)

@@ -1,21 +1,17 @@
 """Several samplers behind one: same tokens, groups together, each swaps on its own."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tiny import OTHER, PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import OTHER, PARAMS, SECTION, SPEC, make_sampler, request
 
 
 def on_device(index: int, **wishes: object) -> Sampler:
@@ -32,7 +28,9 @@ def router():
 
 def groups(count: int, members: int = 3) -> list:
     return [
-        request(g, request_id=f"g{g}/m{m}", key=(g, m)) for g in range(count) for m in range(members)
+        request(g, request_id=f"g{g}/m{m}", key=(g, m))
+        for g in range(count)
+        for m in range(members)
     ]
 
 

@@ -1,18 +1,14 @@
 """New weights while sequences run: what each mode does to them, and what it costs."""
 
-import sys
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from tiny import OTHER, PARAMS, SPEC, Script, make_sampler, request
 
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.types import SamplingParams, VersionedParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import OTHER, PARAMS, SPEC, Script, make_sampler, request
 
 
 def long_request(number: int = 5, **wishes: object):

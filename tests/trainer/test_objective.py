@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,3 +123,25 @@ def test_a_supervised_report_is_the_mean_log_likelihood(x, weights):
 def test_an_unknown_function_in_the_recipe_is_a_config_error(field, kind):
     with pytest.raises(ConfigError, match=f"unknown {kind} 'nonsense'"):
         make_recipe(schema.Algorithm(**{field: "nonsense"}))
+
+
+def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights):
+    gaps = jnp.asarray(np.random.default_rng(1).random(SHAPE) < 0.4)
+    silent = x._replace(behavior_logprobs=jnp.where(gaps, jnp.nan, x.behavior_logprobs))
+    own = x._replace(behavior_logprobs=jnp.where(gaps, x.policy_logprobs, x.behavior_logprobs))
+
+    def loss(logprobs, inputs):
+        filled = inputs._replace(policy_logprobs=logprobs)
+        return policy_objective(recipe(), filled, weights, jnp.int32(5))[0]
+
+    fixed = own._replace(behavior_logprobs=jax.lax.stop_gradient(own.behavior_logprobs))
+    value, slope = jax.value_and_grad(loss)(x.policy_logprobs, silent)
+    wanted, wanted_slope = jax.value_and_grad(loss)(x.policy_logprobs, fixed)
+    assert np.isfinite(value) and np.isfinite(slope).all()
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(slope, wanted_slope, rtol=1e-6)
+    stats = report(silent, weights)
+    m, g = np.asarray(x.mask), np.asarray(gaps)
+    assert stats["policy/recomputed_logprob_share"] == pytest.approx(g[m].mean())
+    told = np.abs(np.asarray(x.policy_logprobs - x.behavior_logprobs))[m & ~g]
+    assert stats["mismatch/all_mean"] == pytest.approx(told.mean(), rel=1e-5)

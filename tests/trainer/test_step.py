@@ -198,10 +198,9 @@ def test_the_old_state_is_donated_and_the_callers_weights_are_not(params):
     assert not any(p.is_deleted() for p in jax.tree.leaves((mine, moved)))
 
 
-@pytest.mark.parametrize("poison", ["advantages", "behavior_logprobs"])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_works(params, poison):
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_works(params):
     broken = sequences()
-    getattr(broken[5], poison)[3] = np.nan
+    broken[5].advantages[3] = np.nan
     step = step_of()
     state, _ = step.update(step.init(params), BATCH)
     before = copied(state)
