@@ -12,7 +12,9 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["generate", "train_step", "end_to_end", "weight_transfer"])
+@pytest.mark.parametrize(
+    "name", ["generate", "train_step", "end_to_end", "weight_transfer", "limits", "swap"]
+)
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     file = tmp_path / "result.json"
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -28,6 +30,8 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
     assert columns.split()[0] == "model" and len(lines) == len(result["rows"]) > 0
+    if name in ("limits", "swap"):
+        return
     for row in result["rows"]:
         timed = [v for k, v in row.items() if k.startswith(("median_", "least_", "most_"))]
         assert len(timed) == 3 and all(v > 0 for v in timed)

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,36 @@ def measure_peers(
             finally:
                 for worker in workers:
                     worker.close()
+    return rows
+
+
+def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
+    """Seconds from an engine's start to the first token of eight prompts, in a fresh process.
+
+    Ours twice: with an empty compilation cache and with the one that the first time left behind.
+    Peers as they come: what they keep between processes, they may use.
+    """
+    rows: list[Row] = []
+    prompts = random_prompts(MODELS[model].vocab, 8)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
+        mine = ("worker_ours.py", (folder, "1", cache))
+        engines = [
+            ("ours, cold", sys.executable, *mine),
+            ("ours, warm cache", sys.executable, *mine),
+        ]
+        for name in names:
+            there = ENVIRONMENTS[name]
+            engines.append((name, str(python_of(there)), there.script, (folder, *there.words)))
+        for name, python, script, words in engines:
+            start = time.perf_counter()
+            worker = Worker(name, Path(python), script, Path(words[0]), *words[1:])
+            try:
+                worker.ask(prompts, [1] * 8, 8)
+                taken_s = time.perf_counter() - start
+            finally:
+                worker.close()
+            rows.append({"engine": name, "model": model, "start_to_first_token_s": taken_s})
     return rows
 
 

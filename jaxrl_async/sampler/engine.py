@@ -228,27 +228,27 @@ class Engine:
 
     def init_decode_state(self) -> DecodeState:
         """All slots and pages empty, placed on the mesh."""
-        S, V = self.places, self.spec.vocab
-
-        def empty() -> DecodeState:
-            return DecodeState(
-                cache.init_pages(
-                    self.spec, self.pages, self.page_tokens, self.dtype, ragged=self.ragged
-                ),
-                jnp.zeros((S, V), jnp.float32),
-                Slot(
-                    Controls(jnp.ones(S), jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S)),
-                    jnp.zeros((S, 2), jnp.uint32),
-                    jnp.full((S, MAX_STOP_TOKENS), -1, jnp.int32),
-                    jnp.ones(S, jnp.int32),
-                    jnp.zeros(S, bool),
-                ),
-            )
-
         if self.mesh is None:
-            return jax.jit(empty)()
-        shardings = self._state_shardings(jax.eval_shape(empty))
-        return jax.jit(empty, out_shardings=shardings)()
+            return jax.jit(self.empty_state)()
+        shardings = self._state_shardings(jax.eval_shape(self.empty_state))
+        return jax.jit(self.empty_state, out_shardings=shardings)()
+
+    def empty_state(self) -> DecodeState:
+        """What init_decode_state places: also for jax.eval_shape, where nothing can be run."""
+        S, V = self.places, self.spec.vocab
+        return DecodeState(
+            cache.init_pages(
+                self.spec, self.pages, self.page_tokens, self.dtype, ragged=self.ragged
+            ),
+            jnp.zeros((S, V), jnp.float32),
+            Slot(
+                Controls(jnp.ones(S), jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S)),
+                jnp.zeros((S, 2), jnp.uint32),
+                jnp.full((S, MAX_STOP_TOKENS), -1, jnp.int32),
+                jnp.ones(S, jnp.int32),
+                jnp.zeros(S, bool),
+            ),
+        )
 
     def _state_shardings(self, state: Any) -> Any:
         """Pages over kv heads as SAMPLER_RULES say; everything else on every device."""

@@ -80,3 +80,10 @@ def test_pages_as_wide_as_the_kernel_wants_are_not_copied(programs):
     """128 MiB of pages on the chip: only the narrow ones are written out anew at each call."""
     assert programs["ragged decode"]["temp_bytes"] < 2**20
     assert programs["ragged narrow heads"]["temp_bytes"] > 2**26
+
+
+def test_the_samplers_programs_compile_and_decode_in_place(programs):
+    block = programs["sampler block"]
+    assert block["kernels"] == 2, "one kernel a layer, on the pages themselves"
+    assert block["temp_bytes"] < block["pages_bytes"] / 2, "no copy of the pages"
+    assert programs["sampler prefill"]["temp_bytes"] < block["pages_bytes"]

@@ -22,6 +22,8 @@ from jaxrl_async.mesh import AXES, TRAINER_RULES, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.sampler.engine import Chunk, Engine, Run
+from jaxrl_async.sampler.sampling import Mix
 from jaxrl_async.trainer.step import DeviceBatch, GradSum, TrainStep
 
 ROW = 512
@@ -136,12 +138,60 @@ def ragged(
     )
 
 
+def sampler_program(name: str) -> dict[str, Any]:
+    """A prefill or a whole decode block of the sampler's engine, on one chip."""
+    mesh = mesh_of()
+    shape = schema.Architecture(layers=2, width=256, heads=8, kv_heads=2, head_dim=128, mlp=512)
+    spec = ModelSpec.from_architecture(shape, 1024)
+    engine = Engine(
+        spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16, mesh=mesh,
+        dtype=jnp.bfloat16, ragged=True,
+    )  # fmt: skip
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), tree)
+
+    params = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16),
+        weight_table(spec),
+        is_leaf=lambda w: isinstance(w, Weight),
+    )
+    weights = placed(jax.eval_shape(engine._prepare_program, params))
+    state = placed(jax.eval_shape(engine.empty_state))
+    if name == "prefill":
+        n, B, T = 256, 4, 64
+        ints = np.zeros(n, np.int32)
+        chunk = Chunk(
+            ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
+            np.zeros((B, 2), np.int32),
+        )  # fmt: skip
+        return compiled(engine._programs.prefill, weights, state.kv, chunk)
+    run = Run(
+        rows=np.arange(16, dtype=np.int32),
+        reserve=np.zeros(8, np.int32),
+        num_reserve=np.int32(0),
+        lengths=np.full(24, 40, np.int32),
+        drawn=np.zeros(24, np.int32),
+        tables=np.zeros((24, 4), np.int32),
+        steps=np.int32(16),
+    )
+    lower = engine._programs.generate.lower(weights, state, run, context_pages=2, mix=Mix())
+    program = lower.compile()
+    return {
+        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
+        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+        "pages_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv)),
+    }
+
+
 def chosen() -> dict[str, Any]:
     """What auto takes on TPU devices."""
     return {"is_splash": sequence_attention("auto", mesh=mesh_of()) is kernels.splash}
 
 
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sampler prefill": partial(sampler_program, "prefill"),
+    "sampler block": partial(sampler_program, "block"),
     "chosen": chosen,
     "splash": partial(attention_gradient, kernels.splash),
     "splash float32": partial(attention_gradient, kernels.splash, dtype=jnp.float32),

@@ -1,0 +1,124 @@
+"""New weights at every decode block, for a minute, while all slots decode: what does it cost?
+
+A second thread publishes the next version as soon as the last one is live. Printed: swaps and
+blocks, the pause of a swap (median and most), a block's time with swaps and without, programs
+compiled after the start, tokens whose version is wrong, and resident memory at the start and end.
+"""
+
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from common import MODELS, Row, make_params, options, parser, random_prompts, report
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import Closed
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.types import Completion, Request
+from jaxrl_async.weights.channel import WeightChannel
+
+SLOTS, LENGTH = 64, 128
+"""Sequences at once, and tokens of each answer."""
+
+
+def main() -> None:
+    """Measure and print."""
+    words = parser(__doc__ or "")
+    words.add_argument("--seconds", type=float, default=60.0, help="how long weights are published")
+    args = options(words)
+    seconds = 2.0 if args.quick else args.seconds
+    report("swap", [measure(model, seconds) for model in args.models], args)
+
+
+def measure(model: str, seconds: float) -> Row:
+    """One decoder's row."""
+    spec, params = MODELS[model], make_params(MODELS[model])
+    copied = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1, tree))
+    channel = WeightChannel(copied)
+    pauses: list[float] = []
+    section = schema.Sampler(slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16)
+    sampler = Sampler((spec, params), section=section, weights=channel)
+    try:
+        timed_blocks(sampler, spec.vocab, 0.0, [])  # compile
+        quiet = timed_blocks(sampler, spec.vocab, 3.0, [])
+        first = threading.Thread(target=publish, args=(channel, params, sampler, pauses))
+        first.start()
+        timed_blocks(sampler, spec.vocab, 3.0, [])
+        before, memory, done = sampler.stats(), resident_mib(), []
+        pauses.clear()
+        busy = timed_blocks(sampler, spec.vocab, seconds, done)
+        after, grown = sampler.stats(), resident_mib() - memory
+    finally:
+        channel.close()
+        sampler.close()
+    return {
+        "model": model,
+        "seconds": seconds,
+        "blocks": after.blocks - before.blocks,
+        "swaps": after.swaps - before.swaps,
+        "block_ms_quiet": quiet * 1e3,
+        "block_ms_swapping": busy * 1e3,
+        "pause_ms_median": float(np.median(pauses)) * 1e3,
+        "pause_ms_most": max(pauses) * 1e3,
+        "compiled": after.compiled_programs - before.compiled_programs,
+        "tokens": sum(len(c.token_ids) for c in done),
+        "wrong_versions": sum(wrong_versions(c) for c in done),
+        "memory_grown_MiB": grown,
+    }
+
+
+def publish(channel: WeightChannel, params: Any, sampler: Sampler, pauses: list[float]) -> None:
+    """The next version as soon as the last is live, until the channel closes."""
+    version = 0
+    try:
+        while True:
+            version += 1
+            channel.publish(version, params)
+            channel.wait_live(version, 600.0)
+            pauses.append(sampler.stats().swap_pause_s)
+    except Closed:
+        return
+
+
+def timed_blocks(sampler: Sampler, vocab: int, seconds: float, done: list[Completion]) -> float:
+    """Keep all slots busy for so long; mean seconds of a block."""
+    prompts, number = random_prompts(vocab, SLOTS), 0
+    before, start = sampler.stats(), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        wishes = [
+            Request(
+                request_id=f"{number}/{i}",
+                token_ids=prompt,
+                max_new_tokens=LENGTH,
+                key=(number, i),
+                forced_length=LENGTH,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        done += sampler.generate(wishes)
+        number += 1
+    after = sampler.stats()
+    return (after.busy_s - before.busy_s) / max(1, after.blocks - before.blocks)
+
+
+def wrong_versions(completion: Completion) -> int:
+    """Tokens whose version falls, or changes elsewhere than at a block's second token."""
+    steps = np.diff(completion.versions)
+    changes = np.flatnonzero(steps) + 1
+    return int((steps < 0).sum() + ((changes - 1) % 16 != 0).sum())
+
+
+def resident_mib() -> float:
+    """Resident memory now, MiB; the most so far where there is no /proc."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text(encoding="ascii").split()[1]) * resource.getpagesize() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+if __name__ == "__main__":
+    main()
