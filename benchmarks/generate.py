@@ -39,9 +39,13 @@ def main() -> None:
     """Measure every row and print them."""
     args = _options()
     if args.peers is not None:
-        from peers.run import measure_peers
+        from peers.run import measure_peers, measure_starts
 
         names = args.peers or ["vllm", "tunix", "transformers", "transformers-continuous"]
+        if args.starts:
+            starts = [row for model in args.models for row in measure_starts(model, names)]
+            report("generate --peers --starts", starts, args)
+            return
         replicas = {"1M": args.samplers or os.cpu_count() or 1, "25M": args.samplers or 1}
         rows = measure_peers(
             args.models, args.slots, args.repeats, names, replicas=replicas, quick=args.quick
@@ -113,6 +117,7 @@ def _options() -> argparse.Namespace:
     words = parser(__doc__ or "")
     words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
     words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
+    words.add_argument("--starts", action="store_true", help="with --peers: time to first token")
     words.add_argument(
         "--samplers", type=int, help="ours in --peers; default: cores for 1M, else 1"
     )

@@ -48,13 +48,16 @@ def measure(model: str, seconds: float) -> Row:
         first = threading.Thread(target=publish, args=(channel, params, sampler, pauses))
         first.start()
         timed_blocks(sampler, spec.vocab, 3.0, [])
-        before, memory, done = sampler.stats(), resident_mib(), []
+        done: list[Completion] = []
+        before, memory = sampler.stats(), resident_mib()
         pauses.clear()
         busy = timed_blocks(sampler, spec.vocab, seconds, done)
         after, grown = sampler.stats(), resident_mib() - memory
     finally:
         channel.close()
         sampler.close()
+    tokens: int = sum(len(c.token_ids) for c in done)
+    wrong: int = sum(wrong_versions(c) for c in done)
     return {
         "model": model,
         "seconds": seconds,
@@ -65,8 +68,8 @@ def measure(model: str, seconds: float) -> Row:
         "pause_ms_median": float(np.median(pauses)) * 1e3,
         "pause_ms_most": max(pauses) * 1e3,
         "compiled": after.compiled_programs - before.compiled_programs,
-        "tokens": sum(len(c.token_ids) for c in done),
-        "wrong_versions": sum(wrong_versions(c) for c in done),
+        "tokens": tokens,
+        "wrong_versions": wrong,
         "memory_grown_MiB": grown,
     }
 

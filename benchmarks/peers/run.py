@@ -113,8 +113,8 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
     prompts = random_prompts(MODELS[model].vocab, 8)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
-        mine = ("worker_ours.py", (folder, "1", cache))
-        engines = [
+        mine: tuple[str, tuple[str, ...]] = ("worker_ours.py", (folder, "1", cache))
+        engines: list[tuple[str, str, str, tuple[str, ...]]] = [
             ("ours, cold", sys.executable, *mine),
             ("ours, warm cache", sys.executable, *mine),
         ]
