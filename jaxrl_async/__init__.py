@@ -15,7 +15,11 @@ _HOMES = {
     "Sampler": "jaxrl_async.sampler.sampler",
     "Request": "jaxrl_async.types",
     "SamplingParams": "jaxrl_async.types",
+    "Router": "jaxrl_async.sampler.router",
+    "save_partial": "jaxrl_async.sampler.partial",
+    "load_partial": "jaxrl_async.sampler.partial",
     "Completion": "jaxrl_async.types",
+    "Partial": "jaxrl_async.types",
     "Episode": "jaxrl_async.types",
 }
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.sampler.partial import branches
 from jaxrl_async.types import Completion, Partial, Request
 
 AFFINITY_TOKENS = 32
@@ -101,6 +102,10 @@ class Router:
         with self._lock:
             least = choose(self._candidates(), None, len(partials))
         return self.samplers[least].resume(partials)
+
+    def fork(self, partial: Partial, count: int) -> list[Completion]:
+        """As Sampler.fork: all branches on one sampler, where they share the prefix."""
+        return self.resume(branches(partial, count))
 
     def _candidates(self) -> list[Candidate]:
         return [

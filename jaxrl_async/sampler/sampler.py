@@ -205,7 +205,8 @@ class Sampler:
         """Go on with saved requests; blocks. Completions hold what was drawn before as well.
 
         With the weights that drew it, the tokens are those of an uninterrupted run. Raises
-        RolloutError for one of another seed: its random numbers would be others.
+        RolloutError for one of another seed (its random numbers would be others), and for one that
+        may draw no further token.
         """
         for saved in partials:
             if saved.seed != self.seed:
@@ -213,6 +214,12 @@ class Sampler:
                     f"request {saved.request.request_id} was saved by a sampler of seed "
                     f"{saved.seed}, this one has {self.seed}: it would not go on with the same "
                     "tokens. Give this sampler that seed."
+                )
+            if len(saved.token_ids) >= self._max_new(saved.request):
+                raise RolloutError(
+                    f"request {saved.request.request_id} has drawn {len(saved.token_ids)} tokens, "
+                    f"and may draw {self._max_new(saved.request)} here: nothing is left to do. "
+                    "Raise its max_new_tokens, or sampler.max_new_tokens and sampler.max_length."
                 )
         futures: list[Future[Completion]] = [Future() for _ in partials]
         self._enqueue([p.request for p in partials], futures, None, partials)

@@ -144,6 +144,15 @@ def test_what_is_wrong_is_said(tmp_path) -> None:
     )
     with pytest.raises(RolloutError, match="of seed 2, this one has 1"):
         sampler.resume([partial])
+    full = Partial(
+        request=WISH,
+        token_ids=np.zeros(30, np.int32),
+        logprobs=np.zeros(30, np.float32),
+        versions=np.zeros(30, np.int32),
+        seed=1,
+    )
+    with pytest.raises(RolloutError, match="nothing is left to do"):
+        sampler.resume([full])
     (tmp_path / "bad.npz").write_bytes(b"no")
     with pytest.raises(RolloutError, match="is not a saved request"):
         load_partial(tmp_path / "bad.npz")
