@@ -1,9 +1,23 @@
 """Forced host devices for every test: set before anything imports JAX."""
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_end_with_their_module() -> Iterator[None]:
+    """Thousands of them in one process exhaust its memory mappings, and the compiler crashes."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+        gc.collect()
