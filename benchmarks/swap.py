@@ -40,24 +40,24 @@ def measure(model: str, seconds: float) -> Row:
     copied = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1, tree))
     channel = WeightChannel(copied)
     pauses: list[float] = []
+    told: list[tuple[int, int]] = []  # tokens of each answer, and how many have a wrong version
     section = schema.Sampler(slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16)
     sampler = Sampler((spec, params), section=section, weights=channel)
     try:
-        timed_blocks(sampler, spec.vocab, 0.0, [])  # compile
-        quiet = timed_blocks(sampler, spec.vocab, 3.0, [])
+        timed_blocks(sampler, spec.vocab, 0.0, told)  # compile
+        quiet = timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), told)
         first = threading.Thread(target=publish, args=(channel, params, sampler, pauses))
         first.start()
-        timed_blocks(sampler, spec.vocab, 3.0, [])
-        done: list[Completion] = []
+        timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), told)
         before, memory = sampler.stats(), resident_mib()
         pauses.clear()
-        busy = timed_blocks(sampler, spec.vocab, seconds, done)
+        told.clear()
+        busy = timed_blocks(sampler, spec.vocab, seconds, told)
         after, grown = sampler.stats(), resident_mib() - memory
     finally:
         channel.close()
         sampler.close()
-    tokens: int = sum(len(c.token_ids) for c in done)
-    wrong: int = sum(wrong_versions(c) for c in done)
+    tokens, wrong = (sum(numbers) for numbers in zip(*told, strict=True))
     return {
         "model": model,
         "seconds": seconds,
@@ -87,11 +87,13 @@ def publish(channel: WeightChannel, params: Any, sampler: Sampler, pauses: list[
         return
 
 
-def timed_blocks(sampler: Sampler, vocab: int, seconds: float, done: list[Completion]) -> float:
+def timed_blocks(
+    sampler: Sampler, vocab: int, seconds: float, told: list[tuple[int, int]]
+) -> float:
     """Keep all slots busy for so long; mean seconds of a block."""
     prompts, number = random_prompts(vocab, SLOTS), 0
     before, start = sampler.stats(), time.perf_counter()
-    while time.perf_counter() - start < seconds:
+    while number == 0 or time.perf_counter() - start < seconds:
         wishes = [
             Request(
                 request_id=f"{number}/{i}",
@@ -102,7 +104,7 @@ def timed_blocks(sampler: Sampler, vocab: int, seconds: float, done: list[Comple
             )
             for i, prompt in enumerate(prompts)
         ]
-        done += sampler.generate(wishes)
+        told += [(len(c.token_ids), wrong_versions(c)) for c in sampler.generate(wishes)]
         number += 1
     after = sampler.stats()
     return (after.busy_s - before.busy_s) / max(1, after.blocks - before.blocks)
