@@ -28,7 +28,6 @@ def wanted() -> list[list[int]]:
         {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
         {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
         {"reserve": 1.0, "block": 16},
-        {"attention": "ragged", "reserve": 1.0, "block": 16},
     ],
 )
 def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:

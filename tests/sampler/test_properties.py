@@ -84,7 +84,7 @@ async def play(sampler: Sampler, plan: list, swaps: int) -> list[tuple[int, int,
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -120,7 +120,7 @@ def test_the_crowd_was_preempted_swapped_and_restarted(crowded) -> None:
     assert sum(s.prefix_hit_tokens for s in stats.values()) > 0
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(numbers=st.lists(st.integers(0, 60), min_size=1, max_size=12))
 def test_log_probs_are_those_of_a_full_forward_pass(numbers) -> None:
     wishes = [
