@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl_async.config.schema import Choice, Config, Section
+from jaxrl_async.config.schema import Choice, Choices, Config, Section
 from jaxrl_async.errors import ConfigError
 
 MAX_DEPTH = 16
@@ -209,6 +209,8 @@ def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
     tree: Any = draft.tree
     for depth, key in enumerate(path[:-1]):
         inner = tree.get(key)
+        if isinstance(inner, list) and _is_choice(_find(path[: depth + 1])):
+            inner = {}  # a list of choices gives way to the one that takes the argument
         if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
             inner = (
                 {inner: {}} if inner == path[depth + 1] else {}
@@ -376,7 +378,7 @@ def _is_section(target: FieldInfo | None) -> bool:
 
 
 def _is_choice(target: FieldInfo | None) -> bool:
-    return target is not None and target.annotation == Choice
+    return target is not None and target.annotation in (Choice, Choices)
 
 
 def _below_choice(path: KeyPath) -> bool:
@@ -400,7 +402,8 @@ def _is_text(kind: Any) -> bool:
 def _allowed(target: FieldInfo) -> str:
     """Type, range and choices in words: "a whole number >= 1 or null"."""
     if _is_choice(target):
-        return "a name or {name: {argument: value}}"
+        listed = ", or a list of these" * (target.annotation == Choices)
+        return "a name or {name: {argument: value}}" + listed
     return _kind(target.annotation, target.metadata)
 
 

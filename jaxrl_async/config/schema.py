@@ -11,6 +11,8 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Choice = str | dict[str, dict[str, Any]]
 """A registered function by name, or {name: {argument: value}}."""
+Choices = Choice | list[Choice]
+"""One such choice, or a list of them."""
 
 
 class Section(BaseModel):
@@ -238,8 +240,10 @@ class Algorithm(Section):
     """Prompts in one update (P)."""
     advantage: Choice = "group_normalized"
     """Advantage estimator."""
-    correction: Choice = "truncate_token"
-    """What corrects for data drawn by older weights."""
+    correction: Choices = "truncate_token"
+    """What corrects for data drawn by older weights; of a list, the weights multiply."""
+    anchor: Literal["behavior", "proximal"] = "behavior"
+    """What the loss's ratio is against: what drew the token, or the weights at the step's start."""
     loss: Choice = "ppo_clip"
     """Policy loss."""
     kl: Choice = "k3"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.trainer.losses import MAX_LOG_RATIO, TokenInputs
+from jaxrl_async.trainer.losses import MAX_LOG_RATIO, TokenInputs, bounded_difference
 from jaxrl_async.trainer.registry import Registry
 
 KLFn = Callable[
@@ -36,6 +36,36 @@ def k2(x: TokenInputs) -> Array:
 def k3(x: TokenInputs) -> Array:
     """exp(-d) - 1 + d: unbiased and never negative; GRPO's (arXiv:2402.03300, eq. 4)."""
     return k3_of(_from_reference(x))
+
+
+@kl
+def unbiased(x: TokenInputs) -> Array:
+    """r k3, r = policy / behavior with its gradient: unbiased also for tokens of another policy.
+
+    Its gradient is r d d log policy, so in expectation that of the true divergence, which k3's is
+    not. DeepSeek-V3.2 (arXiv:2512.02556), eq. 7.
+    """
+    ratio = jnp.exp(bounded_difference(x, x.policy_logprobs, x.behavior_logprobs))
+    return ratio * k3_of(_from_reference(x))
+
+
+@kl
+def full(x: TokenInputs) -> Array:
+    """The divergence over the whole vocabulary at each token, which the caller computed: exact."""
+    assert x.reference_divergence is not None, "the full KL needs the reference's distribution"
+    return jnp.where(x.mask, x.reference_divergence, 0.0)
+
+
+def next_coefficient(
+    coefficient: float, measured: float, *, target: float, horizon: float
+) -> float:
+    """coefficient (1 + clip(measured / target - 1, -0.2, 0.2) / horizon): towards the target.
+
+    Once a step; horizon in steps. Ziegler et al. 2019 (arXiv:1909.08593), sec. 2.2, where
+    K_beta = 1 / horizon = 0.1.
+    """
+    error = min(max(measured / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error / horizon)
 
 
 def k3_of(difference: Array) -> Array:

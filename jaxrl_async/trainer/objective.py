@@ -13,15 +13,17 @@ from jax import Array
 
 from jaxrl_async.config import schema
 from jaxrl_async.trainer.aggregate import mean_of
-from jaxrl_async.trainer.corrections import CorrectionFn, correction
+from jaxrl_async.trainer.corrections import CorrectionFn, combined
 from jaxrl_async.trainer.kl import KLFn, k3_of, kl
 from jaxrl_async.trainer.losses import (
     TokenInputs,
+    TokenLoss,
     TokenLossFn,
     cross_entropy,
     log_ratio,
     token_loss,
 )
+from jaxrl_async.trainer.offpolicy import derived_measures, off_policy_measures
 
 
 class Recipe(NamedTuple):
@@ -32,6 +34,7 @@ class Recipe(NamedTuple):
     kl: KLFn
     kl_coefficient: float
     entropy_coefficient: float
+    anchor: str = "behavior"  # what the loss's ratio is against: behavior or proximal
 
 
 class Totals(NamedTuple):
@@ -47,10 +50,11 @@ def make_recipe(algorithm: schema.Algorithm) -> Recipe:
     """The functions that the configuration names. ConfigError with the nearest known name."""
     return Recipe(
         loss=token_loss.resolve(algorithm.loss),
-        correction=correction.resolve(algorithm.correction),
+        correction=combined(algorithm.correction),
         kl=kl.resolve(algorithm.kl),
         kl_coefficient=algorithm.kl_coefficient,
         entropy_coefficient=algorithm.entropy_coefficient,
+        anchor=algorithm.anchor,
     )
 
 
@@ -65,27 +69,42 @@ def policy_objective(
     told = ~jnp.isnan(x.behavior_logprobs)
     own = jax.lax.stop_gradient(x.policy_logprobs)
     x = x._replace(behavior_logprobs=jnp.where(told, x.behavior_logprobs, own))
-    token, corrected = recipe.loss(x), recipe.correction(x)
-    policy_loss = _weighted(x, weights, corrected.weights * token.loss)
+    token, truncated, factor = _corrected_loss(recipe, x)
+    policy_loss = _weighted(x, weights, factor * token.loss)
     loss = policy_loss
     if x.reference_logprobs is not None and recipe.kl_coefficient:
         loss += recipe.kl_coefficient * _weighted(x, weights, recipe.kl(x))
     if recipe.entropy_coefficient:
         loss -= recipe.entropy_coefficient * _weighted(x, weights, x.entropy)
-    ratio = jnp.exp(log_ratio(x))
+    ratio, held = jnp.exp(log_ratio(x)), recipe.anchor == "behavior"
     means = {
         "policy/clip_share": _mean(x.mask, token.clipped),
-        "policy/truncated_share": _mean(x.mask, corrected.truncated),
-        "policy/weight_mean": _mean(x.mask, ratio * corrected.weights),
+        "policy/truncated_share": _mean(x.mask, truncated),
+        "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
     if x.reference_logprobs is not None:
         means["policy/kl_reference"] = _mean(x.mask, recipe.kl(x))
     sums = {"train/loss": loss, "train/policy_loss": policy_loss, "train/tokens": jnp.sum(x.mask)}
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
-    report = Totals(
-        sums, means | _distances(x, told, version), _largest_distances(x, told, version), minima
-    )
+    means |= _distances(x, told, version) | off_policy_measures(x, version)
+    report = Totals(sums, means, _largest_distances(x, told, version), minima)
     return loss, jax.lax.stop_gradient(report)
+
+
+def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, Array]:
+    """The token loss against the recipe's anchor, what is truncated, and the factor on the loss.
+
+    anchor behavior: the loss's ratio holds the importance weight, the factor bounds it. proximal:
+    the ratio starts where the importance weight ends, and the factor is the corrected weight
+    (decoupled PPO, arXiv:2505.24298, eq. 5).
+    """
+    corrected = recipe.correction(x)
+    if recipe.anchor == "behavior":
+        return recipe.loss(x), corrected.truncated, corrected.weights
+    own = jax.lax.stop_gradient(x.policy_logprobs)
+    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
+    token = recipe.loss(x._replace(anchor_logprobs=proximal))
+    return token, corrected.truncated, corrected.weights * jnp.exp(corrected.log_ratio)
 
 
 def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
@@ -110,6 +129,7 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
             stats[key] = mean_of(total, count)
     stats |= {k: max(float(t.maxima[k]) for t in totals) for k in first.maxima}
     stats |= {k: min(float(t.minima[k]) for t in totals) for k in first.minima}
+    stats |= derived_measures(stats)
     return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
 
 
