@@ -8,6 +8,7 @@ import pytest
 from jaxrl_async.trainer.corrections import correction
 from jaxrl_async.trainer.kl import kl
 from jaxrl_async.trainer.losses import TokenInputs, supervised_loss, token_loss
+from jaxrl_async.trainer.segments import sequence_mean
 
 POLICY = sorted(token_loss)
 ANY_LOSS = [
@@ -15,20 +16,31 @@ ANY_LOSS = [
     *(supervised_loss[n] for n in sorted(supervised_loss)),
 ]
 SHAPE = (3, 7)
+SEGMENTS = jnp.asarray([[1, 1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 0, 0]])
+
+# Exceptions, each from the formula:
+OF_SEQUENCES = {"gspo", "geo_mean"}  # gradient of a token on-policy: -mean of A over its sequence
+SUMS_SEQUENCES = OF_SEQUENCES | {"gspo_token", "topr", "vespo"}  # order changes the last bits
+MAY_GROW = {"band"}  # raises small weights to its lower bound
 
 
 def inputs(seed: int = 0, *, on_policy: bool = False) -> TokenInputs:
     rng = np.random.default_rng(seed)
     policy = -rng.exponential(1.0, SHAPE)
+    ages = np.zeros(SHAPE) if on_policy else rng.integers(0, 9, SHAPE)
     noise = 0.0 if on_policy else rng.normal(0, 0.5, SHAPE)
     return TokenInputs(
         policy_logprobs=jnp.asarray(policy, jnp.float32),
         behavior_logprobs=jnp.asarray(policy + noise, jnp.float32),
         advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(rng.random(SHAPE) < 0.6),
+        mask=jnp.asarray(rng.random(SHAPE) < 0.6) & (SEGMENTS > 0),
         versions=jnp.zeros(SHAPE, jnp.int32),
         entropy=jnp.asarray(rng.random(SHAPE), jnp.float32),
         reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.5, SHAPE), jnp.float32),
+        segment_ids=SEGMENTS,
+        ages=jnp.asarray(ages, jnp.int32),
+        reference_divergence=jnp.asarray(rng.exponential(0.1, SHAPE), jnp.float32),
+        covariance_rank=jnp.asarray(rng.random(SHAPE), jnp.float32),
     )
 
 
@@ -38,7 +50,7 @@ def poisoned(x: TokenInputs) -> TokenInputs:
     def spoil(a):
         return jnp.where(x.mask, a, jnp.nan) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
-    return TokenInputs(*(spoil(a) for a in x))
+    return jax.tree.map(spoil, x)
 
 
 def gradient(function, x: TokenInputs):
@@ -79,7 +91,10 @@ def test_a_loss_is_float32_and_its_flags_are_bool(function):
 @each_policy_loss
 def test_on_policy_gradient_is_the_policy_gradient(function):
     x = inputs(on_policy=True)
-    expected = np.where(x.mask, -np.asarray(x.advantages), 0.0)
+    advantages = np.asarray(x.advantages, np.float64)
+    if function.__name__ in OF_SEQUENCES:
+        advantages = np.array(sequence_mean(x.advantages, x.mask, x.segment_ids))
+    expected = np.where(x.mask, -advantages, 0.0)
     np.testing.assert_allclose(gradient(lambda y: function(y).loss, x), expected, atol=1e-6)
     assert not np.asarray(function(x).clipped).any()
 
@@ -88,8 +103,27 @@ def test_on_policy_gradient_is_the_policy_gradient(function):
 def test_order_of_tokens_does_not_matter(function):
     x = inputs()
     order = np.random.default_rng(1).permutation(SHAPE[1])
-    moved = TokenInputs(*(a[:, order] for a in x))
-    np.testing.assert_array_equal(function(moved).loss, function(x).loss[:, order])
+    moved = jax.tree.map(lambda a: a[:, order], x)
+    rtol = 1e-5 if function.__name__ in SUMS_SEQUENCES else 0
+    np.testing.assert_allclose(function(moved).loss, function(x).loss[:, order], rtol=rtol)
+
+
+def one_sequence_a_row(x: TokenInputs) -> list[TokenInputs]:
+    """The same sequences at the same places, without their neighbours in the row."""
+    return [
+        x._replace(mask=x.mask & (x.segment_ids == segment), segment_ids=None)
+        for segment in range(1, 4)
+    ]
+
+
+@each_loss
+def test_neighbours_in_a_row_and_micro_batches_do_not_matter(function):
+    x = inputs()
+    whole = np.asarray(function(x).loss)
+    alone = sum(np.asarray(function(y).loss) for y in one_sequence_a_row(x))
+    np.testing.assert_array_equal(alone, whole)
+    rows = [jax.tree.map(lambda a, i=i: a[i : i + 1], x) for i in range(SHAPE[0])]
+    np.testing.assert_array_equal(np.concatenate([function(y).loss for y in rows]), whole)
 
 
 @each_policy_loss
@@ -117,9 +151,21 @@ def test_a_correction_is_one_on_policy(function):
 def test_a_correction_only_shrinks_and_has_no_gradient(function):
     x = inputs()
     x = x._replace(behavior_logprobs=x.behavior_logprobs - 1.0)
-    weights = np.asarray(function(x).weights)
-    assert ((weights >= 0) & (weights <= 1)).all() and weights.dtype == np.float32
-    assert (np.asarray(gradient(lambda y: function(y).weights, x)) == 0).all()
+    result = function(x)
+    weights, mask = np.asarray(result.weights), np.asarray(x.mask)
+    assert (weights >= 0).all() and weights.dtype == np.float32
+    assert (weights <= 1).all() or function.__name__ in MAY_GROW
+    assert result.log_ratio.dtype == np.float32 and result.truncated.dtype == np.bool_
+    assert (weights[~mask] == 1).all() and (np.asarray(result.log_ratio)[~mask] == 0).all()
+    both = lambda y: function(y).weights * jnp.exp(function(y).log_ratio)  # noqa: E731
+    assert (np.asarray(gradient(both, x)) == 0).all()
+
+
+@each_correction
+def test_a_correction_does_not_depend_on_neighbours_in_the_row(function):
+    x = inputs()
+    alone = [np.asarray(function(y).weights) for y in one_sequence_a_row(x)]
+    np.testing.assert_array_equal(np.prod(alone, axis=0), function(x).weights)
 
 
 @each_correction
@@ -127,26 +173,39 @@ def test_a_correction_does_not_look_at_masked_tokens(function):
     x = inputs()
     clean, dirty = function(x), function(poisoned(x))
     np.testing.assert_array_equal(clean.weights, dirty.weights)
+    np.testing.assert_array_equal(clean.log_ratio, dirty.log_ratio)
     np.testing.assert_array_equal(clean.truncated, dirty.truncated)
     assert not (np.asarray(dirty.truncated) & ~np.asarray(x.mask)).any()
 
 
-@pytest.mark.parametrize("shift", [1e4, 60.0])
-@pytest.mark.parametrize(
-    "correct", [correction[n] for n in sorted(correction)], ids=sorted(correction)
-)
+@pytest.fixture(scope="module")
+def huge() -> list[tuple[TokenInputs, list[np.ndarray], list[np.ndarray]]]:
+    """Broken data, and for each correction the factor on the loss: held by its ratio, decoupled."""
+    found = []
+    for shift in (1e4, 60.0, -60.0, -1e4):
+        x = inputs()
+        x = x._replace(behavior_logprobs=x.policy_logprobs - shift)
+        done = [correction[n](x) for n in correction]
+        decoupled = [np.asarray(c.weights * jnp.exp(c.log_ratio)) for c in done]
+        found.append((x, [np.asarray(c.weights) for c in done], decoupled))
+    return found
+
+
 @each_policy_loss
-def test_any_loss_with_any_correction_survives_huge_ratios(function, correct, shift):
-    x = inputs()
-    x = x._replace(behavior_logprobs=x.policy_logprobs - shift)
-    grads = gradient(lambda y: correct(y).weights * function(y).loss, x)
-    assert np.isfinite(grads).all()
+def test_any_loss_with_any_correction_survives_huge_ratios(function, huge):
+    for x, held, decoupled in huge:
+        grads = np.asarray(gradient(lambda y: function(y).loss, x))
+        assert all(np.isfinite(w * grads).all() for w in held)
+        near = x._replace(anchor_logprobs=jax.lax.stop_gradient(x.policy_logprobs))
+        grads = np.asarray(gradient(lambda y: function(y).loss, near))
+        assert all(np.isfinite(w * grads).all() for w in decoupled)
 
 
 @each_kl
 def test_a_kl_estimate_is_zero_for_equal_policies_and_outside_the_mask(function):
     x = inputs()
-    same = function(x._replace(reference_logprobs=x.policy_logprobs))
+    zero = jnp.zeros(SHAPE, jnp.float32)
+    same = function(x._replace(reference_logprobs=x.policy_logprobs, reference_divergence=zero))
     np.testing.assert_allclose(same, 0.0, atol=1e-7)
     dirty = np.asarray(function(poisoned(x)))
     assert (dirty[~np.asarray(x.mask)] == 0).all() and dirty.dtype == np.float32
