@@ -162,11 +162,11 @@ def downsample(
 ) -> Shaped:
     """Resample on correct: draw many answers, learn from `keep` of them; the others are left out.
 
-    Right and wrong keep their shares, and at least one each. The wrong ones are drawn uniformly, so that all ways to fail
-    are seen; the right ones with weights 1 / penalty, so that clean solutions are. The penalty is
-    the score's part of that name (tool errors, format; 0 where it has none). Shang et al. 2025
-    (GRPO-RoC in rStar2-Agent, arXiv:2508.20722), sec. 3.2. The draw is keyed by seed, prompt and
-    group, not by order.
+    Right and wrong keep their shares, and at least one each. The wrong ones are drawn uniformly, so
+    that all ways to fail are seen; the right ones with weights 1 / penalty, so that clean solutions
+    are. The penalty is the score's part of that name (tool errors, format; 0 where it has none).
+    Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722), resample on correct. The draw is
+    keyed by seed, prompt and group, not by order.
     """
     chosen = [
         _resampled(g, r > threshold, keep, penalty, seed)

@@ -252,6 +252,6 @@ def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
         },
         {
             **{"fate": "trained", "group": 2, "prompt": 2, "version": 4},
-            **{"oldest": 4, "lengths": [3]},
+            **{"oldest": 4, "lengths": [3], "use": 1},
         },
     ]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl_async.buffer.select import select
 from jaxrl_async.buffer.staleness import (
     capacity,
     drop_reason,
     may_admit,
-    select,
     split_stale,
     staleness_of,
     worst_staleness,
