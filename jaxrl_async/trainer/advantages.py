@@ -240,7 +240,7 @@ def gdpo(
         for p in named
     ]
     flat = _standardized(np.concatenate([np.zeros(0), *sums]), epsilon)
-    return _per_sequence(data, np.split(flat, np.cumsum([len(s) for s in sums])[:-1]))
+    return _per_sequence(data, _cut(flat, sums))
 
 
 def _parts(group: EpisodeGroup, rewards: Doubles) -> dict[str, Doubles]:
@@ -396,8 +396,12 @@ def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> 
 def _normalized(values: Drawn, epsilon: float) -> Drawn:
     """(values - mean) / (std + epsilon) over all tokens given; exactly 0 where all are equal."""
     flat = np.concatenate([np.zeros(0), *_flat(values)])
-    ends = np.cumsum([len(v) for v in _flat(values)])
-    return _regrouped(np.split(_standardized(flat, epsilon), ends[:-1]), values)
+    return _regrouped(_cut(_standardized(flat, epsilon), _flat(values)), values)
+
+
+def _cut(flat: Doubles, like: Sequence[Doubles]) -> list[Doubles]:
+    """One array as pieces as long as those of `like`."""
+    return np.split(flat, np.cumsum([len(v) for v in like], dtype=np.int64))[:-1]
 
 
 def _flat(values: Drawn) -> list[Doubles]:
