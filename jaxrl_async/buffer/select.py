@@ -69,13 +69,14 @@ def select(
     pending: numbers of all groups admitted and not yet taken, ascending. A ready group may
     overtake the oldest pending one only from within `lookahead` numbers of it.
     """
+    ranks = {n: (rank(group, version), n) for n, group in ready.items()}
     waiting = list(pending)
     taken: list[int] = []
     while waiting and len(taken) < count:
         window = [n for n in waiting if n <= waiting[0] + lookahead and n in ready]
         if not window:
             break
-        taken.append(min(window, key=lambda n: (rank(ready[n], version), n)))
+        taken.append(min(window, key=ranks.__getitem__))
         waiting.remove(taken[-1])
     return tuple(taken)
 
