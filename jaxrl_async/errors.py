@@ -33,7 +33,7 @@ class RolloutError(JaxrlError, RuntimeError):
 
 
 class TrainingError(JaxrlError, ArithmeticError):
-    """Training cannot go on: several steps in a row were not finite."""
+    """Training cannot go on: steps in a row were not finite, or no group has anything to teach."""
 
 
 class Closed(JaxrlError, RuntimeError):

@@ -42,6 +42,7 @@ class Drop(StrEnum):
     )
     FAILED = "failed"  # the environment or a scorer failed
     TOO_LONG = "too_long"  # an episode does not fit a training row
+    NO_SIGNAL = "no_signal"  # all rewards equal (algorithm.dynamic_sampling): nothing to learn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,9 @@ class Score:
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)  # named components, before weighting
+    token_rewards: FloatArray | None = (
+        None  # [length] float32 on top of reward, e.g. at the end of each step; None: none
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +224,7 @@ class PackedBatch:
     versions: IntArray  # [rows, length] int32, NOT_DRAWN outside the mask
     advantages: FloatArray  # [rows, length] float32, 0 outside the mask
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
+    group_ids: IntArray  # [rows, length] int32, place of the group in the step; -1 is padding
 
     @property
     def num_tokens(self) -> int:

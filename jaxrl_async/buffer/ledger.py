@@ -1,11 +1,15 @@
 """What became of each group: one JSON line per fate, appended once and never changed.
 
 {"fate": "admitted", "group": 5, "version": 3}
-{"fate": "trained", "group": 5, "prompt": 17, "version": 4, "oldest": 3, "lengths": [12, 9]}
+{"fate": "trained", "group": 5, "prompt": 17, "version": 4, "oldest": 3, "lengths": [12, 9],
+ "use": 1}
 {"fate": "dropped", "group": 6, "prompt": 18, "reason": "failed"}
+{"fate": "retired", "group": 5, "version": 6, "uses": 1}
 
 `version` is what was live at admission, or what the step improved; `oldest` is of the group's
-tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer has all of these.
+tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
+signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
+buffer.reuse; one that grows too old before is retired after so many `uses`.
 """
 
 import json
@@ -25,7 +29,7 @@ class Ledger:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, fate: str, **facts: Any) -> None:
-        """One line: the fate (admitted, trained, dropped) and its facts."""
+        """One line: the fate (admitted, trained, dropped, retired) and its facts."""
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
 

@@ -1,13 +1,14 @@
 """The replay buffer: a lock round the pure parts. Host side, bounded, and the gate on staleness.
 
         admit ──> in flight ──put──> ready ──draw──> taken ──set_live──> freed
-                     │ fail            │ stale, from the future
-                     └──> freed        └──> dropped, freed
+                     │ fail            │ stale,        └──> kept ──draw──> ... up to `reuse` times,
+                     │ no signal       │ from the           │              or until it is too old
+                     └──> freed        └──> dropped, freed  └──> retired, freed
 
-A group's slot is freed when the weights of the step that used it are live, or when it is dropped: a
-fresh group may then take the place at once, so that the step can still be filled (no livelock at
-max_staleness 0). Tokens of one group carry versions from its ticket's up to the live one; the bound
-is on the oldest.
+A slot is one use of a group; a group has `reuse` of them, 1 by default. It is freed when the
+weights of the step that used the group are live, or when the group is dropped: a fresh group may
+then take the place at once, so that the step can still be filled (no livelock at max_staleness 0).
+Tokens of one group carry versions from its ticket's up to the live one; the bound is on the oldest.
 """
 
 import threading
@@ -20,8 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.staleness import capacity, drop_reason, may_admit, select
-from jaxrl_async.errors import Closed, ConfigError
+from jaxrl_async.buffer.select import Rank, select, select_again, strict
+from jaxrl_async.buffer.staleness import capacity, drop_reason, may_admit
+from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
@@ -35,8 +37,10 @@ class BufferStats:
     in_flight: int  # admitted, not finished
     ready: int  # finished, not taken
     admitted: int  # since the start, groups
-    trained: int  # taken by the trainer since the start, groups
+    trained: int  # taken by the trainer since the start, groups; each counts once
     dropped: dict[str, int]  # since the start, groups by reason (a Drop)
+    kept: int = 0  # trained on, to be used again
+    reused: int = 0  # uses after the first since the start
     mean_kept_tokens: float = 0.0  # drawn tokens per episode that was trained on
     mean_dropped_tokens: float = 0.0  # the same of dropped ones: compare, to see a bias by length
     admit_wait_s: float = 0.0  # rollouts on the gate, since the start
@@ -55,10 +59,19 @@ class ReplayBuffer:
         lookahead: int = 0,
         version: int = 0,
         next_group: int = 0,
+        reuse: int = 1,
+        rank: Rank = strict,
+        has_signal: Callable[[EpisodeGroup], bool] | None = None,
+        max_resampled: int = 0,
         ledger: Ledger | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """version: live in every sampler now. Raises ConfigError where no step could be filled."""
+        """version: live in every sampler now. Raises ConfigError where no step could be filled.
+
+        reuse: steps that may train on one group. rank: which of the groups that may be drawn come
+        first. has_signal: groups for which it says no are dropped when they are put (None: none);
+        more than max_resampled of them for one step end the run (0: no limit).
+        """
         if lookahead > max_staleness * groups_per_step:
             raise ConfigError(
                 f"staleness.lookahead ({lookahead}) must be at most max_staleness * "
@@ -66,18 +79,30 @@ class ReplayBuffer:
                 "filled. Lower it or raise staleness.max_staleness."
             )
         self._per_step, self._max_staleness = groups_per_step, max_staleness
-        self._lookahead = lookahead
-        self._capacity = capacity(max_staleness, groups_per_step, lookahead)
+        self._lookahead, self._reuse, self._rank = lookahead, reuse, rank
+        self._has_signal, self._max_resampled = has_signal, max_resampled
+        self._capacity = capacity(max_staleness, groups_per_step, lookahead, reuse)
+        if self._capacity < reuse * groups_per_step:
+            raise ConfigError(
+                f"buffer.reuse ({reuse}) needs (max_staleness + 1) * groups_per_step to be at "
+                f"least {reuse} * (groups_per_step + lookahead) = "
+                f"{reuse * (groups_per_step + lookahead)}, and it is "
+                f"{(max_staleness + 1) * groups_per_step}: a step could never be filled. Lower it "
+                "or raise staleness.max_staleness."
+            )
         self._ledger, self._clock = ledger or Ledger(), clock
         self._changed = threading.Condition()
         self._live, self._next_group = version, next_group
         self._pending: dict[int, Ticket] = {}  # admitted, not yet taken; ascending
         self._ready: dict[int, EpisodeGroup] = {}
+        self._kept: dict[int, EpisodeGroup] = {}  # trained on, with uses left
+        self._uses: dict[int, int] = {}  # of those
         self._taken: dict[int, int] = {}  # version drawn at -> slots it holds
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._drops: Counter[str] = Counter()
         self._kept_tokens, self._dropped_tokens = _Mean(), _Mean()
-        self._trained = self._admitted = 0
+        self._trained = self._reused = self._admitted = 0
+        self._resampled = 0  # groups without a signal since the last draw
         self._next_untaken = next_group  # one more than the highest number trained on
         self._admit_wait_s = self._draw_wait_s = 0.0
         self._paused = self._closed = False
@@ -106,13 +131,21 @@ class ReplayBuffer:
             return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
-        """Hand in a finished group. Raises Closed; asserts that its ticket is in flight."""
+        """Hand in a finished group; Drop.NO_SIGNAL where there is nothing to learn from it.
+
+        Its slot is then free at once, for another prompt. Raises Closed; asserts that its ticket is
+        in flight.
+        """
         with self._changed:
             self._raise_if_closed()
             number = group.ticket.group
             assert number in self._pending and number not in self._ready, (
                 f"group {number} is not in flight"
             )
+            if self._has_signal is not None and not self._has_signal(group):
+                self._resampled += 1
+                self._drop(number, group, Drop.NO_SIGNAL, self._live)
+                return Drop.NO_SIGNAL
             self._ready[number] = group
             self._changed.notify_all()
             return None
@@ -133,10 +166,10 @@ class ReplayBuffer:
     # ---- the trainer
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """One step's groups, in order of admission; blocks until they are ready.
+        """One step's groups, fresh ones first; blocks until they are ready.
 
-        What is too old or from the future is dropped, counted and told. Raises Closed, and
-        TimeoutError after timeout_s.
+        What is too old or from the future is dropped, counted and told. Raises Closed, TimeoutError
+        after timeout_s, and TrainingError where max_resampled groups had no signal.
         """
         start = self._clock()
         with self._changed:
@@ -145,7 +178,12 @@ class ReplayBuffer:
             self._draw_wait_s += waited_s
             if not complete:
                 raise TimeoutError(f"no {self._per_step} groups were ready within {timeout_s} s")
-            groups = tuple(self._take(n, version) for n in self._selected())
+            fresh, again = self._selected(version)
+            groups = (
+                *(self._take(n, version) for n in fresh),
+                *(self._take_again(n, version) for n in again),
+            )
+            self._resampled = 0
             self._taken[version] = self._taken.get(version, 0) + len(groups)
             dropped, self._dropped = tuple(self._dropped), []
             return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
@@ -191,6 +229,8 @@ class ReplayBuffer:
                 admitted=self._admitted,
                 trained=self._trained,
                 dropped=dict(self._drops),
+                kept=len(self._kept),
+                reused=self._reused,
                 mean_kept_tokens=self._kept_tokens.mean,
                 mean_dropped_tokens=self._dropped_tokens.mean,
                 admit_wait_s=self._admit_wait_s,
@@ -232,13 +272,24 @@ class ReplayBuffer:
     # ---- under the lock
 
     def _active(self) -> int:
-        return len(self._pending) + sum(self._taken.values())
+        left = sum(self._reuse - self._uses[n] for n in self._kept)
+        return len(self._pending) * self._reuse + sum(self._taken.values()) + left
 
     def _free_slots(self) -> int:
-        return may_admit(self._active(), self._capacity)
+        return may_admit(self._active(), self._capacity, self._reuse)
 
-    def _selected(self) -> tuple[int, ...]:
-        return select(list(self._pending), self._ready, self._per_step, self._lookahead)
+    def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the fresh groups to take, and of those to use again."""
+        fresh = select(
+            list(self._pending),
+            self._ready,
+            self._per_step,
+            self._lookahead,
+            rank=self._rank,
+            version=version,
+        )
+        missing = self._per_step - len(fresh)
+        return fresh, select_again(self._kept, missing, rank=self._rank, version=version)
 
     def _complete(self, version: int) -> bool:
         """Whether a step's groups are at hand, after dropping what may not be trained on."""
@@ -246,7 +297,13 @@ class ReplayBuffer:
             reason = drop_reason(group, version, self._max_staleness)
             if reason is not None:
                 self._drop(number, group, reason, version)
-        return len(self._selected()) == self._per_step
+        for number, group in list(self._kept.items()):
+            if drop_reason(group, version, self._max_staleness) is not None:
+                self._retire(number, version)
+        if sum(map(len, self._selected(version))) == self._per_step:
+            return True
+        self._raise_if_hopeless()
+        return False
 
     def _take(self, number: int, version: int) -> EpisodeGroup:
         """A ready group leaves for the trainer; its slot stays in use."""
@@ -256,18 +313,48 @@ class ReplayBuffer:
         self._kept_tokens.add(lengths)
         self._trained += 1
         self._next_untaken = max(self._next_untaken, number + 1)
-        self._ledger.write("trained", **_facts(group, version, lengths))
+        self._ledger.write("trained", **_facts(group, version, lengths), use=1)
+        if self._reuse > 1:
+            self._kept[number], self._uses[number] = group, 1
         return group
 
+    def _take_again(self, number: int, version: int) -> EpisodeGroup:
+        """A kept group goes to the trainer once more, and leaves after its last use."""
+        group = self._kept[number]
+        self._uses[number] += 1
+        self._reused += 1
+        lengths = [e.num_drawn for e in group.episodes]
+        self._ledger.write("trained", **_facts(group, version, lengths), use=self._uses[number])
+        if self._uses[number] == self._reuse:
+            del self._kept[number], self._uses[number]
+        return group
+
+    def _retire(self, number: int, version: int) -> None:
+        """A kept group has grown too old to be used again; the slots of its uses left are free."""
+        del self._kept[number]
+        self._ledger.write("retired", group=number, version=version, uses=self._uses.pop(number))
+        self._changed.notify_all()
+
     def _drop(self, number: int, group: EpisodeGroup, reason: Drop, version: int) -> None:
-        """A ready group leaves for good; its slot is free."""
-        del self._ready[number], self._pending[number]
+        """A finished group leaves for good; its slot is free."""
+        self._ready.pop(number, None)
+        del self._pending[number]
         lengths = [e.num_drawn for e in group.episodes]
         self._dropped_tokens.add(lengths)
         self._dropped.append((group, reason))
         self._drops[reason] += 1
         self._ledger.write("dropped", reason=reason.value, **_facts(group, version, lengths))
         self._changed.notify_all()
+
+    def _raise_if_hopeless(self) -> None:
+        if self._max_resampled and self._resampled > self._max_resampled:
+            raise TrainingError(
+                f"{self._resampled} groups since the last step had no signal (all rewards equal), "
+                f"more than algorithm.max_resampled ({self._max_resampled}): the prompts are too "
+                "easy or too hard for the policy, or the reward is constant. Look at the rewards "
+                "in samples.jsonl, change the data or raise algorithm.group_size; "
+                "algorithm.dynamic_sampling=false trains on such groups too."
+            )
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)

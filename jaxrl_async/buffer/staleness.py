@@ -1,42 +1,57 @@
 """The staleness bound: pure functions, and why they hold.
 
-S = max_staleness, P = groups per step, L = look-ahead. A group holds a slot from its admission
-until the
-weights of the step that used it are live in every sampler; there are (S + 1) * P - L slots.
+S = max_staleness, P = groups per step, L = look-ahead, K = reuse: steps that may use a group. A
+group holds K slots from its admission, one for each use; a slot is free once the weights of the
+step that used it are live in every sampler, or when the use will not happen (the group is dropped,
+or has grown too old to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxrl_async.types import Drop, EpisodeGroup
 
 
-def capacity(max_staleness: int, groups_per_step: int, lookahead: int) -> int:
-    """Groups that may be active (admitted, not yet freed) at once: (S + 1) * P - L."""
-    return (max_staleness + 1) * groups_per_step - lookahead
+def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
+    """Uses of groups that may be outstanding at once: (S + 1) * P - K * L.
 
-
-def may_admit(active: int, capacity: int) -> int:
-    """Groups that may start now, given how many hold a slot; never negative."""
-    return max(0, capacity - active)
-
-
-def worst_staleness(capacity: int, lookahead: int, groups_per_step: int) -> int:
-    """(capacity + lookahead - 1) // groups_per_step, in versions: the worst of any schedule.
-
-    Let group g enter while version v is live; C = capacity. Count the groups taken before g is:
-      - those of steps that are live: v * P, because a slot is freed only once its step is live;
-      - those that hold a slot when g enters, all older than g: at most C - 1, as g holds one;
-      - those that enter after g and overtake it: at most L, for select() lets nobody overtake
-        the oldest waiting group from further than L numbers away (failed ones waste numbers).
-    A group that fails or is dropped is never taken: it leaves one of the counts and adds to none,
-    so its slot may go to a new group at once. Each P groups taken make one version, hence g is
-    trained on at version (v * P + C - 1 + L) // P at most, and no token of it is older than v.
-    With C = (S + 1) * P - L the result is S: reached where L = 0, loose where L is near S * P.
-
-    Were the slot freed when the group is taken, the P groups of each step that is not live yet
-    would be missing from the second count; tests/buffer/test_staleness.py has such schedules.
+    At least K * P, or a step could never be filled: with all slots free, P different groups must
+    be admitted. Config and ReplayBuffer refuse less.
     """
-    return (capacity + lookahead - 1) // groups_per_step
+    return (max_staleness + 1) * groups_per_step - reuse * lookahead
+
+
+def may_admit(active: int, capacity: int, reuse: int = 1) -> int:
+    """Groups that may start now, given how many slots are held; never negative."""
+    return max(0, capacity - active) // reuse
+
+
+def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: int = 1) -> int:
+    """(capacity - K + K * L) // P, in versions: the worst first use of any schedule.
+
+    Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
+      - those of steps that are live: v * P, because a slot is freed only once its step is live;
+      - those whose slots are held when g enters: at most C - K, as g holds K;
+      - those of groups that enter after g and overtake it: at most K * L, for select() lets nobody
+        overtake the oldest waiting group from further than L numbers away (failed ones waste
+        numbers), whichever of those within reach it takes.
+    A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
+    none, so its slots may go to a new group at once. Each P uses make one version, hence g is first
+    trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older than v.
+    With C = (S + 1) * P - K * L the result is S where K <= P, below where not: reached where K = 1
+    and L = 0, loose where L is near S * P. A later use is not bounded by this count but by the
+    check at each draw: a group too old to be used again gives its slots back.
+
+    Were a slot freed when the group is taken, the P groups of each step that is not live yet
+    would be missing from the second count; tests/buffer/test_staleness.py has such schedules.
+
+    The trainer never gets stuck: where it waits, all steps are live, so the slots held are those of
+    groups with uses left. Fewer than P such groups hold at most K * (P - 1) slots, K less than
+    there are, and another group is admitted; P of them fill a step once they are ready.
+
+    Hence there is no choice between waiting for slow groups and dropping them when they are stale:
+    a fresh group cannot become stale. Dropping would need more slots than the bound allows.
+    """
+    return (capacity - reuse + reuse * lookahead) // groups_per_step
 
 
 def staleness_of(group: EpisodeGroup, version: int) -> int:
@@ -61,23 +76,3 @@ def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop |
     if staleness_of(group, version) > max_staleness:
         return Drop.STALE
     return None
-
-
-def select(
-    pending: Sequence[int], ready: Mapping[int, EpisodeGroup], count: int, lookahead: int
-) -> tuple[int, ...]:
-    """The next groups to train on, at most `count`: in order of admission.
-
-    pending: numbers of all groups admitted and not yet taken, ascending. A ready group may
-    overtake the oldest pending one only from within `lookahead` numbers of it.
-    """
-    waiting = list(pending)
-    taken: list[int] = []
-    while waiting and len(taken) < count:
-        window = [n for n in waiting if n <= waiting[0] + lookahead]
-        chosen = next((n for n in window if n in ready), None)
-        if chosen is None:
-            break
-        taken.append(chosen)
-        waiting.remove(chosen)
-    return tuple(taken)

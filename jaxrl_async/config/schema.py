@@ -231,6 +231,14 @@ class Staleness(Section):
     """Younger groups that may overtake a slow one, in groups."""
 
 
+class Buffer(Section):
+    select: Literal["strict", "recent", "reward_variance", "advantage_size"] = "strict"
+    """Which groups within reach are drawn first: the oldest, young ones, or those that teach
+    most."""
+    reuse: Positive = 1
+    """Steps that may train on one group, as long as max_staleness allows; 1: each group once."""
+
+
 class Algorithm(Section):
     learning_rate: float = Field(1e-5, ge=0)
     """Peak learning rate of the policy."""
@@ -238,8 +246,14 @@ class Algorithm(Section):
     """Answers drawn for each prompt (G)."""
     groups_per_step: Positive = 8
     """Prompts in one update (P)."""
+    shaping: tuple[Choice, ...] = ()
+    """What happens to rewards and masks before that, in this order."""
     advantage: Choice = "group_normalized"
     """Advantage estimator."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and play other prompts in their place."""
+    max_resampled: NonNegative = 0
+    """Groups that may be dropped so for one step before the run ends; 0: no limit."""
     correction: Choices = "truncate_token"
     """What corrects for data drawn by older weights; of a list, the weights multiply."""
     anchor: Literal["behavior", "proximal"] = "behavior"
@@ -330,6 +344,7 @@ class Config(Section):
     warm_start: WarmStart = WarmStart()
     sampler: Sampler = Sampler()
     staleness: Staleness = Staleness()
+    buffer: Buffer = Buffer()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
@@ -340,9 +355,10 @@ class Config(Section):
 
     @property
     def capacity(self) -> int:
-        """Groups active at once: (max_staleness + 1) * groups_per_step - lookahead."""
+        """Groups active at once: ((max_staleness + 1) * groups_per_step) // reuse - lookahead."""
         steps = self.staleness.max_staleness + 1
-        return steps * self.algorithm.groups_per_step - self.staleness.lookahead
+        groups = steps * self.algorithm.groups_per_step // self.buffer.reuse
+        return groups - self.staleness.lookahead
 
     @property
     def row_length(self) -> int:
@@ -357,6 +373,23 @@ class Config(Section):
                 f"staleness.lookahead ({self.staleness.lookahead}) must be at most max_staleness * "
                 f"groups_per_step ({most}): a step could never be filled. Set "
                 f"staleness.lookahead={most} or raise staleness.max_staleness."
+            )
+        if self.capacity < self.algorithm.groups_per_step:
+            raise ValueError(
+                f"buffer.reuse ({self.buffer.reuse}) leaves room for {self.capacity} groups at "
+                f"once, fewer than algorithm.groups_per_step ({self.algorithm.groups_per_step}): a "
+                "step could never be filled. Lower it, or raise staleness.max_staleness to at "
+                "least buffer.reuse - 1 and more with staleness.lookahead."
+            )
+        if (
+            self.buffer.select != "strict"
+            and self.buffer.reuse == 1
+            and not self.staleness.lookahead
+        ):
+            raise ValueError(
+                f"buffer.select={self.buffer.select} has nothing to choose from with "
+                "staleness.lookahead=0 and buffer.reuse=1. Raise one of them, or set "
+                "buffer.select=strict."
             )
         longest = self.data.max_prompt_tokens + 1
         if longest > self.sampler.max_length:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.addition import addition_tokenizer
@@ -47,6 +48,7 @@ from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainState, TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
 from jaxrl_async.types import EpisodeGroup, SamplingParams
@@ -121,6 +123,10 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         lookahead=config.staleness.lookahead,
         version=version,
         next_group=next_group,
+        reuse=config.buffer.reuse,
+        rank=RANKS[config.buffer.select],
+        has_signal=has_signal if config.algorithm.dynamic_sampling else None,
+        max_resampled=config.algorithm.max_resampled,
         ledger=Ledger(paths.ledger),
     )
     pushes = [
@@ -196,6 +202,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         source=buffer,
         publisher=channel,
         advantage=advantage.resolve(config.algorithm.advantage),
+        shapings=tuple(shaping.resolve(choice) for choice in config.algorithm.shaping),
         outlets=outlets,
         row_length=config.row_length,
         total_steps=config.run.steps,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.trainer.registry import Registry
-from jaxrl_async.types import FloatArray, PackedBatch
+from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 AggregateFn = Callable[
     ..., FloatArray
@@ -35,7 +35,7 @@ def sequence_mean(batch: PackedBatch) -> FloatArray:
 
     GRPO (arXiv:2402.03300), eq. 3. A sequence with nothing to learn does not count.
     """
-    counts = _tokens_of_sequence(batch)
+    counts = _tokens_of(batch.sequence_ids, batch)
     num_sequences = max(int(np.count_nonzero(counts)), 1)
     return _weights(batch, 1 / (np.maximum(counts[batch.sequence_ids], 1) * num_sequences))
 
@@ -46,8 +46,29 @@ def constant(batch: PackedBatch, *, divisor: float) -> FloatArray:
 
     Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.
     """
-    num_sequences = max(int(np.count_nonzero(_tokens_of_sequence(batch))), 1)
+    num_sequences = max(int(np.count_nonzero(_tokens_of(batch.sequence_ids, batch))), 1)
     return _weights(batch, np.full(batch.mask.shape, 1 / (num_sequences * divisor)))
+
+
+@aggregate
+def sequence_sum(batch: PackedBatch) -> FloatArray:
+    """Mean over sequences of their token sum: the policy gradient itself, long answers weigh more.
+
+    Williams 1992 (REINFORCE); `constant` with a divisor of 1.
+    """
+    return constant(batch, divisor=1.0)
+
+
+@aggregate
+def per_group(batch: PackedBatch) -> FloatArray:
+    """Mean over groups of the mean over all their tokens: every prompt counts the same.
+
+    DAPO's token mean (arXiv:2503.14476, sec. 3.3) within a group, so that a prompt with long or
+    many answers does not weigh more than another. A group with nothing to learn does not count.
+    """
+    counts = _tokens_of(batch.group_ids, batch)
+    num_groups = max(int(np.count_nonzero(counts)), 1)
+    return _weights(batch, 1 / (np.maximum(counts[batch.group_ids], 1) * num_groups))
 
 
 def mean_of(total: float, count: float) -> float:
@@ -55,10 +76,9 @@ def mean_of(total: float, count: float) -> float:
     return total / count if count else 0.0
 
 
-def _tokens_of_sequence(batch: PackedBatch) -> NDArray[np.int64]:
-    """Learnt tokens of each sequence; a last entry for padding, whose id -1 points at it."""
-    num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
-    return np.bincount(batch.sequence_ids[batch.mask], minlength=num_sequences + 1)
+def _tokens_of(ids: IntArray, batch: PackedBatch) -> NDArray[np.int64]:
+    """Learnt tokens of each id; a last entry for padding, whose id -1 points at it."""
+    return np.bincount(ids[batch.mask], minlength=int(ids.max(initial=-1)) + 2)
 
 
 def _weights(batch: PackedBatch, weights: NDArray[np.float64]) -> FloatArray:

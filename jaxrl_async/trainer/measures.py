@@ -6,11 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxrl_async.types import Drop, EpisodeGroup, StopReason
+from jaxrl_async.types import Drop, EpisodeGroup, FloatArray, StopReason
 
 
-def group_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of the groups trained on at `version`."""
+def group_measures(
+    groups: Sequence[EpisodeGroup],
+    version: int,
+    kl: Sequence[Sequence[FloatArray]] | None = None,
+) -> dict[str, float]:
+    """Rewards, lengths and staleness of the groups trained on at `version`.
+
+    kl: per group and episode [length], the divergence from what drew each token; None: not known.
+    """
     episodes = [e for g in groups for e in g.episodes]
     rewards = np.array([s.reward for g in groups for s in g.scores], np.float64)
     lengths = np.array([e.num_drawn for e in episodes])
@@ -25,6 +32,7 @@ def group_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, fl
         "rollout/truncated_share": float(np.mean([e.stop is StopReason.LENGTH for e in episodes])),
         "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
         **_lag_measures(groups, version),
+        **_by_lag(groups, version, kl),
     }
 
 
@@ -46,6 +54,27 @@ def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, flo
     }
     oldest = max(version - g.oldest_version for g in groups)
     return {"staleness/mean": float(drawn.mean()), "staleness/max": float(oldest), **lags}
+
+
+def _by_lag(
+    groups: Sequence[EpisodeGroup], version: int, kl: Sequence[Sequence[FloatArray]] | None
+) -> dict[str, float]:
+    """Of the drawn tokens of each lag: mean reward and length of their episodes, and mean KL."""
+    pairs = [(e, s.reward) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)]
+    episodes, counts = [e for e, _ in pairs], [e.num_drawn for e, _ in pairs]
+    columns = {
+        "reward": np.repeat([r for _, r in pairs], counts),
+        "length": np.repeat(np.array(counts, np.float64), counts),
+    }
+    if kl is not None:
+        flat = [values for of_group in kl for values in of_group]
+        columns["kl"] = np.concatenate([v[e.drawn] for v, e in zip(flat, episodes, strict=True)])
+    lags = np.concatenate([version - e.versions[e.drawn] for e in episodes])
+    return {
+        f"staleness/lag_{lag}_{name}": float(column[lags == lag].mean(dtype=np.float64))
+        for lag in sorted(set(lags.tolist()))
+        for name, column in columns.items()
+    }
 
 
 def drop_measures(dropped: Iterable[tuple[EpisodeGroup, Drop]]) -> dict[str, float]:

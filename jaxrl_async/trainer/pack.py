@@ -23,6 +23,7 @@ _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value
     "versions": (np.int32, NOT_DRAWN),
     "advantages": (np.float32, 0.0),
     "sequence_ids": (np.int32, -1),
+    "group_ids": (np.int32, -1),
 }
 
 
@@ -35,13 +36,14 @@ class TrainSequence:
     behavior_logprobs: FloatArray  # [length] float32
     versions: IntArray  # [length] int32
     advantages: FloatArray  # [length] float32
+    group: int | None = None  # place of its group in the step; None: a group of its own
 
 
 def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
     """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
 
-    sequence_ids are places in `sequences`. Raises DataError where one is longer than a row, or
-    learns its first token.
+    sequence_ids are places in `sequences`; so are group_ids where a sequence names no group. Raises
+    DataError where one is longer than a row, or learns its first token.
     """
     for index, sequence in enumerate(sequences):
         _check(index, sequence, row_length)
@@ -59,20 +61,28 @@ def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
 
 
 def pack_groups(
-    groups: Sequence[EpisodeGroup], advantages: Sequence[Sequence[FloatArray]], row_length: int
+    groups: Sequence[EpisodeGroup],
+    advantages: Sequence[Sequence[FloatArray]],
+    row_length: int,
+    masks: Sequence[Sequence[BoolArray]] | None = None,
 ) -> PackedBatch:
-    """Pack every episode of every group, in order; advantages: per group and episode `[length]`."""
+    """Pack every episode of every group, in order; advantages: per group and episode `[length]`.
+
+    masks: per group and episode `[length]`, what is to be learnt; None: all that was drawn.
+    """
+    masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
     return pack(
         [
             TrainSequence(
                 token_ids=episode.token_ids,
-                mask=episode.drawn,
+                mask=mask,
                 behavior_logprobs=episode.logprobs,
                 versions=episode.versions,
                 advantages=values,
+                group=place,
             )
-            for group, of_group in zip(groups, advantages, strict=True)
-            for episode, values in zip(group.episodes, of_group, strict=True)
+            for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
+            for episode, values, mask in zip(group.episodes, *of_group, strict=True)
         ],
         row_length,
     )
@@ -159,6 +169,7 @@ def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any
         "versions": np.where(mask, sequence.versions, NOT_DRAWN),
         "advantages": np.where(mask, sequence.advantages, 0.0),
         "sequence_ids": index,
+        "group_ids": index if sequence.group is None else sequence.group,
     }
 
 

@@ -18,9 +18,10 @@ import numpy as np
 from jaxrl_async.errors import Closed, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
-from jaxrl_async.trainer.advantages import AdvantageFn
+from jaxrl_async.trainer.advantages import AdvantageFn, step_data
 from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.shaping import ShapingFn, shape
 from jaxrl_async.trainer.step import TrainState, TrainStep
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
@@ -55,6 +56,7 @@ class Trainer:
         source: GroupSource,
         publisher: Publisher,
         advantage: AdvantageFn,
+        shapings: Sequence[ShapingFn] = (),
         outlets: Outlets,
         row_length: int,
         total_steps: int,
@@ -70,7 +72,7 @@ class Trainer:
     ) -> None:
         self._step, self.state = step, state
         self._source, self._publisher, self._outlets = source, publisher, outlets
-        self._advantage, self._row_length = advantage, row_length
+        self._advantage, self._shapings, self._row_length = advantage, shapings, row_length
         self.version, self._next_group, self._total_steps = version, next_group, total_steps
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
@@ -133,8 +135,11 @@ class Trainer:
 
     def _learn(self, draw: Draw) -> dict[str, float]:
         """One update from the groups drawn: metrics of the data and of the step."""
-        advantages = [self._advantage(g) for g in draw.groups]
-        batch = pack_groups(draw.groups, advantages, self._row_length)
+        shaped = shape(step_data(draw.groups), self._shapings)
+        learnt = self._advantage(shaped.data)
+        batch = pack_groups(
+            shaped.data.groups, learnt.advantages, self._row_length, masks=shaped.masks
+        )
         self.state, stats = self._step.update(
             self.state,
             batch,
@@ -142,9 +147,10 @@ class Trainer:
             reference_params=self._reference,
             turns=self._turns,
         )
-        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped) | stats
+        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped)
+        values |= {**shaped.counts, **stats}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
-        self._next_group = 1 + max(g.ticket.group for g in draw.groups)
+        self._next_group = max(self._next_group, *(1 + g.ticket.group for g in draw.groups))
         self.version += 1
         return values
 

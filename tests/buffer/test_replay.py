@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
-from jaxrl_async.errors import Closed, ConfigError
+from jaxrl_async.buffer.select import reward_variance
+from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
@@ -252,6 +253,132 @@ def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
         },
         {
             **{"fate": "trained", "group": 2, "prompt": 2, "version": 4},
-            **{"oldest": 4, "lengths": [3]},
+            **{"oldest": 4, "lengths": [3], "use": 1},
         },
     ]
+
+
+def differs(group):
+    """Groups of one episode have no signal."""
+    return len(group.episodes) > 1
+
+
+def test_a_group_without_a_signal_is_dropped_when_put_and_replaced_at_once():
+    b = buffer(1, version=3, has_signal=differs)
+    (ticket,) = b.admit(0)
+    assert b.put(make_group(ticket, [3, 3, 3])) is Drop.NO_SIGNAL
+    (fresh,) = b.admit(0)
+    assert (fresh.group, fresh.version) == (1, 3)
+    assert b.put(make_group(fresh, [3], [3])) is None
+    draw = b.draw(3, 0)
+    assert numbers(draw.groups) == [1]
+    assert [(g.ticket.group, why) for g, why in draw.dropped] == [(0, Drop.NO_SIGNAL)]
+    stats = b.stats()
+    assert stats.dropped == {"no_signal": 1} and stats.mean_dropped_tokens == 3.0
+
+
+def test_a_group_without_a_signal_wakes_a_blocked_admit():
+    b = buffer(1, has_signal=differs)
+    (ticket,) = b.admit(0)
+    admitted = in_thread(b.admit)
+    b.put(make_group(ticket, [0]))
+    assert [t.group for t in admitted()] == [1]
+
+
+def test_too_many_groups_without_a_signal_end_the_run_where_the_trainer_waits():
+    b = buffer(1, has_signal=differs, max_resampled=2)
+    drawn = in_thread(lambda: b.draw(0))
+    for _ in range(3):
+        (ticket,) = b.admit(0)
+        b.put(make_group(ticket, [0]))
+    error = drawn()
+    assert isinstance(error, TrainingError)
+    assert "3 groups since the last step" in str(error) and "max_resampled (2)" in str(error)
+
+
+def test_the_limit_counts_anew_for_each_step_and_a_full_step_is_not_refused():
+    b = buffer(1, has_signal=differs, max_resampled=2)
+    for version in range(3):
+        for _ in range(2 + (version == 2)):
+            (ticket,) = b.admit(0)
+            b.put(make_group(ticket, [version]))
+        (ticket,) = b.admit(0)
+        b.put(make_group(ticket, [version], [version]))
+        assert len(b.draw(version, 0).groups) == 1
+        b.set_live(version + 1)
+
+
+def test_drops_of_every_reason_survive_a_restore():
+    b = buffer(1, has_signal=differs)
+    (ticket,) = b.admit(0)
+    b.put(make_group(ticket, [0]))
+    resumed = buffer(1)
+    resumed.restore(**b.state())
+    assert resumed.stats().dropped == {"no_signal": 1}
+    resumed = buffer(1)
+    resumed.restore(**{**b.state(), "drops": [1, 0, 2, 0]})  # of a checkpoint from before that one
+    assert resumed.stats().dropped == {"stale": 1, "failed": 2}
+
+
+def test_a_group_is_used_again_until_its_uses_are_spent_and_its_slots_are_freed_use_by_use():
+    b = buffer(1, 1, reuse=2)
+    (first,) = b.admit(0)
+    assert b.stats().capacity == 2 and b.admit(0) == ()
+    put_all(b, (first,))
+    assert numbers(b.draw(0, 0).groups) == [0]
+    assert numbers(b.draw(1, 0).groups) == [0]
+    with pytest.raises(TimeoutError):
+        b.draw(2, 0)
+    b.set_live(1)
+    assert b.admit(0) == (), "one slot is free, and a group needs two"
+    b.set_live(2)
+    assert [t.group for t in b.admit(0)] == [1]
+    assert (b.stats().trained, b.stats().reused, b.stats().kept) == (1, 1, 0)
+
+
+def test_a_kept_group_that_grows_too_old_is_retired_and_not_counted_as_dropped(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    b = buffer(1, 2, reuse=3, version=2, ledger=Ledger(path))
+    (ticket,) = b.admit(0)
+    b.put(make_group(ticket, [1, 2]))
+    assert numbers(b.draw(2, 0).groups) == numbers(b.draw(3, 0).groups) == [0]
+    b.set_live(4)
+    with pytest.raises(TimeoutError):
+        b.draw(4, 0)
+    assert [t.group for t in b.admit(0)] == [1]
+    assert b.stats().dropped == {} and b.stats().kept == 0
+    b.close()
+    told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    uses = [(x["version"], x["use"]) for x in told if x["fate"] == "trained"]
+    assert uses == [(2, 1), (3, 2)]
+    (retired,) = [x for x in told if x["fate"] == "retired"]
+    assert retired == {"fate": "retired", "group": 0, "version": 4, "uses": 2}
+
+
+def test_fresh_groups_come_before_those_used_before():
+    b = buffer(2, 3, reuse=2)
+    tickets = b.admit(0)
+    assert len(tickets) == 4
+    put_all(b, tickets[:2])
+    b.draw(0, 0)
+    put_all(b, tickets[2:3])
+    assert numbers(b.draw(1, 0).groups) == [2, 0]
+
+
+def test_a_rank_chooses_within_the_lookahead():
+    b = buffer(1, 2, lookahead=2, rank=reward_variance)
+    tickets = b.admit(0)
+    b.put(make_group(tickets[0], [0]))
+    assert len(tickets) == 1
+    b = buffer(2, 2, lookahead=2, rank=reward_variance)
+    tickets = b.admit(0)
+    for ticket, size in zip(tickets, (1, 2, 3, 9), strict=True):
+        b.put(make_group(ticket, *[[0]] * size))  # rewards 0, 1, 2, ...
+    assert numbers(b.draw(0, 0).groups) == [2, 1], "the last is out of reach of the first"
+
+
+def test_a_reuse_that_could_never_fill_a_step_is_refused():
+    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*4.*it is 2"):
+        buffer(2, 0, reuse=2)
+    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*6.*it is 4"):
+        buffer(2, 1, reuse=2, lookahead=1)

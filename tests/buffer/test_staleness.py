@@ -11,7 +11,6 @@ from jaxrl_async.buffer.staleness import (
     capacity,
     drop_reason,
     may_admit,
-    select,
     split_stale,
     staleness_of,
     worst_staleness,
@@ -90,8 +89,19 @@ def test_slots_freed_when_a_group_is_taken_break_the_bound(s, p):
     assert worst > s
 
 
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_with_reuse_the_first_use_stays_within_the_bound_too(max_staleness, per_step, reuse, data):
+    lookahead = data.draw(st.integers(0, max_staleness * per_step))
+    slots = capacity(max_staleness, per_step, lookahead, reuse)
+    worst = worst_staleness(slots, lookahead, per_step, reuse)
+    assert worst <= max_staleness and (worst == max_staleness or reuse > per_step)
+    if slots >= reuse * per_step:
+        assert may_admit(0, slots, reuse) >= per_step, "a step can always be filled"
+
+
 def test_admission_is_what_is_left_and_never_negative():
     assert [may_admit(active, 4) for active in (0, 3, 4, 6)] == [4, 1, 0, 0]
+    assert [may_admit(active, 6, 2) for active in (0, 1, 3, 5, 9)] == [3, 2, 1, 0, 0]
 
 
 def test_the_oldest_token_decides_not_the_newest():
@@ -114,32 +124,3 @@ def test_a_split_keeps_order_and_loses_nobody():
         (3, Drop.FROM_THE_FUTURE),
         (4, Drop.STALE),
     ]
-
-
-def test_strict_order_waits_for_the_oldest():
-    ready = {n: group(n) for n in (1, 2, 3)}
-    assert select([0, 1, 2, 3], ready, 2, 0) == ()
-    assert select([1, 2, 3], ready, 2, 0) == (1, 2)
-
-
-def test_a_younger_group_overtakes_only_from_within_the_window():
-    ready = {n: group(n) for n in (2, 3, 4)}
-    assert select([0, 1, 2, 3, 4], ready, 3, 1) == ()
-    assert select([0, 1, 2, 3, 4], ready, 3, 2) == (2,)
-    assert select([0, 1, 2, 3, 4], ready, 3, 3) == (2, 3)
-
-
-@given(
-    st.lists(st.integers(0, 30), unique=True, max_size=12).map(sorted),
-    st.integers(1, 5),
-    st.integers(0, 6),
-    st.data(),
-)
-def test_no_group_is_overtaken_by_more_than_lookahead_others(pending, count, lookahead, data):
-    done = data.draw(st.sets(st.sampled_from(pending))) if pending else set()
-    chosen = select(pending, {n: group(n) for n in done}, count, lookahead)
-    assert set(chosen) <= done and len(set(chosen)) == len(chosen) <= count
-    for left in set(pending) - set(chosen):
-        assert sum(n > left for n in chosen) <= lookahead
-    if lookahead == 0:
-        assert list(chosen) == pending[: len(chosen)]

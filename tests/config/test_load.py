@@ -163,6 +163,17 @@ def test_impossible_combinations_name_both_keys_and_a_way_out(write):
     message = refusal(write("staleness: {max_staleness: 0, lookahead: 2}"))
     assert "staleness.lookahead (2)" in message
     assert "Set staleness.lookahead=0" in message
+    message = refusal(write("buffer: {reuse: 3}\nstaleness: {max_staleness: 1}"))
+    assert "buffer.reuse (3)" in message and "raise staleness.max_staleness" in message
+    message = refusal(write("buffer: {select: recent}"))
+    assert "staleness.lookahead=0" in message and "set buffer.select=strict" in message
+
+
+def test_shapings_are_a_list_of_names_and_settings(write):
+    path = write("algorithm: {shaping: [mask_truncated]}")
+    assert load(path, []).algorithm.shaping == ("mask_truncated",)
+    config = load(path, ["algorithm.shaping=[{cap: {low: 0, high: 1}}, mask_truncated]"])
+    assert config.algorithm.shaping == ({"cap": {"low": 0, "high": 1}}, "mask_truncated")
 
 
 def test_a_missing_file_is_refused(tmp_path):

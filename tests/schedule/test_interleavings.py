@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 
@@ -25,8 +26,9 @@ class Machine:
     `fates` is what the test has seen happen to each group; `trained_at` the version it improved.
     """
 
-    def __init__(self, per_step, max_staleness, lookahead=0):
+    def __init__(self, per_step, max_staleness, lookahead=0, **how):
         self.per_step, self.max_staleness, self.lookahead = per_step, max_staleness, lookahead
+        self.how = how
         self.buffer = self._make(0, 0)
         self.version = self.live = 0
         self.admitted, self.fates, self.trained_at, self.order = {}, {}, {}, []
@@ -40,6 +42,7 @@ class Machine:
             lookahead=self.lookahead,
             version=version,
             next_group=next_group,
+            **self.how,
         )
 
     def do(self, event, pick):
@@ -137,8 +140,8 @@ def schedules(draw, events):
     return draw(st.lists(event, min_size=70, max_size=130))  # short ones train on nothing
 
 
-def played(shape, schedule):
-    machine = Machine(*shape)
+def played(shape, schedule, kind=None, **how):
+    machine = (kind or Machine)(*shape, **how)
     for event, pick in schedule:
         machine.do(event, pick)
         machine.check()
@@ -266,3 +269,105 @@ def test_groups_that_must_be_dropped_are_replaced_and_the_run_goes_on(shape, sch
         machine.check()
     steps = sum(finish_a_step(machine) for _ in range(6))
     assert steps >= 3, "at most one round is lost to each draw that only drops"
+
+
+class Resampled(Machine):
+    """Some groups have one episode only: no signal, and the buffer drops them when they are put."""
+
+    def __init__(self, *shape, **how):
+        super().__init__(*shape, has_signal=lambda g: len(g.episodes) > 1, **how)
+
+    def put(self, pick):
+        if self.flying:
+            ticket, versions = self.flying.pop(sorted(self.flying)[pick % len(self.flying)])
+            self.buffer.put(make_group(ticket, [*versions, self.live], [self.live]))
+
+    def flat(self, pick):
+        if self.flying:
+            ticket, _ = self.flying.pop(sorted(self.flying)[pick % len(self.flying)])
+            assert self.buffer.put(make_group(ticket, [self.live])) is Drop.NO_SIGNAL
+            self._ends(ticket.group, "no_signal")
+
+    def train(self, pick):
+        told, self._ends = self._ends, lambda n, fate: fate == "no_signal" or told(n, fate)
+        try:
+            return super().train(pick)
+        finally:
+            del self._ends
+
+
+@SETTINGS
+@given(shapes(), schedules([*WORK, *["flat"] * 12]), st.sampled_from(sorted(RANKS)))
+def test_groups_without_a_signal_are_replaced_within_the_bound(shape, schedule, rank):
+    machine = played(shape, schedule, Resampled, rank=RANKS[rank])
+    assert not {"stale", "from_the_future"} & set(machine.fates.values())
+    for _ in range(3):
+        assert finish_a_step(machine)
+
+
+@SETTINGS
+@given(shapes(), schedules(EVENTS), st.sampled_from(sorted(RANKS)))
+def test_whatever_is_drawn_first_the_bound_and_the_window_hold(shape, schedule, rank):
+    machine = played(shape, schedule, rank=RANKS[rank])
+    assert not {"stale", "from_the_future"} & set(machine.fates.values())
+    for i, number in enumerate(machine.order):
+        assert sum(other > number for other in machine.order[:i]) <= machine.lookahead
+
+
+class Reused(Machine):
+    """A group may be drawn for `reuse` steps; `uses` are the versions that each one improved."""
+
+    def __init__(self, *shape, reuse, **how):
+        super().__init__(*shape, reuse=reuse, **how)
+        self.reuse, self.uses = reuse, {}
+
+    def train(self, pick):
+        try:
+            draw = self.buffer.draw(self.version, 0)
+        except TimeoutError:
+            return False
+        assert not draw.dropped, "neither fresh nor kept groups are dropped"
+        assert len({g.ticket.group for g in draw.groups}) == self.per_step
+        for group in draw.groups:
+            assert 0 <= self.version - group.oldest_version <= self.max_staleness
+            uses = self.uses.setdefault(group.ticket.group, [])
+            if not uses:
+                self._ends(group.ticket.group, "trained")
+                self.order.append(group.ticket.group)
+            uses.append(self.version)
+            assert len(uses) <= self.reuse
+        self.version += 1
+        return True
+
+    def check(self):
+        stats = self.buffer.stats()
+        assert self._not_live() <= stats.active <= stats.capacity
+        assert stats.in_flight == len(self.flying)
+        assert stats.trained + stats.reused == sum(map(len, self.uses.values()))
+
+    def _not_live(self):
+        return sum(v >= self.live for uses in self.uses.values() for v in uses)
+
+    def restart(self, pick):
+        """Not here: a resumed buffer counts from what was saved."""
+
+
+@st.composite
+def reusing(draw):
+    per_step, reuse = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    staleness = draw(st.integers(reuse - 1, 4))
+    most = (staleness + 1) * per_step // reuse - per_step
+    return (per_step, staleness, draw(st.integers(0, most))), reuse
+
+
+@SETTINGS
+@given(reusing(), schedules(EVENTS), st.sampled_from(sorted(RANKS)))
+def test_with_reuse_no_use_is_later_than_the_bound_and_the_run_goes_on(how, schedule, rank):
+    shape, reuse = how
+    machine = played(shape, schedule, Reused, reuse=reuse, rank=RANKS[rank])
+    if machine.lookahead == 0:
+        assert machine.order == sorted(machine.order), "first uses are in order of admission"
+    for uses in machine.uses.values():
+        assert len(set(uses)) == len(uses) <= reuse
+    for _ in range(3):
+        assert finish_a_step(machine)

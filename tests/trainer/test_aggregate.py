@@ -5,8 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_async.trainer.aggregate import constant, sequence_mean, token_mean
-from jaxrl_async.trainer.pack import micro_batches, pack_pairs
+from jaxrl_async.trainer.aggregate import (
+    constant,
+    per_group,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+)
+from jaxrl_async.trainer.pack import TrainSequence, micro_batches, pack, pack_pairs
 
 MASKS = [
     [0, 1, 1, 0, 1],
@@ -46,9 +52,35 @@ def test_constant_divides_each_sum_by_the_same_number(batch, losses):
     assert (constant(batch, divisor=48.0) * losses).sum() == pytest.approx(expected, rel=1e-6)
 
 
+def test_sequence_sum_divides_by_sequences_only(batch, losses):
+    expected = np.mean([s.sum() for s in by_sequence(batch, losses)])
+    assert (sequence_sum(batch) * losses).sum() == pytest.approx(expected, rel=1e-6)
+
+
+def test_per_group_is_the_mean_over_groups_of_their_token_means():
+    """Groups of unequal size: places 0 and 1, 2 and 3, and 4, which has nothing to learn."""
+    masks = [*MASKS, [0, 0]]
+    sequences = [
+        TrainSequence(
+            token_ids=np.arange(len(m), dtype=np.int32),
+            mask=np.array(m, bool),
+            behavior_logprobs=np.zeros(len(m), np.float32),
+            versions=np.zeros(len(m), np.int32),
+            advantages=np.zeros(len(m), np.float32),
+            group=i // 2,
+        )
+        for i, m in enumerate(masks)
+    ]
+    batch = pack(sequences, 8)
+    losses = np.random.default_rng(0).normal(size=batch.mask.shape)
+    tokens = [losses[batch.mask & np.isin(batch.sequence_ids, [i, i + 1])] for i in (0, 2)]
+    expected = np.mean([t.mean() for t in tokens])
+    assert (per_group(batch) * losses).sum() == pytest.approx(expected, rel=1e-6)
+
+
 def test_empty_rows_change_no_denominator(batch):
     (padded,) = micro_batches(batch, 9)
-    for function in (token_mean, sequence_mean):
+    for function in (token_mean, sequence_mean, per_group):
         np.testing.assert_array_equal(function(padded)[: len(batch.mask)], function(batch))
 
 

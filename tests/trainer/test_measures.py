@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.types import Drop, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -49,6 +50,32 @@ def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
     assert (values["staleness/tokens_lag_0"], values["staleness/tokens_lag_1"]) == (6, 1)
     assert values["staleness/max"] == 1
     assert values["staleness/mean"] == pytest.approx(1 / 7)
+
+
+def test_each_lag_has_its_reward_length_and_divergence() -> None:
+    groups = [
+        group(0, [episode([-1, 3, 4]), episode([-1, 4])], [1.0, 0.0]),
+        group(1, [episode([-1, 4, 4, 4]), episode([-1, -1])], [3.0, 9.0]),
+    ]
+    kl = [
+        [np.array([7, 0.5, 0.1], np.float32), np.array([7, 0.2], np.float32)],
+        [np.array([7, 0.3, 0.3, 0.3], np.float32), np.array([7, 7], np.float32)],
+    ]
+    values = group_measures(groups, version=4, kl=kl)
+    assert {k: v for k, v in values.items() if k.startswith("staleness/lag_")} == pytest.approx(
+        {
+            "staleness/lag_0_reward": (1 + 0 + 3 * 3) / 5,
+            "staleness/lag_0_length": (2 + 1 + 3 * 3) / 5,
+            "staleness/lag_0_kl": (0.1 + 0.2 + 3 * 0.3) / 5,
+            "staleness/lag_1_reward": 1.0,
+            "staleness/lag_1_length": 2.0,
+            "staleness/lag_1_kl": 0.5,
+        }
+    )
+    assert all(metric_of(key) for key in values)
+    assert "staleness/lag_0_kl" not in group_measures(groups, version=4)
+    nothing = [group(0, [episode([-1, -1])], [1.0])]
+    assert not [k for k in group_measures(nothing, version=4) if "lag_" in k]
 
 
 def test_drops_are_counted_by_reason_with_their_length() -> None:

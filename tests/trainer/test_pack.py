@@ -94,6 +94,9 @@ def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
         np.testing.assert_array_equal(got["advantages"], values)
         np.testing.assert_array_equal(got["positions"], np.arange(len(values)))
         assert len(set(got["segment_ids"].tolist())) == 1
+    places = [g for g, group in enumerate(made) for _ in group.episodes]
+    for index, place in enumerate(places):
+        assert set(unpacked(parts, index)["group_ids"].tolist()) == {place}
 
 
 @settings(max_examples=80, deadline=None)
@@ -102,6 +105,7 @@ def test_padding_is_empty_and_segments_of_a_row_are_numbered_from_one(masks):
     batch = pack_groups(*drawn_groups(masks), 16)
     padding = batch.segment_ids == 0
     np.testing.assert_array_equal(padding, batch.sequence_ids == -1)
+    np.testing.assert_array_equal(padding, batch.group_ids == -1)
     assert not batch.mask[padding].any() and (batch.versions[~batch.mask] == NOT_DRAWN).all()
     assert (batch.behavior_logprobs[~batch.mask] == 0).all() and (
         batch.advantages[~batch.mask] == 0
@@ -146,6 +150,15 @@ def test_an_episode_longer_than_a_row_is_refused_and_does_not_fit():
         pack_groups([group], advantages, 8)
 
 
+def test_a_mask_takes_tokens_out_of_what_is_learnt():
+    made, advantages = drawn_groups([[[True, True], [True, True]]])
+    nothing, half = np.zeros(3, bool), np.array([False, True, False])
+    batch = pack_groups(made, advantages, 8, masks=[[nothing, half]])
+    assert batch.num_tokens == 1
+    np.testing.assert_array_equal(unpacked([batch], 1)["mask"], half)
+    assert (batch.advantages[~batch.mask] == 0).all()
+
+
 def test_a_first_token_cannot_be_learnt():
     with pytest.raises(DataError, match="first token"):
         pack_pairs([(np.arange(3, dtype=np.int32), np.ones(3, bool))], 8)
@@ -157,6 +170,7 @@ def test_pairs_are_packed_with_their_masks():
     assert batch.token_ids.tolist() == [[5, 6, 7, 5, 6, 0, 0, 0]]
     assert batch.mask.tolist() == [[False, False, True, False, True, False, False, False]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
+    assert batch.group_ids.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]], "each a group of its own"
 
 
 def test_nothing_to_pack_gives_one_empty_micro_batch():

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_async.errors import Closed, TrainingError
 from jaxrl_async.trainer.advantages import group_mean
+from jaxrl_async.trainer.shaping import shaping
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -124,3 +125,29 @@ def test_checkpoints_come_every_so_many_steps_and_once_at_the_end() -> None:
     script.trainer(total_steps=5, save_every=2, eval_every=0).run()
     saves = [e for e in script.events if e.startswith("save")]
     assert saves == ["save 2 next 2", "save 4 next 4", "save 5 next 5"]
+
+
+def test_a_resumed_run_never_admits_a_number_again_when_an_older_group_comes_last() -> None:
+    script = Script()
+    order = iter([3, 1, 2])
+    script.draw = lambda version, timeout_s=None: Draw(  # type: ignore[method-assign]
+        groups=(group(next(order), version),), dropped=(), waited_s=0.0
+    )
+    script.trainer(total_steps=3, eval_every=0).run()
+    assert script.events[-1] == "save 3 next 4"
+
+
+def test_shapings_come_before_the_advantage_and_are_reported() -> None:
+    script = Script()
+    batches = []
+    learn = script.update
+
+    def update(state: Any, batch: Any, **how: Any) -> tuple[Any, dict]:
+        batches.append(batch)
+        return learn(state, batch, **how)
+
+    script.update = update  # type: ignore[method-assign]
+    capped = shaping.resolve({"cap": {"low": 0.0, "high": 0.5}})
+    script.trainer(total_steps=1, shapings=(capped,)).run()
+    assert sorted(set(batches[0].advantages.ravel().tolist())) == [-0.25, 0.0, 0.25]
+    assert script.reports[1]["shaping/capped"] == 1

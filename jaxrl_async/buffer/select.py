@@ -1,0 +1,88 @@
+"""Which groups the trainer takes next: pure functions. None of them touches the staleness bound.
+
+    fresh (never trained on)   from within `lookahead` numbers of the oldest pending one, by rank
+    kept (to be used again)    fill the step up where too few fresh ones are ready, by rank
+
+A rank orders the groups that may be taken; it never widens the window, which is all that the proof
+in buffer/staleness.py needs. With lookahead 0 the window is one group, and fresh groups are drawn
+in order of admission whatever the rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_async.types import EpisodeGroup
+
+Rank = Callable[
+    [EpisodeGroup, int], float
+]  # (group, version about to be improved) -> smallest first; ties by number
+
+HALF_LIFE = 1.0
+"""Age that halves a group's weight in `recent`, in versions."""
+
+
+def strict(group: EpisodeGroup, version: int) -> float:
+    """In order of admission: none is favoured, and a run can be compared with its repetition."""
+    return float(group.ticket.group)
+
+
+def recent(group: EpisodeGroup, version: int) -> float:
+    """At random, weights 2^(-age / HALF_LIFE): the nearer to on-policy the likelier.
+
+    The smallest of exponential variables over weights is drawn by weight (Efraimidis & Spirakis
+    2006). Keyed by group and version: the same whatever else is in the buffer.
+    """
+    age = max(version - group.oldest_version, 0)
+    noise = np.random.default_rng([version, group.ticket.group]).exponential()
+    return float(noise * 2.0 ** (age / HALF_LIFE))
+
+
+def reward_variance(group: EpisodeGroup, version: int) -> float:
+    """Largest variance of rewards first: at rewards of 0 and 1, prompts solved half of the time."""
+    return -float(np.var([s.reward for s in group.scores])) if group.scores else 0.0
+
+
+def advantage_size(group: EpisodeGroup, version: int) -> float:
+    """Largest mean |r - mean(r)| first: the advantage's size, as in prioritised replay.
+
+    Schaul et al. 2016 (arXiv:1511.05952), sec. 3.3, with the advantage for the TD error, greedily.
+    """
+    rewards = np.array([s.reward for s in group.scores], np.float64)
+    return -float(np.abs(rewards - rewards.mean()).mean()) if len(rewards) else 0.0
+
+
+RANKS: dict[str, Rank] = {f.__name__: f for f in (strict, recent, reward_variance, advantage_size)}
+
+
+def select(
+    pending: Sequence[int],
+    ready: Mapping[int, EpisodeGroup],
+    count: int,
+    lookahead: int,
+    *,
+    rank: Rank = strict,
+    version: int = 0,
+) -> tuple[int, ...]:
+    """The next fresh groups to train on, at most `count`.
+
+    pending: numbers of all groups admitted and not yet taken, ascending. A ready group may
+    overtake the oldest pending one only from within `lookahead` numbers of it.
+    """
+    ranks = {n: (rank(group, version), n) for n, group in ready.items()}
+    waiting = list(pending)
+    taken: list[int] = []
+    while waiting and len(taken) < count:
+        window = [n for n in waiting if n <= waiting[0] + lookahead and n in ready]
+        if not window:
+            break
+        taken.append(min(window, key=ranks.__getitem__))
+        waiting.remove(taken[-1])
+    return tuple(taken)
+
+
+def select_again(
+    kept: Mapping[int, EpisodeGroup], count: int, *, rank: Rank = strict, version: int = 0
+) -> tuple[int, ...]:
+    """The groups to train on once more, at most `count`, each once."""
+    return tuple(sorted(kept, key=lambda n: (rank(kept[n], version), n))[: max(count, 0)])
