@@ -22,7 +22,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.aggregate import token_mean
 from jaxrl_async.trainer.objective import Totals
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.step import Params, TrainState, packing_measures, rows_per_micro_batch
+from jaxrl_async.trainer.step import Params, TrainState, rows_per_micro_batch
 from jaxrl_async.trainer.update import Updater
 from jaxrl_async.types import BoolArray, FloatArray, PackedBatch
 
@@ -120,7 +120,7 @@ class CriticStep:
         self._values = jax.jit(self._values_of, out_shardings=self._updater.batch_sharding)
 
     def init(self, params: Params) -> TrainState:
-        """A fresh state around a copy of params, which model.heads.with_head makes of a policy's."""
+        """A fresh state around a copy of params; model.heads.with_head makes them of a policy's."""
         return self._updater.init(params)
 
     def values(
@@ -155,8 +155,6 @@ class CriticStep:
         state, stats = self._updater.update(state, micros, None, turns)
         explained = explained_variance(values, returns, batch.mask)
         told = {} if np.isnan(explained) else {"critic/explained_variance": explained}
-        packing = packing_measures(batch, self.micro_rows, len(micros))
-        stats |= packing
         return state, {k.replace("train/", "critic/"): v for k, v in stats.items()} | told
 
     def _micros(

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.data.preferences import PreferencePair
+from jaxrl_async.errors import DataError
 from jaxrl_async.mesh import NO_TURNS, Rules
 from jaxrl_async.model.attention import sequence_attention
 from jaxrl_async.model.heads import head_table, sequence_scores
@@ -28,6 +29,7 @@ from jaxrl_async.trainer.preference import (
     PairInputs,
     bradley_terry,
     kl_baseline,
+    kto,
     preference_loss,
     summed,
 )
@@ -138,6 +140,8 @@ class PreferenceStep:
         mismatched: PreferenceBatch | None,
         turns: AbstractContextManager[Any],
     ) -> PairContext:
+        if getattr(self._loss_of, "func", self._loss_of) is not kto:
+            _check_whole(batch)
         context = PairContext(answer_weight(batch), reference_params)
         if mismatched is None or reference_params is None:
             return context
@@ -210,7 +214,7 @@ class RewardStep:
         self.micro_rows = pair_rows(trainer, row_length, self._updater.num_row_shards)
 
     def init(self, params: Params) -> TrainState:
-        """A fresh state around a copy of params, which model.heads.with_head makes of a policy's."""
+        """A fresh state around a copy of params; model.heads.with_head makes them of a policy's."""
         return self._updater.init(params)
 
     def pack(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
@@ -228,6 +232,7 @@ class RewardStep:
 
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
         """
+        _check_whole(batch)
         context = PairContext(answer_weight(batch))
         micros = micro_batches_of(batch, self.micro_rows)
         state, stats = self._updater.update(state, micros, context, turns)
@@ -235,6 +240,7 @@ class RewardStep:
 
     def measure(self, params: Params, batch: PreferenceBatch) -> dict[str, float]:
         """Loss, accuracy and margins of held-out pairs; nothing is learnt."""
+        _check_whole(batch)
         context = PairContext(answer_weight(batch))
         micros = micro_batches_of(batch, self.micro_rows)
         return self._updater.measure(params, micros, context) | _told_of(batch, context)
@@ -253,6 +259,15 @@ class RewardStep:
 def answer_weight(batch: PreferenceBatch) -> np.float32:
     """2 / answers of the step: 1 / pairs where none is alone."""
     return np.float32(2 / max(batch.num_answers, 1))
+
+
+def _check_whole(batch: PreferenceBatch) -> None:
+    if batch.num_answers != 2 * batch.num_pairs:
+        raise DataError(
+            f"{2 * batch.num_pairs - batch.num_answers} of {batch.num_pairs} preference pairs have "
+            "one answer only, from which only the loss kto can learn. Set it, or give records with "
+            "chosen and rejected."
+        )
 
 
 def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
