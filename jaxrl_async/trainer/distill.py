@@ -65,8 +65,7 @@ def distill_top(
     [tokens, k] of its whole distribution.
     """
     student = jax.nn.log_softmax(student_logits.astype(jnp.float32), axis=-1)
-    teacher = with_rest(teacher_logprobs)
-    return divergence_of(kind, beta)(lumped(student, teacher_ids), teacher)
+    return divergence_of(kind, beta)(*_outcomes(student, teacher_ids, teacher_logprobs))
 
 
 def distill_token(
@@ -80,6 +79,13 @@ def distill_token(
     """The same where only one token's log-prob is known: token_ids, teacher_logprobs [tokens]."""
     ids, logprobs = token_ids[:, None], teacher_logprobs[:, None]
     return distill_top(student_logits, ids, logprobs, kind=kind, beta=beta)
+
+
+def _outcomes(student: Array, ids: Array, teacher_logprobs: Array) -> tuple[Array, Array]:
+    """Both over the same outcomes: the ids, and all others as one where there are others."""
+    others = ids.shape[-1] < student.shape[-1]
+    both = lumped(student, ids), with_rest(teacher_logprobs)
+    return both if others else (both[0][:, :-1], both[1][:, :-1])
 
 
 def with_rest(logprobs: Array) -> Array:
@@ -131,8 +137,7 @@ def distill_rows(
     )  # fmt: skip
 
     def one_chunk(x: Array, ids: Array, logprobs: Array) -> Array:
-        student = log_softmax_of(x, head, temperature)
-        return measure(lumped(student, ids), with_rest(logprobs))
+        return measure(*_outcomes(log_softmax_of(x, head, temperature), ids, logprobs))
 
     k = teacher_ids.shape[-1]
     known = (teacher_ids[:, 1:].reshape(-1, k), teacher_logprobs[:, 1:].reshape(-1, k))

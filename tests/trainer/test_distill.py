@@ -1,5 +1,7 @@
 """Distillation losses against NumPy float64, and as bounds of one another."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +106,7 @@ def test_knowing_less_never_raises_a_divergence(kind, seed, scale):
         distill_top(student, ids, logprobs, kind=kind),
         distill_logits(student, teacher, kind=kind),
     ]
-    for less, more in zip(losses, losses[1:], strict=False):
+    for less, more in pairwise(losses):
         assert (less >= -1e-5).all() and (less <= more + 1e-4 * (1 + more)).all()
 
 
