@@ -94,9 +94,10 @@ def test_all_tokens_known_is_the_whole_divergence(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 8))
+@given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 2))
 @settings(max_examples=20, deadline=None)
 def test_knowing_less_never_raises_a_divergence(kind, seed, scale):
+    """Where the rest has a mass that float32 can tell from 0."""
     rng = np.random.default_rng(seed)
     student, teacher = jnp.asarray(rng.normal(size=(2, TOKENS, VOCAB)) * scale, jnp.float32)
     logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), 6)
