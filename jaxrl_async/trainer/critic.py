@@ -37,7 +37,7 @@ class ValueLoss(NamedTuple):
 def value_loss(
     values: Array, old_values: Array, returns: Array, mask: Array, *, clip: float | None = 0.2
 ) -> ValueLoss:
-    """max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2; [rows, length] each.
+    """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2; [rows, length] each.
 
     Schulman et al. 2017 (arXiv:1707.06347), eq. 9, with the bound of OpenAI Baselines' ppo2
     (Engstrom et al. 2020, arXiv:2005.12729, sec. 3). clip null: the plain squared error.
@@ -47,20 +47,19 @@ def value_loss(
     if clip is None:
         return ValueLoss(plain / 2, jnp.zeros_like(mask))
     old = jnp.where(mask, old_values, 0.0)
-    bounded = (old + jnp.clip(values - old, -clip, clip) - returns) ** 2
+    bounded = (jnp.clip(values, old - clip, old + clip) - returns) ** 2
     return ValueLoss(jnp.maximum(plain, bounded) / 2, mask & (bounded > plain))
 
 
 def explained_variance(values: FloatArray, returns: FloatArray, mask: BoolArray) -> float:
     """1 - Var(R - v) / Var(R) over the mask: 1 is perfect, 0 no better than a constant.
 
-    NaN where the returns do not vary.
+    NaN where the returns do not vary, or something is not finite.
     """
-    returns64 = returns[mask].astype(np.float64)
-    variance = returns64.var() if len(returns64) else 0.0
-    if not variance:
+    wanted, errors = returns[mask].astype(np.float64), returns[mask] - values[mask]
+    if not len(wanted) or not np.isfinite([wanted, errors]).all() or not wanted.var():
         return float("nan")
-    return float(1 - (returns64 - values[mask]).var() / variance)
+    return float(1 - errors.astype(np.float64).var() / wanted.var())
 
 
 class CriticBatch(NamedTuple):

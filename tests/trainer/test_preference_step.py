@@ -11,15 +11,15 @@ from jaxrl_async.config import schema
 from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.heads import HEAD, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.preference import preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep, pair_rows
 
 VOCAB, ROW = 14, 16
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
+    schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
 )
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
@@ -143,6 +143,7 @@ def test_the_loss_of_dpo_is_that_of_each_sequence_alone(params, frozen):
     assert stats["preference/margin"] == pytest.approx(0.1 * margins.mean(), rel=1e-4)
     assert stats["preference/accuracy"] == pytest.approx((margins > 0).mean())
     assert stats["preference/pairs"] == len(PAIRS)
+    assert all(metric_of(key) for key in stats)
     assert stats["train/tokens"] == sum(len(a) for p in PAIRS for a in p.answers)
 
 
@@ -160,7 +161,7 @@ def test_the_loss_of_kto_has_the_baseline_of_mismatched_answers(params, frozen):
         assert stats["train/loss"] == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", sorted(preference_loss))
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo"])
 def test_micro_batches_and_order_change_neither_loss_nor_gradient(params, frozen, loss):
     whole = update(step_of(loss, rows=32, **LINEAR), params, PAIRS, frozen)
     split = update(step_of(loss, rows=2, **LINEAR), params, PAIRS[::-1], frozen, mismatched(PAIRS))
@@ -184,15 +185,15 @@ def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
     extra = {"reference_params": params, "mismatched": step.pack(mismatched(PAIRS))}
     state = step.init(params)
     before = step.measure(state.params, held_out, **extra)
-    for _ in range(12):
+    for _ in range(25):
         state, stats = step.update(state, batch, **extra)
     after = step.measure(state.params, held_out, **extra)
     assert stats["preference/accuracy"] == 1
     assert after["preference/accuracy"] > 0.85 and after["train/loss"] < before["train/loss"]
-    assert int(state.step) == 12
+    assert int(state.step) == 25
 
 
-def test_kto_learns_from_answers_that_were_judged_alone(params, frozen):
+def test_kto_learns_from_answers_that_were_judged_alone(params, reward_params, frozen):
     """Half the pairs give half the terms; together they are the whole loss."""
     empty = np.zeros(0, np.int32)
     alone = [
@@ -213,10 +214,10 @@ def test_kto_learns_from_answers_that_were_judged_alone(params, frozen):
     assert halves[1]["preference/chosen_reward"] == pytest.approx(
         whole[1]["preference/chosen_reward"], rel=1e-4
     )
-    for other in ("dpo", None):
+    for other, weights in (("dpo", params), (None, reward_params)):
         refusing = step_of(other)
         with pytest.raises(DataError, match="18 of 18 preference pairs have one answer only"):
-            refusing.update(refusing.init(params), refusing.pack(alone))
+            refusing.update(refusing.init(weights), refusing.pack(alone))
 
 
 def test_what_a_loss_needs_is_named(params):
@@ -246,7 +247,7 @@ def test_a_step_that_is_not_finite_changes_nothing(params):
 def test_a_reward_model_learns_which_answers_are_better(reward_params):
     step, batch = step_of(), step_of().pack(PAIRS)
     state = step.init(reward_params)
-    for _ in range(12):
+    for _ in range(25):
         state, stats = step.update(state, batch)
     held_out = step.measure(state.params, step.pack(pairs_of(seed=5)))
     assert stats["preference/accuracy"] == 1 and stats["preference/margin"] > 1
@@ -269,7 +270,7 @@ def test_the_loss_of_a_reward_model_is_that_of_each_sequence_alone(reward_params
     assert stats["preference/margin"] == pytest.approx(margins.mean(), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 2}])
+@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_neither_packing_nor_sharding_changes_a_reward_update(reward_params, axes):
     one = update(step_of(rows=32, **LINEAR), reward_params, PAIRS)
     many = update(step_of(None, axes, rows=2, **LINEAR), reward_params, PAIRS[::-1])
