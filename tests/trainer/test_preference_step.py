@@ -178,19 +178,20 @@ def test_sharding_changes_neither_loss_nor_gradient(params, frozen, loss, axes):
     same_report(one[1], many[1])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "simpo", {"orpo": {"beta": 2.0}}], ids=str)
 def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
     step, batch = step_of(loss), step_of(loss).pack(PAIRS)
     held_out = step.pack(pairs_of(seed=5))
     extra = {"reference_params": params, "mismatched": step.pack(mismatched(PAIRS))}
     state = step.init(params)
     before = step.measure(state.params, held_out, **extra)
-    for _ in range(25):
+    for _ in range(12):
         state, stats = step.update(state, batch, **extra)
     after = step.measure(state.params, held_out, **extra)
     assert stats["preference/accuracy"] == 1
-    assert after["preference/accuracy"] > 0.85 and after["train/loss"] < before["train/loss"]
-    assert int(state.step) == 25
+    assert after["preference/accuracy"] > 0.85
+    assert after["preference/margin"] > before["preference/margin"] + 0.1
+    assert int(state.step) == 12
 
 
 def test_kto_learns_from_answers_that_were_judged_alone(params, reward_params, frozen):
@@ -247,7 +248,7 @@ def test_a_step_that_is_not_finite_changes_nothing(params):
 def test_a_reward_model_learns_which_answers_are_better(reward_params):
     step, batch = step_of(), step_of().pack(PAIRS)
     state = step.init(reward_params)
-    for _ in range(25):
+    for _ in range(12):
         state, stats = step.update(state, batch)
     held_out = step.measure(state.params, step.pack(pairs_of(seed=5)))
     assert stats["preference/accuracy"] == 1 and stats["preference/margin"] > 1
