@@ -9,11 +9,11 @@ stream's whole state is how far it has come.
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import grain
 import numpy as np
@@ -36,6 +36,7 @@ ANSWER_MARK = "#### "
 """What stands before the final answer in GSM8K's format."""
 
 Split = Literal["train", "eval"]
+T = TypeVar("T")
 
 
 class Bad(StrEnum):
@@ -46,6 +47,7 @@ class Bad(StrEnum):
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
     TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
+    PAIR_TOO_LONG = "the prompt with an answer is longer than max_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,38 +112,49 @@ def read_jsonl(
     """
     if section.template is not None:
         check_template(section.template)
+    return read_lines(
+        path,
+        lambda line: _parse_record(line, section, tokenizer, max_prompt_tokens),
+        section.max_bad_share,
+        "set data.jsonl.prompt_field, data.jsonl.answer_field, data.max_prompt_tokens or "
+        "data.jsonl.max_bad_share",
+    )
+
+
+def read_lines(
+    path: str | Path, parse: Callable[[bytes], T | Bad], max_bad_share: float, remedy: str
+) -> list[T]:
+    """What `parse` makes of each line that is not blank, without what it calls Bad.
+
+    Skips, counts, logs and raises as read_jsonl says; remedy: what to set where too much is bad.
+    """
     try:
         lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
-    records: list[Record] = []
+    records: list[T] = []
     bad: list[tuple[int, Bad]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        record = _parse_record(line, section, tokenizer, max_prompt_tokens)
-        if isinstance(record, Record):
-            records.append(record)
-        else:
+        record = parse(line)
+        if isinstance(record, Bad):
             bad.append((number, record))
-    _judge_bad(path, bad, len(records), section.max_bad_share)
+        else:
+            records.append(record)
+    _judge_bad(path, bad, len(records), max_bad_share, remedy)
     return records
 
 
 def _parse_record(
     line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> Record | Bad:
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return Bad.ENCODING
-    except (ValueError, RecursionError):
-        return Bad.JSON
-    if not isinstance(fields, dict):
-        return Bad.JSON
+    fields = parse_object(line)
+    if isinstance(fields, Bad):
+        return fields
     question, answer = (
-        _text(fields.get(section.prompt_field)),
-        _text(fields.get(section.answer_field)),
+        text_of(fields.get(section.prompt_field)),
+        text_of(fields.get(section.answer_field)),
     )
     if question is None or answer is None:
         return Bad.FIELD
@@ -153,7 +166,18 @@ def _parse_record(
     return Record(token_ids=token_ids, text=question, reference=final_answer(answer), answer=answer)
 
 
-def _text(value: Any) -> str | None:
+def parse_object(line: bytes) -> dict[str, Any] | Bad:
+    """The JSON object that a line holds."""
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Bad.ENCODING
+    except (ValueError, RecursionError):
+        return Bad.JSON
+    return fields if isinstance(fields, dict) else Bad.JSON
+
+
+def text_of(value: Any) -> str | None:
     """A text field's value; a number counts as its digits, half a surrogate pair is no text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
@@ -170,7 +194,11 @@ def final_answer(answer: str) -> str:
 
 
 def _judge_bad(
-    path: str | Path, bad: Sequence[tuple[int, Bad]], good: int, max_bad_share: float
+    path: str | Path,
+    bad: Sequence[tuple[int, Bad]],
+    good: int,
+    max_bad_share: float,
+    remedy: str,
 ) -> None:
     for number, reason in bad[:LOGGED_RECORDS]:
         log.warning("%s, line %d: skipped: %s", path, number, reason)
@@ -186,8 +214,7 @@ def _judge_bad(
         first = "; ".join(f"line {number}: {reason}" for number, reason in bad[:3])
         raise DataError(
             f"{path}: {len(bad)} of {len(bad) + good} records cannot be used ({share:.1%}, at most "
-            f"{max_bad_share:.1%} may be): {first}. Correct them, or set data.jsonl.prompt_field, "
-            "data.jsonl.answer_field, data.max_prompt_tokens or data.jsonl.max_bad_share."
+            f"{max_bad_share:.1%} may be): {first}. Correct them, or {remedy}."
         )
 
 

@@ -38,11 +38,20 @@ def load_params(
 ) -> Any:
     """The parameters, on `shardings` (a tree like weight_table's; null: the default device).
 
+    Raises CheckpointError as load_weights does.
+    """
+    return load_weights(folder, weight_table(spec), shardings, dtype)
+
+
+def load_weights(
+    folder: str | Path, table: Any, shardings: Any = None, dtype: Any = jnp.float32
+) -> Any:
+    """The weights of a table, on `shardings` (a tree like it; null: the default device).
+
     Everything is compared before anything is loaded: CheckpointError lists what is missing, too
     much or of the wrong shape.
     """
     folder = Path(folder)
-    table = weight_table(spec)
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: one, table, is_leaf=lambda w: isinstance(w, Weight))
@@ -59,12 +68,17 @@ def load_params(
 
 def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
     """Write config.json and safetensors that transformers loads; several files above 4 GiB."""
+    save_weights(folder, spec.to_hf_config(), weight_table(spec), params)
+
+
+def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
+    """The same for any table of weights and its config.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(jax.tree.leaves(params)[0].dtype)
-    config = {**spec.to_hf_config(), "torch_dtype": dtype, "dtype": dtype}
+    config = {**config, "torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    shards = list(_in_shards(_export(spec, params)))
+    shards = list(_in_shards(_export(table, params)))
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
         return
@@ -202,10 +216,10 @@ def _is_turned(weight: Weight) -> bool:
 # ---- writing
 
 
-def _export(spec: ModelSpec, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) as stored in files, one layer at a time."""
-    table = jax.tree.leaves(weight_table(spec), is_leaf=lambda w: isinstance(w, Weight))
-    for weight, values in zip(table, jax.tree.leaves(params), strict=True):
+    weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
+    for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
         for i, name in enumerate(_names(weight)):
             ours = np.asarray(values[i] if "{layer}" in weight.hf else values)
             if _is_turned(weight):

@@ -1,0 +1,239 @@
+"""How far two policies are apart at each token, exactly, in chunks: [tokens, vocab] never exists in
+full.
+
+Student and teacher here are any two distributions over the same vocabulary: the policy that learns,
+which carries the gradient, and a frozen one (a reference or a larger model).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import logsumexp
+
+from jaxrl_async.model.attention import reference
+from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.spec import ModelSpec
+
+Kind = Literal["forward", "reverse", "js"]
+
+MIN_LOGPROB = -1e4
+"""Log-probs below it count as this, nats: exp() of it is 0, and a divergence stays finite."""
+
+
+class TokenDivergence(NamedTuple):
+    """What `chunked_over_vocab` says of each token; [rows, length] float32."""
+
+    logprobs: Array  # of the policy
+    entropy: Array  # of the policy, nats
+    divergence: Array  # between policy and other, nats
+
+
+# ---- formulas: log-probs [..., outcomes] of both -> [...]
+
+
+def forward_kl(student: Array, teacher: Array) -> Array:
+    """KL(teacher || student) = sum_v p_T (log p_T - log p_S): covers all that the teacher does."""
+    return jnp.sum(_times_log(teacher, _floored(teacher) - _floored(student)), axis=-1)
+
+
+def reverse_kl(student: Array, teacher: Array) -> Array:
+    """KL(student || teacher) = sum_v p_S (log p_S - log p_T): avoids what the teacher does not."""
+    return jnp.sum(_times_log(student, _floored(student) - _floored(teacher)), axis=-1)
+
+
+def jensen_shannon(student: Array, teacher: Array, *, beta: float = 0.5) -> Array:
+    """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
+
+    Generalised Jensen-Shannon divergence: Agarwal et al. 2023 (GKD, arXiv:2306.13649), eq. 1. Over
+    beta it tends to the forward KL at beta -> 0, over 1 - beta to the reverse KL at beta -> 1. 0 at
+    both ends themselves, where it says nothing: 0 < beta < 1.
+    """
+    mixture = jnp.log(beta) + _floored(teacher), jnp.log1p(-beta) + _floored(student)
+    middle = jnp.logaddexp(*mixture)
+    return beta * forward_kl(middle, teacher) + (1 - beta) * forward_kl(middle, student)
+
+
+def divergence_of(kind: Kind, beta: float = 0.5) -> Callable[[Array, Array], Array]:
+    """(student, teacher log-probs) -> divergence; beta is that of `js`."""
+    if kind == "js":
+        assert 0 < beta < 1, "js needs 0 < beta < 1"
+        return lambda student, teacher: jensen_shannon(student, teacher, beta=beta)
+    return {"forward": forward_kl, "reverse": reverse_kl}[kind]
+
+
+def entropy_of(logprobs: Array) -> Array:
+    """-sum_v p log p, nats."""
+    return -jnp.sum(_times_log(logprobs, _floored(logprobs)), axis=-1)
+
+
+def _floored(logprobs: Array) -> Array:
+    return jnp.maximum(logprobs, MIN_LOGPROB)
+
+
+def _times_log(logprobs: Array, difference: Array) -> Array:
+    """exp(logprobs) * difference; outcomes of probability 0 give nothing."""
+    return jnp.exp(_floored(logprobs)) * difference
+
+
+# ---- in chunks
+
+
+def over_chunks(function: Callable[..., Any], inputs: tuple[Any, ...], *, chunk: int) -> Any:
+    """function(*inputs) over at most `chunk` tokens at once; every array has tokens on axis 0.
+
+    The backward pass computes a chunk again, so what exists inside `function` never exists for more
+    than one chunk in either pass.
+    """
+    tokens = jax.tree.leaves(inputs)[0].shape[0]
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, chunk, *x.shape[1:])
+
+    one_chunk = jax.checkpoint(lambda parts: function(*parts))
+    parts = jax.tree.map(split, inputs)
+    if tokens <= chunk:
+        return one_chunk(jax.tree.map(lambda x: x[0], parts))
+    out = jax.lax.map(one_chunk, parts)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
+
+
+def log_softmax_of(hidden: Array, head: Array, temperature: float = 1.0) -> Array:
+    """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32."""
+    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jax.nn.log_softmax(logits / temperature, axis=-1)
+
+
+def chunked_divergence(
+    hidden: Array,
+    head: Array,
+    other_hidden: Array,
+    other_head: Array,
+    targets: Array,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+    chunk: int,
+    temperature: float = 1.0,
+) -> TokenDivergence:
+    """Log-prob of each target, entropy, and divergence to the other policy; [tokens] float32 each.
+
+    hidden [tokens, D], head [D, V]; those of the other may have another width, not vocabulary.
+    """
+    measure = divergence_of(kind, beta)
+    other_head = jax.lax.stop_gradient(other_head)
+
+    def one_chunk(x: Array, other: Array, target: Array) -> TokenDivergence:
+        logprobs = log_softmax_of(x, head, temperature)
+        others = log_softmax_of(other, other_head, temperature)
+        drawn = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
+        return TokenDivergence(drawn, entropy_of(logprobs), measure(logprobs, others))
+
+    inputs = (hidden, jax.lax.stop_gradient(other_hidden), targets)
+    return over_chunks(one_chunk, inputs, chunk=chunk)
+
+
+# ---- of a packed batch
+
+
+def chunked_over_vocab(
+    spec: ModelSpec,
+    params: Params,
+    other_params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+    other_spec: ModelSpec | None = None,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+) -> TokenDivergence:
+    """At t: of the distribution that token t is drawn from, as token_logprobs places them.
+
+    kind: `forward` is KL(other || policy), `reverse` KL(policy || other), `js` jensen_shannon with
+    the other as teacher. No gradient goes into the other, whose spec may differ in all but the
+    vocabulary. 0 where a segment starts and in padding.
+    """
+    arrays = (token_ids, positions, segment_ids)
+    other_spec = other_spec or spec
+    assert other_spec.vocab == spec.vocab, "a divergence needs one vocabulary"
+    measured = chunked_divergence(
+        before(hidden_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)),
+        output_head(spec, params),
+        before(hidden_states(other_spec, other_params, *arrays, dtype=dtype, attention=attention)),
+        output_head(other_spec, other_params),
+        token_ids[:, 1:].reshape(-1),
+        kind=kind,
+        beta=beta,
+        chunk=chunk,
+        temperature=temperature,
+    )
+    return TokenDivergence(*(placed(values, segment_ids) for values in measured))
+
+
+def top_logprobs(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    k: int,
+    dtype: Any = jnp.float32,
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+) -> tuple[Array, Array]:
+    """At t: the k likeliest tokens there and their log-probs, likeliest first.
+
+    [B, T] inputs -> [B, T, k] int32 and float32; 0 where a segment starts and in padding.
+    """
+    head = output_head(spec, params)
+
+    def one_chunk(x: Array) -> tuple[Array, Array]:
+        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, temperature), k)
+        return ids.astype(jnp.int32), logprobs
+
+    hidden = hidden_states(
+        spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=attention
+    )
+    ids, logprobs = over_chunks(one_chunk, (before(hidden),), chunk=chunk)
+    return placed(ids, segment_ids), placed(logprobs, segment_ids)
+
+
+def before(hidden: Array) -> Array:
+    """[B, T, D] -> [B * (T - 1), D]: what each token but a row's first was drawn from."""
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
+
+
+def placed(values: Array, segment_ids: Array) -> Array:
+    """[B * (T - 1), ...] of `before` -> [B, T, ...]: 0 where a segment starts and in padding."""
+    B, T = segment_ids.shape
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    values = values.reshape(B, T - 1, *values.shape[1:])
+    follows = follows.reshape(B, T - 1, *(1 for _ in values.shape[2:]))
+    kept = jnp.where(follows, values, jnp.zeros((), values.dtype))
+    return jnp.pad(kept, ((0, 0), (1, 0), *((0, 0) for _ in values.shape[2:])))
+
+
+# ---- few outcomes and the rest
+
+
+def lumped(logprobs: Array, ids: Array) -> Array:
+    """Log-probs [tokens, vocab] -> [tokens, k + 1]: of the k different ids [tokens, k], and of all
+    others together."""
+    chosen = jnp.take_along_axis(logprobs, ids, axis=-1)
+    rows = jnp.arange(ids.shape[0])[:, None]
+    rest = logsumexp(_floored(logprobs).at[rows, ids].set(MIN_LOGPROB), axis=-1, keepdims=True)
+    return jnp.concatenate([chosen, rest], axis=-1)

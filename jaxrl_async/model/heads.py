@@ -1,0 +1,144 @@
+"""A decoder that gives numbers: a scalar head over its final hidden states instead of logits.
+
+    value     a critic's value of every state; with a bias; zero at first; as transformers'
+              ...ForTokenClassification with one label
+    reward    a reward model's score of a whole sequence; no bias, which a comparison cannot
+              determine; random at first; as transformers' ...ForSequenceClassification
+
+Parameters are the decoder's without lm_head, and {"value_head": {"kernel": [D], "bias": [1]}}.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.model.attention import reference
+from jaxrl_async.model.decoder import Params, hidden_states
+from jaxrl_async.model.hf import load_spec, load_weights, save_weights
+from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.layers import initial
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+
+Head = Literal["value", "reward"]
+HEAD = "value_head"
+
+_CLASSES = {"value": "ForTokenClassification", "reward": "ForSequenceClassification"}
+_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
+    """Every weight of a decoder with this head, in the tree that the parameters have."""
+    backbone = {name: w for name, w in weight_table(spec).items() if name != "lm_head"}
+    return {**backbone, HEAD: _scalar_head(spec, head)}
+
+
+def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
+    """Reward: normal with variance 1 / (D + 1), Stiennon et al. 2020 (arXiv:2009.01325), app.
+    B.1."""
+    d = spec.width
+    kernel = Weight(
+        shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal", fan_in=d + 1,
+        hf="score.weight", hf_shape=(1, d),
+    )  # fmt: skip
+    bias = Weight(shape=(1,), axes=("one",), init="zeros", hf="score.bias", hf_shape=(1,))
+    return {"kernel": kernel, "bias": bias} if head == "value" else {"kernel": kernel}
+
+
+def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params:
+    """A policy's parameters with a fresh head in place of lm_head; the other arrays are shared."""
+    dtype = params["final_norm"].dtype
+    fresh = {
+        name: initial(weight, jax.random.fold_in(key, zlib.crc32(name.encode())), dtype)
+        for name, weight in _scalar_head(spec, head).items()
+    }
+    return {**{n: w for n, w in params.items() if n != "lm_head"}, HEAD: fresh}
+
+
+def token_scores(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+) -> Array:
+    """The head at every token, having seen it: [B, T] float32; anything in padding."""
+    hidden = hidden_states(
+        spec, params, token_ids, positions, segment_ids,
+        dtype=dtype, remat=remat, attention=attention,
+    )  # fmt: skip
+    head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
+    scores = hidden.astype(jnp.float32) @ head["kernel"]
+    return scores + head["bias"] if "bias" in head else scores
+
+
+def token_values(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    **kw: Any,
+) -> Array:
+    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1.
+
+    [B, T] inputs -> [B, T] float32, placed as log-probs are; 0 where a segment starts and in
+    padding. Keywords as token_scores.
+    """
+    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    return jnp.pad(jnp.where(follows, scores[:, :-1], 0.0), ((0, 0), (1, 0)))
+
+
+def sequence_scores(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    **kw: Any,
+) -> Array:
+    """At each segment's last token: the score of the whole segment; 0 elsewhere. [B, T] float32.
+
+    Keywords as token_scores.
+    """
+    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
+    return jnp.where(last_tokens(segment_ids), scores, 0.0)
+
+
+def last_tokens(segment_ids: Array) -> Array:
+    """[B, T] bool: the last token of each segment."""
+    after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    return (segment_ids > 0) & (segment_ids != after)
+
+
+# ---- files
+
+
+def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
+    """Write a Hugging Face directory that transformers' Auto class of the head loads, with one
+    label."""
+    head: Head = "value" if "bias" in params[HEAD] else "reward"
+    config = {
+        **spec.to_hf_config(),
+        "architectures": [_FAMILIES[spec.family] + _CLASSES[head]],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "classifier_dropout": 0.0,
+    }
+    save_weights(folder, config, head_table(spec, head), params)
+
+
+def load_head(
+    folder: str | Path, head: Head, shardings: Any = None, dtype: Any = jnp.float32
+) -> tuple[ModelSpec, Params]:
+    """What save_head wrote, or transformers for one label. Raises CheckpointError."""
+    spec = load_spec(Path(folder))
+    return spec, load_weights(folder, head_table(spec, head), shardings, dtype)

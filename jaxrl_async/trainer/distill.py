@@ -1,0 +1,144 @@
+"""Distillation: per-token losses between a student's logits and what is known of a teacher.
+
+    known of the teacher             function            exact
+    ───────────────────────────────  ──────────────────  ───────────────────────────────────────
+    its logits, [tokens, vocab]      distill_logits      yes
+    its k likeliest, [tokens, k]     distill_top         of those k and of the others as one
+    log-prob of the token, [tokens]  distill_token       of the token and of the others as one
+    the same, for tokens the student teacher_advantages  an estimate: one sample of the reverse KL
+    drew itself
+
+Rows are independent tokens, so that all but the last can be given to model.divergence.over_chunks;
+`distill_rows` does that for a packed batch. Lumping outcomes together never raises a divergence, so
+each is a lower bound of the one above it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import logsumexp
+
+from jaxrl_async.model.attention import reference
+from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.divergence import (
+    Kind,
+    before,
+    divergence_of,
+    log_softmax_of,
+    lumped,
+    over_chunks,
+    placed,
+)
+from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.spec import ModelSpec
+
+MIN_REST = 1e-7
+"""Least mass that is left to a teacher's other tokens: what float32 can tell from 0 in 1 - sum."""
+
+
+def distill_logits(
+    student_logits: Array, teacher_logits: Array, *, kind: Kind, beta: float = 0.5
+) -> Array:
+    """Divergence between two softmaxes, [tokens, vocab] twice -> [tokens] nats.
+
+    forward: KL(teacher || student), Hinton et al. 2015 (arXiv:1503.02531); reverse: KL(student ||
+    teacher), MiniLLM (arXiv:2306.08543); js: GKD (arXiv:2306.13649), eq. 1.
+    """
+    student = jax.nn.log_softmax(student_logits.astype(jnp.float32), axis=-1)
+    teacher = jax.nn.log_softmax(teacher_logits.astype(jnp.float32), axis=-1)
+    return divergence_of(kind, beta)(student, jax.lax.stop_gradient(teacher))
+
+
+def distill_top(
+    student_logits: Array,
+    teacher_ids: Array,
+    teacher_logprobs: Array,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+) -> Array:
+    """The same against the teacher's k likeliest tokens, and all others as one; [tokens] nats.
+
+    student_logits [tokens, vocab]; teacher_ids [tokens, k], different ones; teacher_logprobs
+    [tokens, k] of its whole distribution.
+    """
+    student = jax.nn.log_softmax(student_logits.astype(jnp.float32), axis=-1)
+    return divergence_of(kind, beta)(*_outcomes(student, teacher_ids, teacher_logprobs))
+
+
+def distill_token(
+    student_logits: Array,
+    token_ids: Array,
+    teacher_logprobs: Array,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+) -> Array:
+    """The same where only one token's log-prob is known: token_ids, teacher_logprobs [tokens]."""
+    ids, logprobs = token_ids[:, None], teacher_logprobs[:, None]
+    return distill_top(student_logits, ids, logprobs, kind=kind, beta=beta)
+
+
+def _outcomes(student: Array, ids: Array, teacher_logprobs: Array) -> tuple[Array, Array]:
+    """Both over the same outcomes: the ids, and all others as one where there are others."""
+    others = ids.shape[-1] < student.shape[-1]
+    both = lumped(student, ids), with_rest(teacher_logprobs)
+    return both if others else (both[0][:, :-1], both[1][:, :-1])
+
+
+def with_rest(logprobs: Array) -> Array:
+    """[tokens, k] -> [tokens, k + 1]: the mass that is left comes last, at least MIN_REST."""
+    logprobs = jax.lax.stop_gradient(logprobs.astype(jnp.float32))
+    rest = jnp.log(jnp.maximum(-jnp.expm1(logsumexp(logprobs, axis=-1)), MIN_REST))
+    return jnp.concatenate([logprobs, rest[:, None]], axis=-1)
+
+
+def teacher_advantages(
+    student_logprobs: Array, teacher_logprobs: Array, mask: Array, *, coefficient: float = 1.0
+) -> Array:
+    """A_t = -coefficient (log p_S - log p_T) of the drawn token; 0 outside the mask.
+
+    On-policy distillation (Lu and Thinking Machines 2025, "On-Policy Distillation"): a policy
+    gradient with these advantages goes down the per-token reverse KL, whose one-sample estimate
+    log p_S - log p_T is. student: the distribution that drew the token. No gradient goes through.
+    """
+    gap = jnp.where(mask, student_logprobs - teacher_logprobs, 0.0)
+    return jax.lax.stop_gradient(-coefficient * gap)
+
+
+def distill_rows(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    teacher_ids: Array,
+    teacher_logprobs: Array,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+) -> Array:
+    """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] nats.
+
+    teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. 0 where a
+    segment starts and in padding.
+    """
+    head, measure = output_head(spec, params), divergence_of(kind, beta)
+    hidden = hidden_states(
+        spec, params, token_ids, positions, segment_ids,
+        dtype=dtype, remat=remat, attention=attention,
+    )  # fmt: skip
+
+    def one_chunk(x: Array, ids: Array, logprobs: Array) -> Array:
+        return measure(*_outcomes(log_softmax_of(x, head, temperature), ids, logprobs))
+
+    k = teacher_ids.shape[-1]
+    known = (teacher_ids[:, 1:].reshape(-1, k), teacher_logprobs[:, 1:].reshape(-1, k))
+    return placed(over_chunks(one_chunk, (before(hidden), *known), chunk=chunk), segment_ids)

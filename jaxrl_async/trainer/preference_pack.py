@@ -1,0 +1,155 @@
+"""Preference pairs into fixed rows such that every micro-batch holds whole pairs: NumPy, pure.
+
+pairs a: AAAA aa, b: BBB bbb     rows of 8, 1 a micro-batch   AAAAaa..  BBBbbb..
+                                 rows of 4, 2 a micro-batch   AAAA      BBB.
+                                                              aa..      bbb.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.data.preferences import PreferencePair
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import BoolArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceBatch:
+    """Prompts with their answers side by side in rows, a prompt once for each of its answers.
+
+    `mask[t]` says that token t is of an answer. A pair's place counts the pairs of its micro-batch,
+    so that sums over answers have the same shape in each.
+    """
+
+    token_ids: IntArray  # [rows, length] int32
+    positions: IntArray  # [rows, length] int32, from 0 in each segment
+    segment_ids: IntArray  # [rows, length] int32, from 1 in each row; 0 is padding
+    mask: BoolArray  # [rows, length]
+    pair_ids: IntArray  # [rows, length] int32, index of the pair in the step; -1 is padding
+    places: IntArray  # [rows, length] int32, from 0 in each micro-batch; -1 is padding
+    is_chosen: BoolArray  # [rows, length] True where the segment's answer is the chosen one
+    num_pairs: int
+    num_answers: int  # two for each pair, less those that are not there
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are learnt."""
+        return int(self.mask.sum())
+
+
+COLUMNS = tuple(f.name for f in fields(PreferenceBatch) if not f.name.startswith("num_"))
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """Rows that pairs are placed in, while they are."""
+
+    room: list[int]  # tokens free in each row
+    pairs: list[tuple[int, list[int]]]  # index of the pair, rows of its answers
+
+
+def pack_preference(pairs: Sequence[PreferencePair], row_length: int, rows: int) -> PreferenceBatch:
+    """Place whole pairs in micro-batches of `rows` rows each; deterministic.
+
+    Longest pair first, into the first micro-batch with room for both of its segments. Raises
+    DataError where a pair fits no micro-batch.
+    """
+    micros: list[_MicroBatch] = []
+    for index in sorted(range(len(pairs)), key=lambda i: (-sum(_lengths(pairs[i])), i)):
+        _place(micros, index, _lengths(pairs[index]), row_length, rows)
+    micros = micros or [_MicroBatch([row_length] * rows, [])]
+    columns = _empty(len(micros) * rows, row_length)
+    for number, micro in enumerate(micros):
+        _fill({k: v[number * rows : (number + 1) * rows] for k, v in columns.items()}, micro, pairs)
+    num_answers = sum(len(p.answers) for p in pairs)
+    return PreferenceBatch(**columns, num_pairs=len(pairs), num_answers=num_answers)
+
+
+def max_pairs(row_length: int, rows: int) -> int:
+    """Bound on the pairs of a micro-batch: an answer takes two tokens with its prompt."""
+    return rows * row_length // 2
+
+
+def micro_batches_of(batch: PreferenceBatch, rows: int) -> list[dict[str, NDArray]]:
+    """The columns, `rows` rows at a time; as many as it was packed for."""
+    assert len(batch.token_ids) % rows == 0, "packed for another number of rows"
+    return [
+        {name: getattr(batch, name)[at : at + rows] for name in COLUMNS}
+        for at in range(0, len(batch.token_ids), rows)
+    ]
+
+
+def _lengths(pair: PreferencePair) -> list[int]:
+    """Tokens of each segment: the prompt with each answer that is there."""
+    return [len(pair.prompt_ids) + len(answer) for answer in pair.answers]
+
+
+def _place(
+    micros: list[_MicroBatch], index: int, lengths: list[int], row_length: int, rows: int
+) -> None:
+    """Into the first micro-batch with room, or a new one."""
+    for micro in micros:
+        if (found := _rows_for(lengths, micro.room)) is not None:
+            break
+    else:
+        micro = _MicroBatch([row_length] * rows, [])
+        found = _rows_for(lengths, micro.room)
+        if found is None:
+            raise DataError(
+                f"preference pair {index} has segments of {' and '.join(map(str, lengths))} "
+                f"tokens, which do not fit {rows} rows of {row_length}. Raise trainer.row_length "
+                "or trainer.micro_batch_tokens, or leave such pairs out."
+            )
+        micros.append(micro)
+    micro.pairs.append((index, found))
+    for length, row in zip(lengths, found, strict=True):
+        micro.room[row] -= length
+
+
+def _rows_for(lengths: list[int], room: list[int]) -> list[int] | None:
+    """A row for each, longest first, each in the first with room; null where there is none."""
+    free, found = list(room), [0] * len(lengths)
+    for member in sorted(range(len(lengths)), key=lambda m: -lengths[m]):
+        row = next((r for r, f in enumerate(free) if f >= lengths[member]), None)
+        if row is None:
+            return None
+        found[member] = row
+        free[row] -= lengths[member]
+    return found
+
+
+def _empty(rows: int, length: int) -> dict[str, NDArray]:
+    fills: dict[str, int | bool] = {"pair_ids": -1, "places": -1, "mask": False, "is_chosen": False}
+    return {
+        name: np.full(
+            (rows, length), fills.get(name, 0), bool if fills.get(name) is False else np.int32
+        )
+        for name in COLUMNS
+    }
+
+
+def _fill(columns: dict[str, NDArray], micro: _MicroBatch, pairs: Sequence[PreferencePair]) -> None:
+    """Write a micro-batch's segments into its rows."""
+    starts, segments = [0] * len(micro.room), [0] * len(micro.room)
+    for place, (index, rows) in enumerate(micro.pairs):
+        pair = pairs[index]
+        flags = [True] * bool(len(pair.chosen_ids)) + [False] * bool(len(pair.rejected_ids))
+        for answer, is_chosen, row in zip(pair.answers, flags, rows, strict=True):
+            segments[row] += 1
+            token_ids = np.concatenate([pair.prompt_ids, answer])
+            end = starts[row] + len(token_ids)
+            values = {
+                "token_ids": token_ids,
+                "positions": np.arange(len(token_ids)),
+                "segment_ids": segments[row],
+                "mask": np.arange(len(token_ids)) >= len(pair.prompt_ids),
+                "pair_ids": index,
+                "places": place,
+                "is_chosen": is_chosen,
+            }
+            for name, value in values.items():
+                columns[name][row, starts[row] : end] = value
+            starts[row] = end

@@ -1,0 +1,169 @@
+"""The shell of an update, whatever is learnt: gradients summed over micro-batches, then one step.
+
+    device    accumulate(params, sum, micro, context) -> sum, totals     for each micro-batch
+              apply(state, sum) -> state                                 once
+
+Two programs, compiled once each. The state is donated, and so is the sum.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import NO_TURNS, Rules, shardings
+from jaxrl_async.model.spec import Weight
+from jaxrl_async.trainer.objective import Totals, summarize
+from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
+from jaxrl_async.trainer.step import MAX_QUEUED, GradSum, TrainState, decayed
+
+Params = Any  # nested dict of arrays in the tree of a table of weights
+
+Objective = Callable[[Params, Any, Any], tuple[Array, Totals]]
+"""(params, micro-batch, context) -> its share of the loss, and of the report."""
+
+
+class Updater:
+    """Compiled update of one table of weights by one objective. Owned by the trainer's thread."""
+
+    def __init__(
+        self,
+        table: Any,
+        mesh: Mesh,
+        rules: Rules,
+        objective: Objective,
+        *,
+        trainer: schema.Trainer,
+        learning_rate: float,
+        total_steps: int,
+        param_dtype: Any = jnp.float32,
+    ) -> None:
+        """table: of Weights, which says shapes, shardings and what decays."""
+        self._objective, self._param_dtype = objective, param_dtype
+        self._schedule = make_schedule(
+            trainer, learning_rate=learning_rate, total_steps=total_steps
+        )
+        self._optimizer = make_optimizer(trainer, schedule=self._schedule, decayed=decayed(table))
+        self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self.replicated: Any = NamedSharding(mesh, PartitionSpec())
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+        self.num_row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._compile(table, shardings(table, mesh, rules))
+
+    def _compile(self, table: Any, of_params: Any) -> None:
+        """Declare the jitted programs; XLA compiles each at its first call."""
+        shapes = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
+            table,
+            is_leaf=lambda w: isinstance(w, Weight),
+        )
+        opt = state_shardings(self._optimizer, shapes, of_params, self.replicated)
+        self.state_shardings = TrainState(of_params, opt, self.replicated)
+        sums = GradSum(of_params, self.replicated)
+        self._copy = jax.jit(self._copy_params, out_shardings=of_params)
+        self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
+        self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
+        self._accumulate = jax.jit(
+            self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
+        )
+        self._apply = jax.jit(
+            self._apply_sum,
+            donate_argnums=(0,),
+            out_shardings=(self.state_shardings, self.replicated),
+        )
+        self._measure = jax.jit(
+            lambda *args: self._objective(*args)[1], out_shardings=self.replicated
+        )
+
+    def init(self, params: Params) -> TrainState:
+        """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
+        params = self._copy(jax.device_put(params, self.state_shardings.params))
+        step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
+        return TrainState(params, self._init_opt(params), step)
+
+    def update(
+        self,
+        state: TrainState,
+        micros: Sequence[Any],
+        context: Any,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
+
+        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
+        """
+        totals: list[Totals] = []
+        with turns:
+            sums = self._zeros()
+        for index, micro in enumerate(micros):
+            with turns:
+                sums, total = self._accumulate(state.params, sums, self.put(micro), context)
+                if turns is not NO_TURNS or self.is_full(index):
+                    jax.block_until_ready(sums)
+            totals.append(total)
+        with turns:
+            state, applied = self._apply(state, sums)
+            told, host_applied = jax.device_get((totals, applied))  # the one sync of an update
+        return state, {
+            **summarize(told),
+            **{f"train/{k}": float(v) for k, v in host_applied.items()},
+        }
+
+    def measure(self, params: Params, micros: Sequence[Any], context: Any) -> dict[str, float]:
+        """What `update` would report of the objective, without learning."""
+        totals = [self._measure(params, self.put(micro), context) for micro in micros]
+        return summarize(jax.device_get(totals))
+
+    def put(self, micro: Any) -> Any:
+        """A micro-batch on the devices, rows over (data, fsdp)."""
+        return jax.device_put(micro, self.batch_sharding)
+
+    def is_full(self, index: int) -> bool:
+        """Whether to wait before more programs are queued on forced-host devices."""
+        return self._bounded and index % MAX_QUEUED == MAX_QUEUED - 1
+
+    # ---- inside jit
+
+    def _copy_params(self, params: Params) -> Params:
+        return jax.tree.map(lambda p: jnp.array(p, self._param_dtype, copy=True), params)
+
+    def _accumulate_one(
+        self, params: Params, sums: GradSum, micro: Any, context: Any
+    ) -> tuple[GradSum, Totals]:
+        """Add one micro-batch's gradient and loss."""
+        gradient = jax.value_and_grad(self._objective, has_aux=True)
+        (loss, totals), grads = gradient(params, micro, context)
+        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
+        return GradSum(grads, sums.loss + loss), totals
+
+    def _apply_sum(self, state: TrainState, sums: GradSum) -> tuple[TrainState, dict[str, Array]]:
+        """The optimizer's step where all is finite; the same state where not."""
+        grad_norm = optax.tree.norm(sums.grads)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
+        masters = _float32(state.params)
+        updates, opt_state = self._optimizer.update(sums.grads, state.opt_state, masters)
+        params = jax.tree.map(
+            lambda p, new: new.astype(p.dtype), state.params, optax.apply_updates(masters, updates)
+        )
+        moved = TrainState(params, opt_state, state.step + 1)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
+        return kept, {
+            "grad_norm": grad_norm,
+            "learning_rate": jnp.float32(self._schedule(state.step)),
+            "param_norm": optax.tree.norm(_float32(kept.params)),
+            "skipped": 1 - finite.astype(jnp.int32),
+        }
+
+
+def _zeros_of(shapes: Any) -> GradSum:
+    return GradSum(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), jnp.float32(0))
+
+
+def _float32(params: Params) -> Params:
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
