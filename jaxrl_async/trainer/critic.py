@@ -56,10 +56,10 @@ def explained_variance(values: FloatArray, returns: FloatArray, mask: BoolArray)
 
     NaN where the returns do not vary, or something is not finite.
     """
-    wanted, errors = returns[mask].astype(np.float64), returns[mask] - values[mask]
-    if not len(wanted) or not np.isfinite([wanted, errors]).all() or not wanted.var():
+    wanted, found = returns[mask].astype(np.float64), values[mask].astype(np.float64)
+    if not len(wanted) or not np.isfinite([wanted, found]).all() or not wanted.var():
         return float("nan")
-    return float(1 - errors.astype(np.float64).var() / wanted.var())
+    return float(1 - (wanted - found).var() / wanted.var())
 
 
 class CriticBatch(NamedTuple):

@@ -189,7 +189,7 @@ def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
         state, stats = step.update(state, batch, **extra)
     after = step.measure(state.params, held_out, **extra)
     assert stats["preference/accuracy"] == 1
-    assert after["preference/accuracy"] > 0.85
+    assert after["preference/accuracy"] > max(before["preference/accuracy"], 0.7)
     assert after["preference/margin"] > before["preference/margin"] + 0.1
     assert int(state.step) == 12
 
