@@ -38,6 +38,7 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
 from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
 from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
@@ -175,19 +176,23 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         max_length=config.sampler.max_length,
     )
     watch = Watch(sampler)
+    learner = Learner(
+        step,
+        state,
+        algorithm=config.algorithm,
+        advantage=advantage.resolve(config.algorithm.advantage),
+        row_length=config.row_length,
+    )
     trainer = Trainer(
-        step=step,
-        state=state,
+        learner=learner,
         source=buffer,
         publisher=channel,
-        advantage=advantage.resolve(config.algorithm.advantage),
         outlets=Outlets(
             evaluate=dict,
             report=watch.report,
-            save=lambda state, version, next_group: None,
+            save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),
-        row_length=config.row_length,
         total_steps=steps,
         eval_every=0,
         probe=probe,

@@ -225,6 +225,7 @@ class PackedBatch:
     advantages: FloatArray  # [rows, length] float32, 0 outside the mask
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
     group_ids: IntArray  # [rows, length] int32, place of the group in the step; -1 is padding
+    supervised: BoolArray  # [rows, length] tokens of worked answers, learnt by likelihood
 
     @property
     def num_tokens(self) -> int:

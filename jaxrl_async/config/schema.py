@@ -15,6 +15,11 @@ Choices = Choice | list[Choice]
 """One such choice, or a list of them."""
 
 
+def name_of(choice: Choice) -> str:
+    """The name in a choice."""
+    return choice if isinstance(choice, str) else next(iter(choice), "")
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused, docstrings are the help."""
 
@@ -260,14 +265,76 @@ class Algorithm(Section):
     """What the loss's ratio is against: what drew the token, or the weights at the step's start."""
     loss: Choice = "ppo_clip"
     """Policy loss."""
+    epochs: Positive = 1
+    """Passes over the data of one step; the weights are published once, after the last."""
+    minibatches: Positive = 1
+    """Optimizer updates in one pass, each on another part of the step's rows."""
     kl: Choice = "k3"
-    """Estimator of the divergence from the frozen reference."""
+    """Estimator of the divergence from the reference; full: over the whole vocabulary."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of that divergence in the loss; 0: no reference is kept."""
+    """Weight of that divergence; 0: no reference is kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence goes: a term of the loss, or taken off the rewards."""
+    kl_target: float | None = Field(None, gt=0)
+    """Divergence that the coefficient is steered to, nats per token; null: it stays."""
+    kl_horizon: float = Field(10.0, gt=0)
+    """How slowly it is steered, steps (at most 20 % / kl_horizon a step)."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of an entropy bonus in the loss."""
+    entropy_clip: float | None = Field(None, gt=0)
+    """Only tokens with less entropy than this get the bonus, nats; null: all."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Entropy below which the bonus is on, its weight steered, nats per token; null: always on."""
+    entropy_step: float = Field(5e-3, gt=0)
+    """How far a step moves the weight of the bonus towards the target."""
+    supervised_coefficient: float = Field(0.0, ge=0)
+    """Weight of maximum likelihood of worked answers mixed into each step; 0: none."""
+    supervised_batch: Positive = 16
+    """Worked answers mixed into each step, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How token losses become one number."""
+
+
+class Reference(Section):
+    path: str | None = None
+    """Hugging Face directory of the reference policy; null: the policy at the start of the run."""
+    refresh_every: NonNegative = 0
+    """Updates between two refreshes, which make it a copy of the policy; 0: it stays."""
+    ema: float = Field(0.0, ge=0, lt=1)
+    """Each update makes it ema * itself + (1 - ema) * policy; 0: it stays."""
+
+
+class Critic(Section):
+    path: str | None = None
+    """Hugging Face directory of a reward model or policy that the critic starts from; null: the
+    policy's own weights."""
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate of the critic."""
+    warmup_steps: NonNegative = 0
+    """Steps at the start of the run in which only the critic learns."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far an update may move a value, reward units; null: as far as it wants."""
+
+
+class Teacher(Section):
+    source: Literal["none", "path", "self"] = "none"
+    """What the policy is distilled from: nothing, a model in path, or an older copy of itself."""
+    path: str | None = None
+    """Hugging Face directory of the teacher, which has the policy's vocabulary."""
+    refresh_every: NonNegative = 10
+    """Updates after which source=self becomes a copy of the policy; 0: it stays the first."""
+    form: Literal["advantage", "loss"] = "advantage"
+    """advantage: -log(policy / teacher) of the drawn token; loss: a divergence of distributions."""
+    kind: Literal["reverse", "forward", "js"] = "reverse"
+    """Divergence of form=loss: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of kind=js."""
+    top_k: NonNegative = 0
+    """Likeliest tokens of the teacher that form=loss looks at, the rest as one; 0: all, exactly."""
+    coefficient: float = Field(1.0, ge=0)
+    """Weight of the distillation."""
+    rewards: float = Field(1.0, ge=0)
+    """Weight of the rewards' advantages beside it; 0: distillation alone."""
 
 
 class Trainer(Section):
@@ -346,6 +413,9 @@ class Config(Section):
     staleness: Staleness = Staleness()
     buffer: Buffer = Buffer()
     algorithm: Algorithm = Algorithm()
+    reference: Reference = Reference()
+    critic: Critic = Critic()
+    teacher: Teacher = Teacher()
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
     reward: Reward = Reward()
@@ -409,6 +479,27 @@ class Config(Section):
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one "
                 "row "
                 f"({self.row_length} tokens). Raise it to at least {self.row_length}."
+            )
+        if (self.teacher.source == "path") != (self.teacher.path is not None):
+            raise ValueError(
+                f"teacher.source={self.teacher.source} and teacher.path={self.teacher.path} do not "
+                "go together: give a path exactly with teacher.source=path."
+            )
+        whole = name_of(self.algorithm.kl) == "full" and self.algorithm.kl_coefficient > 0
+        if whole and self.teacher.source != "none" and self.teacher.form == "loss":
+            raise ValueError(
+                "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "
+                "step does that once. Set algorithm.kl=k3 or teacher.form=advantage."
+            )
+        if whole and self.algorithm.kl_in == "reward":
+            raise ValueError(
+                "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an "
+                "estimator by tokens (k1)."
+            )
+        if self.reference.refresh_every and self.reference.ema:
+            raise ValueError(
+                "reference.refresh_every and reference.ema are two ways to move the reference. "
+                "Keep one."
             )
         if self.data.source == "jsonl" and not self.data.jsonl.path:
             raise ValueError(

@@ -8,7 +8,9 @@
 Parameters are the decoder's without lm_head, and {"value_head": {"kernel": [D], "bias": [1]}}.
 """
 
+import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from jax import Array
 
 from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import Params, hidden_states
-from jaxrl_async.model.hf import load_spec, load_weights, save_weights
+from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import initial
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
@@ -142,3 +144,24 @@ def load_head(
     """What save_head wrote, or transformers for one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))
     return spec, load_weights(folder, head_table(spec, head), shardings, dtype)
+
+
+def load_critic(
+    folder: str | Path, shardings_of: Callable[[Any], Any], dtype: Any = jnp.float32
+) -> tuple[ModelSpec, Params]:
+    """A critic from a directory of a critic, a reward model (its scores, bias 0) or a policy.
+
+    shardings_of: of a table of weights. Raises CheckpointError.
+    """
+    spec = load_spec(Path(folder))
+    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    kind = " ".join(described.get("architectures") or ())
+    if _CLASSES["value"] in kind:
+        return spec, load_head(folder, "value", shardings_of(head_table(spec, "value")), dtype)[1]
+    if _CLASSES["reward"] in kind:
+        where = shardings_of(head_table(spec, "reward"))
+        params = load_head(folder, "reward", where, dtype)[1]
+        kernel = params[HEAD]["kernel"]
+        return spec, {**params, HEAD: {"kernel": kernel, "bias": jnp.zeros((1,), kernel.dtype)}}
+    params = load_params(folder, spec, shardings_of(weight_table(spec)), dtype)
+    return spec, with_head(spec, params, "value", jax.random.key(0))

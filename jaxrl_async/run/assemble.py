@@ -18,7 +18,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, make_prompts, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -35,11 +35,13 @@ from jaxrl_async.mesh import (
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.heads import load_critic, with_head
+from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.checkpoint import Checkpoints, Saved
+from jaxrl_async.run.checkpoint import Checkpoints
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
@@ -47,10 +49,14 @@ from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.shaping import has_signal, shaping
-from jaxrl_async.trainer.step import TrainState, TrainStep
+from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
@@ -59,6 +65,8 @@ log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
 """Tokens of the sequence that trainer and sampler compare log-probs on."""
+MAX_LAGS = 32
+"""Lags whose divergence is reported one by one."""
 CACHE_FOLDER = ".jax_cache"
 """JAX's persistent compilation cache, beside the runs."""
 
@@ -82,7 +90,7 @@ class Parts:
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; the folder."""
-        final = Policy(self.policy.spec, self.trainer.state.params, self.policy.tokenizer)
+        final = Policy(self.policy.spec, self.trainer.learner.params, self.policy.tokenizer)
         final.save_pretrained(self.paths.policy)
         return self.paths.policy
 
@@ -99,19 +107,18 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     tokenizer = make_tokenizer(config)
     scorer = make_scorer(config.reward, tokenizer.decode)
     policy = make_policy(config, tokenizer, slices)
-    step = make_step(config, policy.spec, slices, config.run.steps, config.algorithm.learning_rate)
     held_out = eval_prompts(config.data, tokenizer)
     prompts = make_prompts(config.data, tokenizer, config.run.seed)
 
+    version, next_group = 0, 0
+    if not config.run.resume:
+        policy = warm_start(config, policy, slices, tokenizer, console)
+    learner = make_learner(config, policy, slices, tokenizer)
     if config.run.resume:
-        saved = restore(checkpoints, step, policy, config)
-        state, reference = saved.state["train"], saved.state.get("reference")
+        saved = checkpoints.restore(None, learner.tree())
+        learner.restore(saved.state, saved.loop["numbers"])
         version, next_group = int(saved.loop["version"]), int(saved.loop["next_group"])
         prompts.restore(saved.loop["prompts"])
-    else:
-        policy = warm_start(config, policy, slices, tokenizer, console)
-        state, version, next_group = step.init(policy.params), 0, 0
-        reference = frozen_copy(state.params) if config.algorithm.kl_coefficient else None
     recorder = Recorder(
         paths.root,
         tensorboard=config.metrics.tensorboard,
@@ -131,7 +138,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     )
     pushes = [
         Push(
-            step.state_shardings.params,
+            shardings(weight_table(policy.spec), slices.trainer, TRAINER_RULES),
             shardings(weight_table(policy.spec), mesh, SAMPLER_RULES),
             dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
         )
@@ -143,7 +150,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         config,
         slices,
         channel,
-        [(policy.spec, push(state.params)) for push in pushes],
+        [(policy.spec, push(learner.params)) for push in pushes],
         version=version,
         probe=None
         if probe is None
@@ -193,25 +200,20 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             **limits,
         ),
         report=functools.partial(report, config, observer, recorder, console, tokenizer),
-        save=functools.partial(save, checkpoints, reference, prompts, config.run.seed),
+        save=functools.partial(save, checkpoints, prompts, config.run.seed),
         should_stop=stop.is_set,
     )
     trainer = Trainer(
-        step=step,
-        state=state,
+        learner=learner,
         source=buffer,
         publisher=channel,
-        advantage=advantage.resolve(config.algorithm.advantage),
-        shapings=tuple(shaping.resolve(choice) for choice in config.algorithm.shaping),
         outlets=outlets,
-        row_length=config.row_length,
         total_steps=config.run.steps,
         version=version,
         next_group=next_group,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         max_skipped_steps=config.trainer.max_skipped_steps,
-        reference_params=reference,
         probe=probe,
         turns=turns,
     )
@@ -329,24 +331,163 @@ def _rounded(vocab_size: int, multiple: int = 8) -> int:
 
 
 def make_step(
-    config: Config, spec: ModelSpec, slices: Slices, total_steps: int, learning_rate: float
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    total_steps: int,
+    learning_rate: float,
+    teacher_spec: ModelSpec | None = None,
 ) -> TrainStep:
-    """The compiled update for this run."""
+    """The compiled update of the policy."""
     return TrainStep(
         spec,
         slices.trainer,
         TRAINER_RULES,
         algorithm=config.algorithm,
-        trainer=config.trainer,
         row_length=config.row_length,
         total_steps=total_steps,
         learning_rate=learning_rate,
         temperature=config.sampler.temperature,
+        teacher=config.teacher,
+        teacher_spec=teacher_spec,
+        num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
+        **_learning(config),
+    )
+
+
+def _learning(config: Config) -> dict[str, Any]:
+    """What everything that learns has in common."""
+    return {
+        "trainer": config.trainer,
+        "dtype": jnp.dtype(config.model.dtype),
+        "param_dtype": jnp.dtype(config.model.param_dtype),
+        "remat": config.model.remat,
+        "attention": config.model.attention,
+    }
+
+
+def make_learner(config: Config, policy: Policy, slices: Slices, tokenizer: Tokenizer) -> Learner:
+    """The policy's update with everything that learns or advises beside it. Raises ConfigError."""
+    algorithm, teacher = config.algorithm, config.teacher
+    updates = config.run.steps * algorithm.epochs * algorithm.minibatches
+    teacher_spec = load_spec(Path(teacher.path)) if teacher.path is not None else policy.spec
+    step = make_step(config, policy.spec, slices, updates, algorithm.learning_rate, teacher_spec)
+    state = step.init(policy.params)
+    has_reference = bool(algorithm.kl_coefficient or algorithm.kl_target)
+    mixes = algorithm.supervised_coefficient > 0
+    companions = Companions(
+        own_pass=_pass(config, policy.spec, slices, step),
+        reference=_reference(config, policy, slices, state) if has_reference else None,
+        pairs=warm_start_pairs(config, tokenizer) if mixes else None,
+        **_teacher(config, policy, slices, step, state),
+        **_critic(config, policy, slices, updates),
+    )
+    return Learner(
+        step,
+        state,
+        algorithm=algorithm,
+        advantage=advantage.resolve(algorithm.advantage),
+        shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
+        row_length=config.row_length,
+        companions=companions,
+        teacher=teacher,
+        reference=config.reference,
+        critic_warmup=config.critic.warmup_steps,
+        seed=config.run.seed,
+    )
+
+
+def _pass(
+    config: Config, spec: ModelSpec, slices: Slices, step: TrainStep, top_k: int = 0
+) -> LogprobPass:
+    return LogprobPass(
+        spec,
+        slices.trainer,
+        micro_rows=step.micro_rows,
+        chunk=config.trainer.logprob_chunk,
+        temperature=config.sampler.temperature,
+        top_k=top_k,
         dtype=jnp.dtype(config.model.dtype),
-        param_dtype=jnp.dtype(config.model.param_dtype),
-        remat=config.model.remat,
         attention=config.model.attention,
     )
+
+
+def _advisor(config: Config, path: str, policy: Policy, slices: Slices, key: str) -> Policy:
+    """Another policy on the trainer's slice, with the same vocabulary."""
+    other = Policy.from_pretrained(
+        path,
+        mesh=slices.trainer,
+        rules=TRAINER_RULES,
+        dtype=jnp.dtype(config.model.param_dtype),
+    )
+    if other.spec.vocab != policy.spec.vocab:
+        raise ConfigError(
+            f"{key}={path} has a vocabulary of {other.spec.vocab} tokens and the policy one of "
+            f"{policy.spec.vocab}: their log-probs cannot be compared. Choose a model of the same "
+            "family, with the same tokenizer."
+        )
+    return other
+
+
+def _reference(config: Config, policy: Policy, slices: Slices, state: TrainState) -> Any:
+    path = config.reference.path
+    if path is None:
+        return copied(state.params)
+    other = _advisor(config, path, policy, slices, "reference.path")
+    if other.spec != policy.spec:
+        raise ConfigError(
+            f"reference.path={path} is a model of another shape than the policy: a reference is an "
+            "older policy. A model of another shape can be a teacher (teacher.path)."
+        )
+    return other.params
+
+
+def _teacher(
+    config: Config, policy: Policy, slices: Slices, step: TrainStep, state: TrainState
+) -> dict[str, Any]:
+    section = config.teacher
+    if section.source == "none":
+        return {}
+    if section.source == "self":
+        spec, params = policy.spec, copied(state.params)
+    else:
+        assert section.path is not None
+        other = _advisor(config, section.path, policy, slices, "teacher.path")
+        spec, params = other.spec, other.params
+    if section.top_k >= spec.vocab:
+        raise ConfigError(
+            f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
+            "at all tokens."
+        )
+    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, step, section.top_k)}
+
+
+def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
+    """A critic exists exactly where the advantage is gae."""
+    if name_of(config.algorithm.advantage) != "gae":
+        return {}
+    section, spec = config.critic, policy.spec
+    if section.path is None:
+        params = with_head(spec, policy.params, "value", jax.random.key(config.run.seed))
+    else:
+        where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
+        spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
+        if spec.vocab != policy.spec.vocab:
+            raise ConfigError(
+                f"critic.path={section.path} has a vocabulary of {spec.vocab} tokens and the "
+                f"policy one of {policy.spec.vocab}. Choose a model with the policy's tokenizer."
+            )
+    critic = CriticStep(
+        spec,
+        slices.trainer,
+        TRAINER_RULES,
+        learning_rate=section.learning_rate,
+        row_length=config.row_length,
+        total_steps=updates,
+        clip=section.clip,
+        **_learning(config),
+    )
+    return {"critic": critic, "critic_state": critic.init(params)}
 
 
 def warm_start(
@@ -366,11 +507,6 @@ def warm_start(
         state, stats = step.update(state, batch, objective="supervised")
         console.phase("warm start", f"{number}/{section.steps}, loss {stats['train/loss']:.3f}")
     return Policy(policy.spec, state.params, policy.tokenizer)
-
-
-def frozen_copy(params: Any) -> Any:
-    """The reference policy: a copy that no step donates."""
-    return jax.tree.map(jnp.copy, params)
 
 
 # ---- what the trainer's results go to
@@ -433,30 +569,19 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
 
 def save(
     checkpoints: Checkpoints,
-    reference: Any,
     prompts: PromptStream,
     seed: int,
-    state: TrainState,
+    learner: Learner,
     version: int,
     next_group: int,
 ) -> None:
-    """Write the train state and where the loop is. Prompts in flight are admitted again on
+    """Write all that learns and where the loop is. Prompts in flight are admitted again on
     resume."""
-    tree: dict[str, Any] = {"train": state}
-    if reference is not None:
-        tree["reference"] = reference
     loop = {
         "version": version,
         "next_group": next_group,
         "seed": seed,
+        "numbers": learner.numbers(),
         "prompts": {**prompts.state(), "next": next_group},
     }
-    checkpoints.save(version, {"state": tree, "loop": loop})
-
-
-def restore(checkpoints: Checkpoints, step: TrainStep, policy: Policy, config: Config) -> Saved:
-    """The newest readable checkpoint, onto this run's mesh. Raises CheckpointError."""
-    tree: dict[str, Any] = {"train": step.init(policy.params)}
-    if config.algorithm.kl_coefficient:
-        tree["reference"] = tree["train"].params
-    return checkpoints.restore(None, tree)
+    checkpoints.save(version, {"state": learner.tree(), "loop": loop})

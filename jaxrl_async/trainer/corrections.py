@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.config.schema import Choice, Choices
+from jaxrl_async.config.schema import Choices, name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.losses import (
     MAX_LOG_RATIO,
@@ -63,7 +63,7 @@ def combined(choices: Choices) -> CorrectionFn:
     listed = choices if isinstance(choices, list) else [choices]
     if not listed:
         raise ConfigError("a list of corrections needs at least one: write none.")
-    parts = [(_name(choice) in FILTERS, correction.resolve(choice)) for choice in listed]
+    parts = [(name_of(choice) in FILTERS, correction.resolve(choice)) for choice in listed]
 
     def apply(x: TokenInputs) -> Correction:
         done = [(is_filter, part(x)) for is_filter, part in parts]
@@ -274,7 +274,3 @@ def _check_band(name: str, low: float, high: float) -> None:
 
 def _log(value: float) -> float:
     return math.log(value) if value else -math.inf
-
-
-def _name(choice: Choice) -> str:
-    return choice if isinstance(choice, str) else next(iter(choice), "")

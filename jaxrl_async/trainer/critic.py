@@ -22,8 +22,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.aggregate import token_mean
 from jaxrl_async.trainer.objective import Totals
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.step import Params, TrainState, rows_per_micro_batch
-from jaxrl_async.trainer.update import Updater
+from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import BoolArray, FloatArray, PackedBatch
 
 
@@ -106,7 +105,7 @@ class CriticStep:
             head_table(spec, "value"),
             mesh,
             rules,
-            self._loss,
+            {"critic": self._loss},
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,

@@ -24,8 +24,10 @@ from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import Params, hidden_states, output_head
 from jaxrl_async.model.divergence import (
     Kind,
+    TokenDivergence,
     before,
     divergence_of,
+    entropy_of,
     log_softmax_of,
     lumped,
     over_chunks,
@@ -124,11 +126,11 @@ def distill_rows(
     attention: SequenceAttention = reference,
     chunk: int = 1024,
     temperature: float = 1.0,
-) -> Array:
-    """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] nats.
+) -> TokenDivergence:
+    """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] each, nats.
 
-    teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. 0 where a
-    segment starts and in padding.
+    teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. Log-probs
+    and entropy are the student's. 0 where a segment starts and in padding.
     """
     head, measure = output_head(spec, params), divergence_of(kind, beta)
     hidden = hidden_states(
@@ -136,9 +138,14 @@ def distill_rows(
         dtype=dtype, remat=remat, attention=attention,
     )  # fmt: skip
 
-    def one_chunk(x: Array, ids: Array, logprobs: Array) -> Array:
-        return measure(*_outcomes(log_softmax_of(x, head, temperature), ids, logprobs))
+    def one_chunk(x: Array, target: Array, ids: Array, logprobs: Array) -> TokenDivergence:
+        student = log_softmax_of(x, head, temperature)
+        drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
+        apart = measure(*_outcomes(student, ids, logprobs))
+        return TokenDivergence(drawn, entropy_of(student), apart)
 
     k = teacher_ids.shape[-1]
     known = (teacher_ids[:, 1:].reshape(-1, k), teacher_logprobs[:, 1:].reshape(-1, k))
-    return placed(over_chunks(one_chunk, (before(hidden), *known), chunk=chunk), segment_ids)
+    inputs = (before(hidden), token_ids[:, 1:].reshape(-1), *known)
+    found = over_chunks(one_chunk, inputs, chunk=chunk)
+    return TokenDivergence(*(placed(values, segment_ids) for values in found))

@@ -52,6 +52,8 @@ class TokenInputs(NamedTuple):
     """[rows, length] int32, version that learns minus the version that drew. None: 0."""
     reference_divergence: Array | None = None
     """[rows, length] float32, exact KL(policy || reference) at the token; carries the gradient."""
+    teacher_divergence: Array | None = None
+    """[rows, length] float32, divergence from the teacher at the token; carries the gradient."""
     covariance_rank: Array | None = None
     """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
     log-prob and advantage, (log policy - mean) * (A - mean)."""

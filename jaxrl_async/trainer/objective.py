@@ -1,19 +1,23 @@
 """The objective of one micro-batch: the chosen functions put together, and what to report of them.
 
+    loss = c_p * token loss * correction + c_kl * kl - c_h * entropy + c_t * divergence from teacher
+
 Everything adds up over micro-batches: `aggregate` made the weights of the loss's sum beforehand,
 and each reported mean travels as (total, count) until `summarize` divides on the host.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.config import schema
+from jaxrl_async.metrics.metric import Mean, merge, metric_of
 from jaxrl_async.trainer.aggregate import mean_of
 from jaxrl_async.trainer.corrections import CorrectionFn, combined
+from jaxrl_async.trainer.entropy import clipped_entropy_bonus, entropy_bonus
 from jaxrl_async.trainer.kl import KLFn, k3_of, kl
 from jaxrl_async.trainer.losses import (
     TokenInputs,
@@ -21,20 +25,37 @@ from jaxrl_async.trainer.losses import (
     TokenLossFn,
     cross_entropy,
     log_ratio,
+    mismatch,
     token_loss,
 )
-from jaxrl_async.trainer.offpolicy import derived_measures, off_policy_measures
+from jaxrl_async.trainer.offpolicy import (
+    derived_measures,
+    divergence_by_lag,
+    off_policy_measures,
+)
+
+
+class Coefficients(NamedTuple):
+    """Weights of terms that may change from step to step; numbers or scalars on the devices."""
+
+    kl: Any = 0.0
+    entropy: Any = 0.0
 
 
 class Recipe(NamedTuple):
-    """The chosen functions, settings bound: token loss * correction + c_kl * kl - c_h * entropy."""
+    """The chosen functions, settings bound, and which terms there are at all."""
 
     loss: TokenLossFn
     correction: CorrectionFn
     kl: KLFn
-    kl_coefficient: float
-    entropy_coefficient: float
+    coefficients: Coefficients  # at the start of the run
     anchor: str = "behavior"  # what the loss's ratio is against: behavior or proximal
+    kl_in_loss: bool = True
+    whole_kl: bool = False  # over the whole vocabulary
+    has_entropy: bool = False  # whether the bonus is ever on
+    entropy_clip: float | None = None
+    policy: float = 1.0  # weight of the policy loss
+    teacher: float = 0.0  # weight of the divergence from the teacher
 
 
 class Totals(NamedTuple):
@@ -46,49 +67,82 @@ class Totals(NamedTuple):
     minima: dict[str, Array]  # inf where nothing was looked at
 
 
-def make_recipe(algorithm: schema.Algorithm) -> Recipe:
+def make_recipe(algorithm: schema.Algorithm, teacher: schema.Teacher | None = None) -> Recipe:
     """The functions that the configuration names. ConfigError with the nearest known name."""
+    distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
     return Recipe(
         loss=token_loss.resolve(algorithm.loss),
         correction=combined(algorithm.correction),
         kl=kl.resolve(algorithm.kl),
-        kl_coefficient=algorithm.kl_coefficient,
-        entropy_coefficient=algorithm.entropy_coefficient,
+        coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
         anchor=algorithm.anchor,
+        kl_in_loss=algorithm.kl_in == "loss",
+        whole_kl=schema.name_of(algorithm.kl) == "full",
+        has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
+        entropy_clip=algorithm.entropy_clip,
+        policy=teacher.rewards if teacher is not None and distils else 1.0,
+        teacher=teacher.coefficient if teacher is not None and distils else 0.0,
     )
 
 
 def policy_objective(
-    recipe: Recipe, x: TokenInputs, weights: Array, version: Array
+    recipe: Recipe,
+    x: TokenInputs,
+    weights: Array,
+    version: Array,
+    coefficients: Coefficients | None = None,
+    *,
+    num_lags: int = 0,
 ) -> tuple[Array, Totals]:
     """This micro-batch's share of the step's loss, and of the report.
 
-    weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn.
-    Where the sampler told no log-prob (NaN), the learning weights' own stands in: ratio 1.
+    weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn;
+    coefficients: null takes the recipe's; num_lags: lags that are reported one by one.
+    Where the sampler told no log-prob (NaN), the proximal one stands in: importance weight 1.
     """
+    coefficients = recipe.coefficients if coefficients is None else coefficients
     told = ~jnp.isnan(x.behavior_logprobs)
     own = jax.lax.stop_gradient(x.policy_logprobs)
-    x = x._replace(behavior_logprobs=jnp.where(told, x.behavior_logprobs, own))
+    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
+    x = x._replace(
+        behavior_logprobs=jnp.where(told, x.behavior_logprobs, proximal), ages=version - x.versions
+    )
     token, truncated, factor = _corrected_loss(recipe, x)
     policy_loss = _weighted(x, weights, factor * token.loss)
-    loss = policy_loss
-    if x.reference_logprobs is not None and recipe.kl_coefficient:
-        loss += recipe.kl_coefficient * _weighted(x, weights, recipe.kl(x))
-    if recipe.entropy_coefficient:
-        loss -= recipe.entropy_coefficient * _weighted(x, weights, x.entropy)
     ratio, held = jnp.exp(log_ratio(x)), recipe.anchor == "behavior"
     means = {
         "policy/clip_share": _mean(x.mask, token.clipped),
         "policy/truncated_share": _mean(x.mask, truncated),
         "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
-    if x.reference_logprobs is not None:
-        means["policy/kl_reference"] = _mean(x.mask, recipe.kl(x))
+    terms, term_means = _other_terms(recipe, x, weights, coefficients)
+    loss = recipe.policy * policy_loss + terms
     sums = {"train/loss": loss, "train/policy_loss": policy_loss, "train/tokens": jnp.sum(x.mask)}
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
-    means |= _distances(x, told, version) | off_policy_measures(x, version)
-    report = Totals(sums, means, _largest_distances(x, told, version), minima)
+    means |= term_means | _distances(x, told) | off_policy_measures(x, version)
+    means |= divergence_by_lag(x, num_lags)
+    report = Totals(sums, means, _largest_distances(x, told), minima)
     return loss, jax.lax.stop_gradient(report)
+
+
+def _other_terms(
+    recipe: Recipe, x: TokenInputs, weights: Array, coefficients: Coefficients
+) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+    """c_kl * kl - c_h * entropy + c_t * divergence from the teacher, as far as they are there."""
+    total, means = jnp.float32(0), {}
+    if x.reference_logprobs is not None or x.reference_divergence is not None:
+        divergence = recipe.kl(x)
+        means["policy/kl_reference"] = _mean(x.mask, divergence)
+        if recipe.kl_in_loss:
+            total += coefficients.kl * _weighted(x, weights, divergence)
+    if recipe.has_entropy:
+        clip = recipe.entropy_clip
+        bonus = entropy_bonus(x) if clip is None else clipped_entropy_bonus(x, bound=clip)
+        total -= coefficients.entropy * _weighted(x, weights, bonus)
+    if x.teacher_divergence is not None:
+        means["policy/teacher_divergence"] = _mean(x.mask, x.teacher_divergence)
+        total += recipe.teacher * _weighted(x, weights, x.teacher_divergence)
+    return total, means
 
 
 def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, Array]:
@@ -107,8 +161,13 @@ def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, A
     return token, corrected.truncated, corrected.weights * jnp.exp(corrected.log_ratio)
 
 
+def likelihood(logprobs: Array, weights: Array) -> Array:
+    """Sum of weights * -log policy where there is a weight: a supervised part of the batch."""
+    return -jnp.sum(jnp.where(weights > 0, weights * logprobs, 0.0))
+
+
 def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
-    """The same for maximum likelihood of given tokens."""
+    """The same as policy_objective for maximum likelihood of given tokens alone."""
     loss = _weighted(x, weights, cross_entropy(x).loss)
     sums = {"train/loss": loss, "train/tokens": jnp.sum(x.mask)}
     report = Totals(sums, {"policy/entropy": _mean(x.mask, x.entropy)}, {}, {})
@@ -133,34 +192,49 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
     return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
 
 
-def _distances(x: TokenInputs, told: Array, version: Array) -> dict[str, tuple[Array, Array]]:
+def mean_report(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One report of several updates on parts of one step, by the kind of each metric.
+
+    Means are over tokens: each update weighs as many as it learnt.
+    """
+    weights = [r.get("train/tokens", 0.0) for r in reports]
+
+    def reduction(key: str, value: float, weight: float) -> Any:
+        kind = metric_of(key).kind
+        return Mean(value * weight, weight) if kind is Mean else kind(value)
+
+    return merge(
+        {k: reduction(k, v, w or 1.0) for k, v in r.items()}
+        for r, w in zip(reports, weights, strict=True)
+    )
+
+
+def _distances(x: TokenInputs, told: Array) -> dict[str, tuple[Array, Array]]:
     """How far the policy is from what drew the tokens."""
-    difference = log_ratio(x)
-    mismatch = jnp.abs(difference)
+    difference, apart = log_ratio(x), jnp.abs(mismatch(x))
     return {
         "policy/entropy": _mean(x.mask, x.entropy),
         "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
         "policy/k1_behavior": _mean(x.mask, -difference),
         "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
         "policy/recomputed_logprob_share": _mean(x.mask, ~told),
-        "mismatch/mean": _mean(_fresh(x, version) & told, mismatch),
-        "mismatch/all_mean": _mean(x.mask & told, mismatch),
+        "mismatch/mean": _mean(_fresh(x) & told, apart),
+        "mismatch/all_mean": _mean(x.mask & told, apart),
     }
 
 
-def _largest_distances(x: TokenInputs, told: Array, version: Array) -> dict[str, Array]:
-    difference = log_ratio(x)
-    mismatch = jnp.abs(difference)
+def _largest_distances(x: TokenInputs, told: Array) -> dict[str, Array]:
+    apart = jnp.abs(mismatch(x))
     return {
-        "policy/ratio_max": _largest(x.mask, jnp.exp(difference)),
-        "mismatch/max": _largest(_fresh(x, version) & told, mismatch),
-        "mismatch/all_max": _largest(x.mask & told, mismatch),
+        "policy/ratio_max": _largest(x.mask, jnp.exp(log_ratio(x))),
+        "mismatch/max": _largest(_fresh(x) & told, apart),
+        "mismatch/all_max": _largest(x.mask & told, apart),
     }
 
 
-def _fresh(x: TokenInputs, version: Array) -> Array:
+def _fresh(x: TokenInputs) -> Array:
     """Tokens drawn by exactly the weights that learn: any mismatch is numerics, not staleness."""
-    return x.mask & (x.versions == version)
+    return x.mask & (x.ages == 0)
 
 
 def _weighted(x: TokenInputs, weights: Array, values: Array) -> Array:

@@ -36,6 +36,15 @@ def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array
     }
 
 
+def divergence_by_lag(x: TokenInputs, num_lags: int) -> dict[str, tuple[Array, Array]]:
+    """(total, count) of the k3 estimate of KL(behavior || proximal) over the tokens of each lag."""
+    if not num_lags:
+        return {}
+    assert x.ages is not None
+    values = k3_of(-mismatch(x))
+    return {f"staleness/lag_{n}_kl": _mean(x.mask & (x.ages == n), values) for n in range(num_lags)}
+
+
 def derived_measures(stats: Mapping[str, float]) -> dict[str, float]:
     """What follows from the means; empty where they are missing.
 

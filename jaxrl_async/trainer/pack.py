@@ -5,7 +5,7 @@ sequences  AAAAA BBB CCCC DD        rows of 8   AAAAABBB
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import NOT_DRAWN, BoolArray, EpisodeGroup, FloatArray, IntArray, PackedBatch
+
+Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of what is learnt
 
 _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value of padding
     "token_ids": (np.int32, 0),
@@ -24,6 +26,7 @@ _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value
     "advantages": (np.float32, 0.0),
     "sequence_ids": (np.int32, -1),
     "group_ids": (np.int32, -1),
+    "supervised": (np.bool_, False),
 }
 
 
@@ -37,6 +40,7 @@ class TrainSequence:
     versions: IntArray  # [length] int32
     advantages: FloatArray  # [length] float32
     group: int | None = None  # place of its group in the step; None: a group of its own
+    supervised: bool = False  # a worked answer beside the policy's own: mask says which tokens
 
 
 def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
@@ -62,47 +66,86 @@ def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
 
 def pack_groups(
     groups: Sequence[EpisodeGroup],
-    advantages: Sequence[Sequence[FloatArray]],
+    advantages: Sequence[Sequence[FloatArray]] | None,
     row_length: int,
     masks: Sequence[Sequence[BoolArray]] | None = None,
+    pairs: Sequence[Pair] = (),
 ) -> PackedBatch:
     """Pack every episode of every group, in order; advantages: per group and episode `[length]`.
 
-    masks: per group and episode `[length]`, what is to be learnt; None: all that was drawn.
+    advantages: None leaves them 0, for `with_advantages`. masks: per group and episode `[length]`,
+    what is to be learnt; None: all that was drawn. pairs: worked answers after the episodes.
     """
     masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
-    return pack(
-        [
-            TrainSequence(
-                token_ids=episode.token_ids,
-                mask=mask,
-                behavior_logprobs=episode.logprobs,
-                versions=episode.versions,
-                advantages=values,
-                group=place,
-            )
-            for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
-            for episode, values, mask in zip(group.episodes, *of_group, strict=True)
-        ],
-        row_length,
+    if advantages is None:
+        advantages = [[np.zeros(len(m), np.float32) for m in of_group] for of_group in masks]
+    sequences = [
+        TrainSequence(
+            token_ids=episode.token_ids,
+            mask=mask,
+            behavior_logprobs=episode.logprobs,
+            versions=episode.versions,
+            advantages=values,
+            group=place,
+        )
+        for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
+        for episode, values, mask in zip(group.episodes, *of_group, strict=True)
+    ]
+    alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
+    return pack([*sequences, *(replace(s, supervised=True) for s in alone)], row_length)
+
+
+def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
+    """Pack (token_ids, mask) pairs for supervised training alone: no policy drew them."""
+    return pack([_of_pair(pair) for pair in pairs], row_length)
+
+
+def _of_pair(pair: Pair) -> TrainSequence:
+    token_ids, mask = pair
+    return TrainSequence(
+        token_ids=token_ids,
+        mask=mask,
+        behavior_logprobs=np.zeros(len(token_ids), np.float32),
+        versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
+        advantages=np.zeros(len(token_ids), np.float32),
     )
 
 
-def pack_pairs(pairs: Sequence[tuple[IntArray, BoolArray]], row_length: int) -> PackedBatch:
-    """Pack (token_ids, mask) pairs for supervised training: no policy drew them."""
-    return pack(
-        [
-            TrainSequence(
-                token_ids=token_ids,
-                mask=mask,
-                behavior_logprobs=np.zeros(len(token_ids), np.float32),
-                versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
-                advantages=np.zeros(len(token_ids), np.float32),
-            )
-            for token_ids, mask in pairs
-        ],
-        row_length,
-    )
+def unpacked(batch: PackedBatch, values: NDArray[Any]) -> list[NDArray[Any]]:
+    """[rows, length] of a batch back to its sequences, in their order: [length] each."""
+    at = _places(batch)
+    counts = np.bincount(batch.sequence_ids.ravel()[at])
+    return np.split(values.ravel()[at], np.cumsum(counts)[:-1])
+
+
+def with_advantages(batch: PackedBatch, advantages: Sequence[Sequence[FloatArray]]) -> PackedBatch:
+    """The same batch with other advantages: per group and episode `[length]`, in pack's order."""
+    flat = np.concatenate([a for of_group in advantages for a in of_group])
+    values = np.zeros(batch.mask.shape, np.float32)
+    values.ravel()[_places(batch)[: len(flat)]] = flat
+    return replace(batch, advantages=np.where(batch.mask, values, np.float32(0)))
+
+
+def _places(batch: PackedBatch) -> NDArray[np.int64]:
+    """Flat indices of real tokens, sequence by sequence."""
+    ids = batch.sequence_ids.ravel()
+    return np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
+
+
+def rows_of(batch: PackedBatch, rows: NDArray[np.int64]) -> PackedBatch:
+    """Some rows of a batch."""
+    return PackedBatch(**{name: getattr(batch, name)[rows] for name in _PADDING})
+
+
+def minibatch_rows(num_rows: int, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
+    """The rows in `parts` random parts of nearly the same size; fewer where there are fewer rows.
+
+    One part is all rows in their order. seed: numbers that key the shuffle.
+    """
+    if parts == 1:
+        return [np.arange(num_rows)]
+    order = np.random.default_rng(list(seed)).permutation(num_rows)
+    return [np.sort(part) for part in np.array_split(order, min(parts, num_rows))]
 
 
 def fits(group: EpisodeGroup, row_length: int) -> bool:
@@ -164,12 +207,13 @@ def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any
         "token_ids": sequence.token_ids,
         "positions": np.arange(len(mask)),
         "segment_ids": segment,
-        "mask": mask,
+        "mask": mask & (not sequence.supervised),
         "behavior_logprobs": np.where(mask, sequence.behavior_logprobs, 0.0),
         "versions": np.where(mask, sequence.versions, NOT_DRAWN),
         "advantages": np.where(mask, sequence.advantages, 0.0),
         "sequence_ids": index,
         "group_ids": index if sequence.group is None else sequence.group,
+        "supervised": mask & sequence.supervised,
     }
 
 

@@ -39,8 +39,7 @@ from jaxrl_async.trainer.preference_pack import (
     micro_batches_of,
     pack_preference,
 )
-from jaxrl_async.trainer.step import Params, TrainState, rows_per_micro_batch
-from jaxrl_async.trainer.update import Updater
+from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 
 
 class PairContext(NamedTuple):
@@ -80,7 +79,7 @@ class PreferenceStep:
             weight_table(spec),
             mesh,
             rules,
-            self._objective,
+            {"preference": self._objective},
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,
@@ -204,7 +203,7 @@ class RewardStep:
             head_table(spec, "reward"),
             mesh,
             rules,
-            self._objective,
+            {"preference": self._objective},
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,

@@ -1,54 +1,42 @@
-"""The update: PackedBatch -> micro-batches -> gradients summed on the devices -> optimizer.
+"""The policy's update: PackedBatch -> micro-batches -> summed gradients -> optimizer.
 
-    host    aggregate(batch) ──> weights ──> micro_batches ──┐
+    host    aggregate(batch) ──> weights ──> micro-batches ──┐
     device                                  accumulate(params, sum, micro) ──> apply(state, sum)
 
-Two programs, compiled once each: shapes never change. The state is donated, and so is the sum.
+What is learnt is objective.py's, how it is added up update.py's. Shapes never change.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS, shardings
+from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.divergence import Kind, TokenDivergence, chunked_over_vocab
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.trainer.aggregate import aggregate, token_mean
+from jaxrl_async.trainer.distill import distill_rows
 from jaxrl_async.trainer.losses import TokenInputs
 from jaxrl_async.trainer.objective import (
+    Coefficients,
     Totals,
+    likelihood,
     make_recipe,
     policy_objective,
-    summarize,
     supervised_objective,
 )
-from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
 from jaxrl_async.trainer.pack import micro_batches, split
+from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
-Params = Any  # nested dict of arrays, layers stacked on axis 0
 Objective = Literal["policy", "supervised"]
-
-MAX_QUEUED = 4
-"""Programs in flight on forced-host devices, whose collectives can deadlock behind a long queue."""
-
-
-class TrainState(NamedTuple):
-    """All that an update changes. Donated: the state given to `update` is gone afterwards."""
-
-    params: Params
-    opt_state: Any
-    step: Array  # [] int32, updates made; skipped ones do not count
 
 
 class DeviceBatch(NamedTuple):
@@ -62,13 +50,29 @@ class DeviceBatch(NamedTuple):
     versions: Array
     advantages: Array
     weights: Array  # float32, from `aggregate`
+    supervised_weights: Array | None = None  # float32, of -log policy: worked answers mixed in
+    proximal_logprobs: Array | None = None  # these and below: as in Columns
+    covariance_rank: Array | None = None
+    teacher_ids: Array | None = None
+    teacher_logprobs: Array | None = None
 
 
-class GradSum(NamedTuple):
-    """Gradients and loss so far, over micro-batches."""
+class Columns(NamedTuple):
+    """What was found out about a batch before its update: host arrays [rows, length, ...]."""
 
-    grads: Params  # float32
-    loss: Array  # [] float32
+    proximal_logprobs: FloatArray | None = None  # of the weights at the start of the step
+    covariance_rank: FloatArray | None = None  # as in losses.TokenInputs
+    teacher_ids: IntArray | None = None  # [rows, length, k] the teacher's likeliest tokens
+    teacher_logprobs: FloatArray | None = None  # [rows, length, k]
+
+
+class Context(NamedTuple):
+    """What holds for all micro-batches of an update; on the devices."""
+
+    version: Any  # [] int32, of the weights that learn
+    coefficients: Coefficients
+    reference_params: Params | None = None
+    teacher_params: Params | None = None  # where teacher.form is loss, over the whole vocabulary
 
 
 class TrainStep:
@@ -84,6 +88,9 @@ class TrainStep:
         trainer: schema.Trainer,
         row_length: int,
         total_steps: int,
+        teacher: schema.Teacher | None = None,
+        teacher_spec: ModelSpec | None = None,
+        num_lags: int = 0,
         learning_rate: float | None = None,
         temperature: float = 1.0,
         dtype: Any = jnp.float32,
@@ -93,72 +100,44 @@ class TrainStep:
     ) -> None:
         """learning_rate: null takes the algorithm's; temperature: the sampler's (0 counts as 1).
 
+        teacher_spec: null is the policy's; num_lags: lags whose divergence is reported.
         Raises ConfigError where the algorithm names an unknown function or argument, and where the
         attention cannot run on the mesh.
         """
-        self._spec, self._mesh, self._row_length = spec, mesh, row_length
-        self._dtype, self._param_dtype, self._remat = dtype, param_dtype, remat
-        self._attention = sequence_attention(
-            attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
-        )
-        self._chunk, self._temperature = trainer.logprob_chunk, temperature or 1.0
-        self._recipe = make_recipe(algorithm)
+        self.spec, self._row_length, self._num_lags = spec, row_length, num_lags
+        self._decoder = {
+            "dtype": dtype,
+            "attention": sequence_attention(
+                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
+            ),
+            "chunk": trainer.logprob_chunk,
+        }
+        self._remat, self._temperature = remat, temperature or 1.0
+        self.recipe = make_recipe(algorithm, teacher)
+        self._teacher = (teacher or schema.Teacher(), teacher_spec or spec)
+        self._supervised_coefficient = algorithm.supervised_coefficient
         self._aggregate = aggregate.resolve(algorithm.aggregate)
         peak = algorithm.learning_rate if learning_rate is None else learning_rate
-        self._schedule = make_schedule(trainer, learning_rate=peak, total_steps=total_steps)
-        table = weight_table(spec)
-        self._optimizer = make_optimizer(trainer, schedule=self._schedule, decayed=decayed(table))
-        self._replicated: Any = NamedSharding(mesh, PartitionSpec())
-        self._batch_sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
-        self._param_shardings = shardings(table, mesh, rules)
-        self.num_row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._updater = Updater(
+            weight_table(spec),
+            mesh,
+            rules,
+            {"policy": self._policy_loss, "supervised": self._supervised_loss},
+            trainer=trainer,
+            learning_rate=peak,
+            total_steps=total_steps,
+            param_dtype=param_dtype,
+        )
+        self.state_shardings = self._updater.state_shardings
+        self.num_row_shards = self._updater.num_row_shards
         self.micro_rows = rows_per_micro_batch(
             trainer.micro_batch_tokens, row_length, self.num_row_shards
         )
-        self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-        self._compile(table)
-
-    def _compile(self, table: Any) -> None:
-        """Declare the jitted programs; XLA compiles each at its first call."""
-        shapes = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
-            table,
-            is_leaf=lambda w: isinstance(w, Weight),
-        )
-        opt = state_shardings(self._optimizer, shapes, self._param_shardings, self._replicated)
-        self.state_shardings = TrainState(self._param_shardings, opt, self._replicated)
-        sums = GradSum(self._param_shardings, self._replicated)
-        self._copy = jax.jit(self._copy_params, out_shardings=self._param_shardings)
-        self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
-        self._zeros = jax.jit(
-            lambda: GradSum(
-                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), jnp.float32(0)
-            ),
-            out_shardings=sums,
-        )
-        self._accumulate: dict[str, Callable[..., Any]] = {
-            name: jax.jit(
-                partial(self._accumulate_one, objective),
-                donate_argnums=(1,),
-                out_shardings=(sums, self._replicated),
-            )
-            for name, objective in (
-                ("policy", self._policy_loss),
-                ("supervised", self._supervised_loss),
-            )
-        }
-        self._apply = jax.jit(
-            self._apply_sum,
-            donate_argnums=(0,),
-            out_shardings=(self.state_shardings, self._replicated),
-        )
-        self._probe = jax.jit(self._probe_logprobs, out_shardings=self._replicated)
+        self._probe = jax.jit(self._probe_logprobs, out_shardings=self._updater.replicated)
 
     def init(self, params: Params) -> TrainState:
         """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
-        params = self._copy(jax.device_put(params, self._param_shardings))
-        step = jax.device_put(jnp.zeros((), jnp.int32), self._replicated)
-        return TrainState(params, self._init_opt(params), step)
+        return self._updater.init(params)
 
     def update(
         self,
@@ -166,49 +145,44 @@ class TrainStep:
         batch: PackedBatch,
         *,
         version: int = 0,
+        columns: Columns | None = None,
+        coefficients: Coefficients | None = None,
         reference_params: Params | None = None,
+        teacher_params: Params | None = None,
         objective: Objective = "policy",
         turns: AbstractContextManager[Any] = NO_TURNS,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on the whole batch; the state given is donated.
 
         version: of the weights that learn, to tell fresh tokens from stale ones in the report.
-        reference_params: frozen weights for the KL, on this mesh; null: none.
-        turns: held for each program, until it has run, where a sampler shares the devices.
-        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
-        The report's keys are explained in metrics.metric.METRICS.
+        coefficients: null takes the algorithm's. reference_params: frozen weights for the KL, on
+        this mesh; null: none. turns: held for each program, until it has run, where a sampler
+        shares the devices. A non-finite loss or gradient leaves the state as it was, and
+        train/skipped is 1. The report's keys are explained in metrics.metric.METRICS.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
-        weights = token_mean(batch) if objective == "supervised" else self._aggregate(batch)
-        micros = zip(
-            micro_batches(batch, self.micro_rows), split(weights, self.micro_rows, 0.0), strict=True
-        )
-        totals: list[Totals] = []
+        micros = self._micros(batch, columns or Columns(), objective)
+        context = self._context(version, coefficients, reference_params, teacher_params)
+        state, stats = self._updater.update(state, micros, context, turns, objective)
+        return state, stats | self._sizes(batch, len(micros), reference_params is not None)
+
+    def measure(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        *,
+        version: int = 0,
+        columns: Columns | None = None,
+        coefficients: Coefficients | None = None,
+        reference_params: Params | None = None,
+        teacher_params: Params | None = None,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> dict[str, float]:
+        """What `update` would report of the policy's objective; nothing is learnt."""
+        micros = self._micros(batch, columns or Columns(), "policy")
+        context = self._context(version, coefficients, reference_params, teacher_params)
         with turns:
-            sums = self._zeros()
-        for index, (micro, micro_weights) in enumerate(micros):
-            with turns:
-                device_batch = self._put(micro, micro_weights)
-                sums, total = self._accumulate[objective](
-                    state.params, sums, device_batch, reference_params, np.int32(version)
-                )
-                if turns is not NO_TURNS or (
-                    self._bounded and index % MAX_QUEUED == MAX_QUEUED - 1
-                ):
-                    jax.block_until_ready(sums)
-            totals.append(total)
-        with turns:
-            state, applied = self._apply(state, sums)
-            host_totals, host_applied = jax.device_get(
-                (totals, applied)
-            )  # the one sync of an update
-        flops = train_flops(self._spec, batch, reference=reference_params is not None)
-        return state, {
-            **summarize(host_totals),
-            **{f"train/{k}": float(v) for k, v in host_applied.items()},
-            **packing_measures(batch, self.micro_rows, len(totals)),
-            "train/flops": flops,
-        }
+            return self._updater.measure(params, micros, context)
 
     def logprobs(self, params: Params, token_ids: IntArray) -> Array:
         """Untempered log-probs of token_ids[1:], given what precedes: [n - 1] float32 on the mesh.
@@ -217,121 +191,157 @@ class TrainStep:
         """
         return self._probe(params, np.asarray(token_ids, np.int32))
 
+    # ---- host
+
+    def _context(
+        self,
+        version: int,
+        coefficients: Coefficients | None,
+        reference_params: Params | None,
+        teacher_params: Params | None,
+    ) -> Context:
+        numbers = self.recipe.coefficients if coefficients is None else coefficients
+        on_device = Coefficients(*(np.float32(c) for c in numbers))
+        return Context(np.int32(version), on_device, reference_params, teacher_params)
+
+    def _micros(
+        self, batch: PackedBatch, columns: Columns, objective: Objective
+    ) -> list[DeviceBatch]:
+        weights = token_mean(batch) if objective == "supervised" else self._aggregate(batch)
+        extra: dict[str, Any] = {"weights": weights, **columns._asdict()}
+        if self._supervised_coefficient and objective == "policy":
+            extra["supervised_weights"] = supervised_weights(batch, self._supervised_coefficient)
+        parts: dict[str, Any] = {
+            k: split(v, self.micro_rows, 0) for k, v in extra.items() if v is not None
+        }
+        shared = [name for name in DeviceBatch._fields if name in PackedBatch.__dataclass_fields__]
+        return [
+            DeviceBatch(
+                **{name: getattr(micro, name) for name in shared},
+                **{name: of_micro[index] for name, of_micro in parts.items()},
+            )
+            for index, micro in enumerate(micro_batches(batch, self.micro_rows))
+        ]
+
+    def _sizes(self, batch: PackedBatch, num_micros: int, reference: bool) -> dict[str, float]:
+        flops = train_flops(self.spec, batch, reference=reference)
+        return {**packing_measures(batch, self.micro_rows, num_micros), "train/flops": flops}
+
     # ---- inside jit
 
-    def _copy_params(self, params: Params) -> Params:
-        return jax.tree.map(lambda p: jnp.array(p, self._param_dtype, copy=True), params)
-
-    def _accumulate_one(
-        self,
-        objective: Callable[..., tuple[Array, Totals]],
-        params: Params,
-        sums: GradSum,
-        micro: DeviceBatch,
-        reference_params: Params | None,
-        version: Array,
-    ) -> tuple[GradSum, Totals]:
-        """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(objective, has_aux=True)
-        (loss, totals), grads = gradient(params, micro, reference_params, version)
-        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
-        return GradSum(grads, sums.loss + loss), totals
-
     def _policy_loss(
-        self, params: Params, micro: DeviceBatch, reference_params: Params | None, version: Array
+        self, params: Params, micro: DeviceBatch, context: Context
     ) -> tuple[Array, Totals]:
-        x = self._inputs(params, micro, self._temperature)
-        if reference_params is not None:
-            reference, _ = self._logprobs_of(reference_params, micro, self._temperature)
-            x = x._replace(reference_logprobs=jax.lax.stop_gradient(reference))
-        return policy_objective(self._recipe, x, micro.weights, version)
+        x = self._compared(self._inputs(params, micro, context), micro, context)
+        loss, totals = policy_objective(
+            self.recipe,
+            x,
+            micro.weights,
+            context.version,
+            context.coefficients,
+            num_lags=self._num_lags,
+        )
+        if micro.supervised_weights is None:
+            return loss, totals
+        part = likelihood(x.policy_logprobs, micro.supervised_weights)
+        count = jnp.sum(micro.supervised_weights > 0)
+        told = jax.lax.stop_gradient((part, jnp.sum(micro.supervised_weights)))
+        totals.means["supervised/loss"] = told
+        totals.sums["supervised/tokens"] = count
+        totals.sums["train/loss"] += told[0]
+        return loss + part, totals
 
     def _supervised_loss(
-        self, params: Params, micro: DeviceBatch, reference_params: Params | None, version: Array
+        self, params: Params, micro: DeviceBatch, context: Context
     ) -> tuple[Array, Totals]:
-        return supervised_objective(self._inputs(params, micro, 1.0), micro.weights)
+        found = self._outputs(params, micro, 1.0)
+        return supervised_objective(_token_inputs(found, micro, False), micro.weights)
 
-    def _inputs(self, params: Params, micro: DeviceBatch, temperature: float) -> TokenInputs:
-        logprobs, entropy = self._logprobs_of(params, micro, temperature)
-        return TokenInputs(
-            policy_logprobs=logprobs,
-            behavior_logprobs=micro.behavior_logprobs,
-            advantages=micro.advantages,
-            mask=micro.mask,
-            versions=micro.versions,
-            entropy=entropy if self._recipe.entropy_coefficient else jax.lax.stop_gradient(entropy),
-        )
+    def _inputs(self, params: Params, micro: DeviceBatch, context: Context) -> TokenInputs:
+        """Of one pass over the policy, with the divergence that needs whole distributions."""
+        arrays = (micro.token_ids, micro.positions, micro.segment_ids)
+        teacher, teacher_spec = self._teacher
+        kwargs: dict[str, Any] = {
+            **self._decoder, "remat": self._remat, "temperature": self._temperature
+        }  # fmt: skip
+        kind: Kind = teacher.kind
+        has_entropy = self.recipe.has_entropy
+        if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
+            found = distill_rows(
+                self.spec, params, *arrays, micro.teacher_ids, micro.teacher_logprobs,
+                kind=kind, beta=teacher.beta, **kwargs,
+            )  # fmt: skip
+            return _token_inputs(found, micro, has_entropy, teacher=True)
+        if context.teacher_params is not None:
+            found = chunked_over_vocab(
+                self.spec, params, context.teacher_params, *arrays,
+                kind=kind, beta=teacher.beta, other_spec=teacher_spec, **kwargs,
+            )  # fmt: skip
+            return _token_inputs(found, micro, has_entropy, teacher=True)
+        if context.reference_params is not None and self.recipe.whole_kl:
+            found = chunked_over_vocab(
+                self.spec, params, context.reference_params, *arrays, kind="reverse", **kwargs
+            )
+            x = _token_inputs(found, micro, has_entropy)
+            return x._replace(reference_divergence=found.divergence)
+        return _token_inputs(self._outputs(params, micro, self._temperature), micro, has_entropy)
 
-    def _logprobs_of(
-        self, params: Params, micro: DeviceBatch, temperature: float
-    ) -> tuple[Array, Array]:
-        return token_logprobs(
-            self._spec,
+    def _compared(self, x: TokenInputs, micro: DeviceBatch, context: Context) -> TokenInputs:
+        """The same with the reference's log-probs, where there is one."""
+        if context.reference_params is None or self.recipe.whole_kl:
+            return x
+        found = self._outputs(context.reference_params, micro, self._temperature)
+        return x._replace(reference_logprobs=jax.lax.stop_gradient(found.logprobs))
+
+    def _outputs(self, params: Params, micro: DeviceBatch, temperature: float) -> TokenDivergence:
+        logprobs, entropy = token_logprobs(
+            self.spec,
             params,
             micro.token_ids,
             micro.positions,
             micro.segment_ids,
-            dtype=self._dtype,
             remat=self._remat,
-            attention=self._attention,
-            chunk=self._chunk,
             temperature=temperature,
+            **self._decoder,
         )
-
-    def _apply_sum(self, state: TrainState, sums: GradSum) -> tuple[TrainState, dict[str, Array]]:
-        """The optimizer's step where all is finite; the same state where not."""
-        grad_norm = optax.tree.norm(sums.grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
-        masters = _float32(state.params)
-        updates, opt_state = self._optimizer.update(sums.grads, state.opt_state, masters)
-        params = jax.tree.map(
-            lambda p, new: new.astype(p.dtype), state.params, optax.apply_updates(masters, updates)
-        )
-        moved = TrainState(params, opt_state, state.step + 1)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
-        return kept, {
-            "grad_norm": grad_norm,
-            "learning_rate": jnp.float32(self._schedule(state.step)),
-            "param_norm": optax.tree.norm(_float32(kept.params)),
-            "skipped": 1 - finite.astype(jnp.int32),
-        }
+        return TokenDivergence(logprobs, entropy, jnp.zeros_like(logprobs))
 
     def _probe_logprobs(self, params: Params, token_ids: Array) -> Array:
         rows = jnp.tile(token_ids, (self.num_row_shards, 1))
         positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
         logprobs, _ = token_logprobs(
-            self._spec,
+            self.spec,
             params,
             rows,
             positions,
             jnp.ones_like(rows),
-            dtype=self._dtype,
-            attention=self._attention,
-            chunk=self._chunk,
             temperature=1.0,
+            **self._decoder,
         )
         return logprobs[0, 1:]
 
-    # ---- host
 
-    def _put(self, micro: PackedBatch, weights: FloatArray) -> DeviceBatch:
-        columns = {k: getattr(micro, k) for k in DeviceBatch._fields if k != "weights"}
-        return DeviceBatch(**jax.device_put({**columns, "weights": weights}, self._batch_sharding))
+def _token_inputs(
+    found: TokenDivergence, micro: DeviceBatch, has_entropy: bool, *, teacher: bool = False
+) -> TokenInputs:
+    return TokenInputs(
+        policy_logprobs=found.logprobs,
+        behavior_logprobs=micro.behavior_logprobs,
+        advantages=micro.advantages,
+        mask=micro.mask,
+        versions=micro.versions,
+        entropy=found.entropy if has_entropy else jax.lax.stop_gradient(found.entropy),
+        proximal_logprobs=micro.proximal_logprobs,
+        segment_ids=micro.segment_ids,
+        teacher_divergence=found.divergence if teacher else None,
+        covariance_rank=micro.covariance_rank,
+    )
 
 
-def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
-    """Rows within the token budget, at least one, rounded up to whole rows on every device."""
-    rows = max(1, micro_batch_tokens // row_length)
-    return -(-rows // num_row_shards) * num_row_shards
-
-
-def decayed(table: Any) -> Any:
-    """Tree of bool: weight decay applies to matrices, not to norms and biases."""
-    return jax.tree.map(_is_matrix, table, is_leaf=lambda w: isinstance(w, Weight))
-
-
-def _is_matrix(weight: Weight) -> bool:
-    return weight.init == "normal"
+def supervised_weights(batch: PackedBatch, coefficient: float) -> FloatArray:
+    """coefficient / number of supervised tokens on each of them; [rows, length] float32."""
+    count = max(int(batch.supervised.sum()), 1)
+    return np.where(batch.supervised, coefficient / count, 0.0).astype(np.float32)
 
 
 def packing_measures(batch: PackedBatch, rows: int, num_micro_batches: int) -> dict[str, float]:
@@ -352,17 +362,20 @@ def num_matmul_params(spec: ModelSpec) -> int:
 
 
 def train_flops(spec: ModelSpec, batch: PackedBatch, *, reference: bool) -> float:
-    """Model FLOPs of one update (padding and rematerialisation do not count).
+    """Model FLOPs of one update (padding and rematerialisation do not count): 3 forward passes.
 
-    Forward: 2 per weight and token, and the two products of causal attention, 2 * length^2 * heads
-    * head_dim per layer and sequence; backward twice that. A reference adds one forward.
+    A reference adds one.
+    """
+    return forward_flops(spec, batch) * (4 if reference else 3)
+
+
+def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
+    """Model FLOPs of one forward pass; a backward pass has twice that.
+
+    2 per weight and token, and the two products of causal attention, 2 * length^2 * heads *
+    head_dim per layer and sequence.
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with attention's causal half.
     """
     lengths = np.bincount(batch.sequence_ids[batch.sequence_ids >= 0]).astype(np.float64)
     attention = 2 * spec.layers * spec.heads * spec.head_dim * float((lengths**2).sum())
-    forward = 2 * num_matmul_params(spec) * float(lengths.sum()) + attention
-    return forward * (4 if reference else 3)
-
-
-def _float32(params: Params) -> Params:
-    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return 2 * num_matmul_params(spec) * float(lengths.sum()) + attention

@@ -1,9 +1,9 @@
 """The trainer: one thread that draws groups, learns from them, and publishes the new weights.
 
-ReplayBuffer ──draw──> pack ──> micro-batches ──accumulate──> apply ──┐
+ReplayBuffer ──draw──> Learner: shape, pack, advantages, update ──────┐
      ^                                                                │ version + 1
      │ slots freed when live                                          v
-Live(version) <────────────── WeightChannel <──────publish────── TrainState
+Live(version) <────────────── WeightChannel <──────publish────── new weights
                                                                       │
                                         report (metrics), save (checkpoint), evaluate
 """
@@ -18,11 +18,8 @@ import numpy as np
 from jaxrl_async.errors import Closed, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
-from jaxrl_async.trainer.advantages import AdvantageFn, step_data
+from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.measures import drop_measures, group_measures
-from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.shaping import ShapingFn, shape
-from jaxrl_async.trainer.step import TrainState, TrainStep
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
 LIVE_TIMEOUT_S = 600.0
@@ -39,8 +36,8 @@ class Outlets:
         [int, Mapping[str, float], Sequence[EpisodeGroup]], None
     ]  # version, metrics, groups
     save: Callable[
-        [TrainState, int, int], None
-    ]  # state, version, next group to admit after a resume
+        [Learner, int, int], None
+    ]  # learner, version, next group to admit after a resume
     should_stop: Callable[[], bool]
 
 
@@ -51,37 +48,26 @@ class Trainer:
     def __init__(
         self,
         *,
-        step: TrainStep,
-        state: TrainState,
+        learner: Learner,
         source: GroupSource,
         publisher: Publisher,
-        advantage: AdvantageFn,
-        shapings: Sequence[ShapingFn] = (),
         outlets: Outlets,
-        row_length: int,
         total_steps: int,
         version: int = 0,
         next_group: int = 0,
         eval_every: int = 10,
         save_every: int = 0,
         max_skipped_steps: int = 3,
-        reference_params: Any = None,
         probe: IntArray | None = None,
         turns: Any = NO_TURNS,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._step, self.state = step, state
+        self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
-        self._advantage, self._shapings, self._row_length = advantage, shapings, row_length
         self.version, self._next_group, self._total_steps = version, next_group, total_steps
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
-        self._reference, self._probe, self._turns, self._clock = (
-            reference_params,
-            probe,
-            turns,
-            clock,
-        )
+        self._probe, self._turns, self._clock = probe, turns, clock
         self._saved_version = -1
 
     def run(self) -> None:
@@ -135,20 +121,8 @@ class Trainer:
 
     def _learn(self, draw: Draw) -> dict[str, float]:
         """One update from the groups drawn: metrics of the data and of the step."""
-        shaped = shape(step_data(draw.groups), self._shapings)
-        learnt = self._advantage(shaped.data)
-        batch = pack_groups(
-            shaped.data.groups, learnt.advantages, self._row_length, masks=shaped.masks
-        )
-        self.state, stats = self._step.update(
-            self.state,
-            batch,
-            version=self.version,
-            reference_params=self._reference,
-            turns=self._turns,
-        )
-        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped)
-        values |= {**shaped.counts, **stats}
+        stats = self.learner.learn(draw.groups, self.version, self._turns)
+        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped) | stats
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
         self._next_group = max(self._next_group, *(1 + g.ticket.group for g in draw.groups))
         self.version += 1
@@ -158,12 +132,12 @@ class Trainer:
         with self._turns:
             logprobs = None
             if self._probe is not None:
-                logprobs = self._step.logprobs(self.state.params, self._probe)
-            self._publisher.publish(self.version, self.state.params, logprobs)
+                logprobs = self.learner.probe(self._probe)
+            self._publisher.publish(self.version, self.learner.params, logprobs)
 
     def _save(self) -> None:
         if self._saved_version != self.version:
-            self._outlets.save(self.state, self.version, self._next_group)
+            self._outlets.save(self.learner, self.version, self._next_group)
             self._saved_version = self.version
 
     def _stop_if_lost(self) -> None:

@@ -6,9 +6,10 @@
 Two programs, compiled once each. The state is donated, and so is the sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +22,52 @@ from jaxrl_async.mesh import NO_TURNS, Rules, shardings
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
 from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
-from jaxrl_async.trainer.step import MAX_QUEUED, GradSum, TrainState, decayed
 
 Params = Any  # nested dict of arrays in the tree of a table of weights
+
+MAX_QUEUED = 4
+"""Programs in flight on forced-host devices, whose collectives can deadlock behind a long queue."""
+
+
+class TrainState(NamedTuple):
+    """All that an update changes. Donated: the state given to `update` is gone afterwards."""
+
+    params: Params
+    opt_state: Any
+    step: Array  # [] int32, updates made; skipped ones do not count
+
+
+class GradSum(NamedTuple):
+    """Gradients and loss so far, over micro-batches."""
+
+    grads: Params  # float32
+    loss: Array  # [] float32
+
 
 Objective = Callable[[Params, Any, Any], tuple[Array, Totals]]
 """(params, micro-batch, context) -> its share of the loss, and of the report."""
 
 
 class Updater:
-    """Compiled update of one table of weights by one objective. Owned by the trainer's thread."""
+    """Compiled update of one table of weights. Owned by the trainer's thread."""
 
     def __init__(
         self,
         table: Any,
         mesh: Mesh,
         rules: Rules,
-        objective: Objective,
+        objectives: Mapping[str, Objective],
         *,
         trainer: schema.Trainer,
         learning_rate: float,
         total_steps: int,
         param_dtype: Any = jnp.float32,
     ) -> None:
-        """table: of Weights, which says shapes, shardings and what decays."""
-        self._objective, self._param_dtype = objective, param_dtype
+        """table: of Weights, which says shapes, shardings and what decays.
+
+        objectives: what can be learnt, by name; the first is what `update` takes.
+        """
+        self._objectives, self._param_dtype = dict(objectives), param_dtype
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
@@ -69,17 +91,25 @@ class Updater:
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
         self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
-        self._accumulate = jax.jit(
-            self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
-        )
+        self._accumulate = {
+            name: jax.jit(
+                partial(self._accumulate_one, objective),
+                donate_argnums=(1,),
+                out_shardings=(sums, self.replicated),
+            )
+            for name, objective in self._objectives.items()
+        }
         self._apply = jax.jit(
             self._apply_sum,
             donate_argnums=(0,),
             out_shardings=(self.state_shardings, self.replicated),
         )
         self._measure = jax.jit(
-            lambda *args: self._objective(*args)[1], out_shardings=self.replicated
+            lambda *args: self._objective_of(None)(*args)[1], out_shardings=self.replicated
         )
+
+    def _objective_of(self, name: str | None) -> Objective:
+        return self._objectives[name or next(iter(self._objectives))]
 
     def init(self, params: Params) -> TrainState:
         """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
@@ -93,17 +123,20 @@ class Updater:
         micros: Sequence[Any],
         context: Any,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        objective: str | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
 
+        turns: held for each program, until it has run, where a sampler shares the devices.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
         """
+        accumulate = self._accumulate[objective or next(iter(self._accumulate))]
         totals: list[Totals] = []
         with turns:
             sums = self._zeros()
         for index, micro in enumerate(micros):
             with turns:
-                sums, total = self._accumulate(state.params, sums, self.put(micro), context)
+                sums, total = accumulate(state.params, sums, self.put(micro), context)
                 if turns is not NO_TURNS or self.is_full(index):
                     jax.block_until_ready(sums)
             totals.append(total)
@@ -134,10 +167,10 @@ class Updater:
         return jax.tree.map(lambda p: jnp.array(p, self._param_dtype, copy=True), params)
 
     def _accumulate_one(
-        self, params: Params, sums: GradSum, micro: Any, context: Any
+        self, objective: Objective, params: Params, sums: GradSum, micro: Any, context: Any
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(self._objective, has_aux=True)
+        gradient = jax.value_and_grad(objective, has_aux=True)
         (loss, totals), grads = gradient(params, micro, context)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
         return GradSum(grads, sums.loss + loss), totals
@@ -167,3 +200,18 @@ def _zeros_of(shapes: Any) -> GradSum:
 
 def _float32(params: Params) -> Params:
     return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+
+def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
+    """Rows within the token budget, at least one, rounded up to whole rows on every device."""
+    rows = max(1, micro_batch_tokens // row_length)
+    return -(-rows // num_row_shards) * num_row_shards
+
+
+def decayed(table: Any) -> Any:
+    """Tree of bool: weight decay applies to matrices, not to norms and biases."""
+    return jax.tree.map(_is_matrix, table, is_leaf=lambda w: isinstance(w, Weight))
+
+
+def _is_matrix(weight: Weight) -> bool:
+    return weight.init == "normal"

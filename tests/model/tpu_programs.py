@@ -24,7 +24,9 @@ from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.sampling import Mix
-from jaxrl_async.trainer.step import DeviceBatch, GradSum, TrainStep
+from jaxrl_async.trainer.objective import Coefficients
+from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
+from jaxrl_async.trainer.update import GradSum
 
 ROW = 512
 """Tokens in a training row."""
@@ -109,15 +111,15 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         **{
             name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), rows)
             for name in DeviceBatch._fields
+            if name not in DeviceBatch._field_defaults
         }
     )
     return compiled(
-        step._accumulate["policy"],
+        step._updater._accumulate["policy"],
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,
-        None,
-        scalar(jnp.int32),
+        Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
     )
 
 

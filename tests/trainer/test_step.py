@@ -13,14 +13,8 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
-from jaxrl_async.trainer.step import (
-    TrainState,
-    TrainStep,
-    decayed,
-    num_matmul_params,
-    rows_per_micro_batch,
-    train_flops,
-)
+from jaxrl_async.trainer.step import TrainStep, num_matmul_params, train_flops
+from jaxrl_async.trainer.update import TrainState, decayed, rows_per_micro_batch
 
 VOCAB, ROW = 24, 16
 ARCHITECTURE = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
@@ -324,7 +318,8 @@ def test_programs_are_compiled_once_whatever_the_batch(params):
     state = step.init(params)
     for num in (3, 14, 7):
         state, _ = step.update(state, pack(sequences(num), ROW), version=num)
-    assert step._accumulate["policy"]._cache_size() == 1 and step._apply._cache_size() == 1
+    assert step._updater._accumulate["policy"]._cache_size() == 1
+    assert step._updater._apply._cache_size() == 1
 
 
 class CountedTurns:

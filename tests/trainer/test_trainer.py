@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import Closed, TrainingError
-from jaxrl_async.trainer.advantages import group_mean
-from jaxrl_async.trainer.shaping import shaping
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -31,23 +29,19 @@ def group(number: int, version: int) -> EpisodeGroup:
     )
 
 
-class State(str):
-    """A train state that is only a name."""
-
-    params = None
-
-
 class Script:
     """Every part that the trainer talks to; writes down what happens in order."""
+
+    params = None
 
     def __init__(self, *, skipped: tuple[int, ...] = (), stop_after: int = 10**9) -> None:
         self.events: list[str] = []
         self.reports: dict[int, dict[str, float]] = {}
         self.skipped, self.stop_after = skipped, stop_after
 
-    def update(self, state: Any, batch: Any, *, version: int, **_: Any) -> tuple[Any, dict]:
+    def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
         self.events.append(f"learn {version}")
-        return State(f"state {version + 1}"), {"train/skipped": float(version in self.skipped)}
+        return {"train/skipped": float(version in self.skipped)}
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         if version >= self.stop_after + 5:
@@ -70,17 +64,14 @@ class Script:
         outlets = Outlets(
             evaluate=lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5},
             report=lambda v, values, groups: self.reports.update({v: dict(values)}),
-            save=lambda state, version, nxt: self.events.append(f"save {version} next {nxt}"),
+            save=lambda learner, version, nxt: self.events.append(f"save {version} next {nxt}"),
             should_stop=lambda: max(self.reports, default=0) >= self.stop_after,
         )
         return Trainer(
-            step=self,  # type: ignore[arg-type]
-            state=State("state 0"),  # type: ignore[arg-type]
+            learner=self,  # type: ignore[arg-type]
             source=self,
             publisher=self,
-            advantage=group_mean,
             outlets=outlets,
-            row_length=8,
             **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings},
         )
 
@@ -135,19 +126,3 @@ def test_a_resumed_run_never_admits_a_number_again_when_an_older_group_comes_las
     )
     script.trainer(total_steps=3, eval_every=0).run()
     assert script.events[-1] == "save 3 next 4"
-
-
-def test_shapings_come_before_the_advantage_and_are_reported() -> None:
-    script = Script()
-    batches = []
-    learn = script.update
-
-    def update(state: Any, batch: Any, **how: Any) -> tuple[Any, dict]:
-        batches.append(batch)
-        return learn(state, batch, **how)
-
-    script.update = update  # type: ignore[method-assign]
-    capped = shaping.resolve({"cap": {"low": 0.0, "high": 0.5}})
-    script.trainer(total_steps=1, shapings=(capped,)).run()
-    assert sorted(set(batches[0].advantages.ravel().tolist())) == [-0.25, 0.0, 0.25]
-    assert script.reports[1]["shaping/capped"] == 1

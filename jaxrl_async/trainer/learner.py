@@ -1,0 +1,406 @@
+"""One step of learning: scored groups in, updated weights and a report out. No thread, no clock.
+
+    groups ──shape──> pack ──> passes: proximal, reference, teacher, values
+                        │                     │
+                        │      rewards ──advantage──> advantages, returns
+                        v                     v
+              mini-batches ──update──> policy      critic, reference, teacher, coefficients follow
+
+Everything that changes from step to step is in `Learner.tree` (arrays) and `Learner.numbers`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
+from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.entropy import active_entropy_coefficient, next_entropy_coefficient
+from jaxrl_async.trainer.kl import next_coefficient
+from jaxrl_async.trainer.losses import TokenInputs
+from jaxrl_async.trainer.objective import Coefficients, mean_report
+from jaxrl_async.trainer.pack import (
+    Pair,
+    minibatch_rows,
+    pack_groups,
+    rows_of,
+    unpacked,
+    with_advantages,
+)
+from jaxrl_async.trainer.passes import LogprobPass
+from jaxrl_async.trainer.shaping import Shaped, ShapingFn, shape
+from jaxrl_async.trainer.step import Columns, TrainStep, forward_flops
+from jaxrl_async.trainer.update import TrainState
+from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
+
+TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
+"""Advantages that look at token rewards; for all others a KL in the reward is summed over the
+sequence."""
+NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
+"""Losses that look at TokenInputs.covariance_rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """What may learn or advise beside the policy; None: it is not there."""
+
+    own_pass: LogprobPass | None = None  # of the policy's and the reference's architecture
+    reference: Any = None  # parameters at the start of the run
+    teacher: Any = None  # parameters at the start of the run
+    teacher_pass: LogprobPass | None = None
+    critic: CriticStep | None = None
+    critic_state: TrainState | None = None
+    pairs: Iterator[Pair] | None = None  # worked answers to mix in
+
+
+class Learner:
+    """Owns the policy's train state and its companions'. Used by the trainer's thread alone."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        state: TrainState,
+        *,
+        algorithm: schema.Algorithm,
+        advantage: AdvantageFn,
+        row_length: int,
+        shapings: Sequence[ShapingFn] = (),
+        companions: Companions | None = None,
+        teacher: schema.Teacher | None = None,
+        reference: schema.Reference | None = None,
+        critic_warmup: int = 0,
+        seed: int = 0,
+    ) -> None:
+        companions = companions or Companions()
+        self._step, self.state, self._with = step, state, companions
+        self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
+        self._teacher = teacher or schema.Teacher()
+        self._moves = reference or schema.Reference()
+        self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
+        self.reference, self.teacher = companions.reference, companions.teacher
+        self.critic_state = companions.critic_state
+        self.coefficients: Coefficients = step.recipe.coefficients
+        self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
+        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(2,))
+
+    # ---- what a checkpoint holds
+
+    def tree(self) -> dict[str, Any]:
+        """All arrays that change from step to step."""
+        held = {
+            "train": self.state,
+            "reference": self.reference,
+            "critic": self.critic_state,
+            "teacher": self.teacher if self._teacher.source == "self" else None,
+        }
+        return {name: part for name, part in held.items() if part is not None}
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers that do."""
+        return {**_floats(self.coefficients), "steered_entropy": self._entropy}
+
+    def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
+        """What `tree` and `numbers` gave."""
+        self.state = tree["train"]
+        self.reference = tree.get("reference", self.reference)
+        self.critic_state = tree.get("critic", self.critic_state)
+        self.teacher = tree.get("teacher", self.teacher)
+        self.coefficients = Coefficients(kl=numbers["kl"], entropy=numbers["entropy"])
+        self._entropy = numbers["steered_entropy"]
+
+    @property
+    def params(self) -> Any:
+        """The policy's weights; the next `learn` donates them."""
+        return self.state.params
+
+    def probe(self, token_ids: IntArray) -> Any:
+        """The policy's log-probs of a fixed sequence, as TrainStep.logprobs."""
+        return self._step.logprobs(self.state.params, token_ids)
+
+    # ---- one step
+
+    def learn(
+        self,
+        groups: Sequence[EpisodeGroup],
+        version: int,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> dict[str, float]:
+        """Learn from the groups, drawn for the step that makes version + 1; the report.
+
+        The keys are explained in metrics.metric.METRICS.
+        """
+        shaped = shape(step_data(groups), self._shapings)
+        batch = pack_groups(
+            shaped.data.groups, None, self._row_length, masks=shaped.masks, pairs=self._pairs()
+        )
+        found = self._look(batch, turns)
+        data, told = self._credited(shaped, batch, found)
+        learnt = self._advantage(data)
+        batch = with_advantages(batch, learnt.advantages)
+        batch, gap = self._advised(batch, found)
+        columns = self._columns(batch, found, turns)
+        returns = None
+        if learnt.returns is not None:
+            returns = with_advantages(batch, learnt.returns).advantages
+        stats = self._update(batch, columns, found.get("values"), returns, version, turns)
+        stats["train/flops"] += len(found) * forward_flops(self._step.spec, batch) if found else 0.0
+        self._after(stats, version)
+        return {**shaped.counts, **told, **gap, **stats}
+
+    def _pairs(self) -> list[Pair]:
+        pairs = self._with.pairs
+        return (
+            [] if pairs is None else [next(pairs) for _ in range(self._algorithm.supervised_batch)]
+        )
+
+    def _look(
+        self, batch: PackedBatch, turns: AbstractContextManager[Any]
+    ) -> dict[str, FloatArray]:
+        """Everything that a forward pass has to say of the batch beforehand, as far as needed."""
+        has, found = self._with, {}
+        algorithm = self._algorithm
+        in_reward = algorithm.kl_in == "reward" and self.reference is not None
+        advised = self._teacher.source != "none" and self._teacher.form == "advantage"
+        updates = algorithm.epochs * algorithm.minibatches
+        covariance = schema.name_of(algorithm.loss) in NEEDS_COVARIANCE
+        if has.own_pass is not None and (updates > 1 or in_reward or covariance):
+            found["proximal"] = has.own_pass.logprobs(self.state.params, batch, turns)
+        if has.own_pass is not None and in_reward:
+            found["reference"] = has.own_pass.logprobs(self.reference, batch, turns)
+        if has.teacher_pass is not None and advised:
+            found["teacher"] = has.teacher_pass.logprobs(self.teacher, batch, turns)
+        if has.critic is not None and self.critic_state is not None:
+            found["values"] = has.critic.values(self.critic_state.params, batch, turns)
+        return found
+
+    def _credited(
+        self, shaped: Shaped, batch: PackedBatch, found: Mapping[str, FloatArray]
+    ) -> tuple[StepData, dict[str, float]]:
+        """The step's data with the critic's values, and the KL taken off the rewards."""
+        data, told = shaped.data, dict[str, float]()
+        if "values" in found:
+            data = replace(data, values=_by_group(unpacked(batch, found["values"]), data.groups))
+        if "reference" in found:
+            penalty = self.coefficients.kl * self._divergence(batch, found)
+            data, told = _less(data, batch, penalty, self._algorithm.advantage)
+        return data, told
+
+    def _divergence(self, batch: PackedBatch, found: Mapping[str, FloatArray]) -> FloatArray:
+        """algorithm.kl's estimate at each learnt token, of the weights at the start of the step."""
+        x = TokenInputs(
+            policy_logprobs=jnp.asarray(found["proximal"]),
+            behavior_logprobs=jnp.asarray(batch.behavior_logprobs),
+            advantages=jnp.asarray(batch.advantages),
+            mask=jnp.asarray(batch.mask),
+            versions=jnp.asarray(batch.versions),
+            entropy=jnp.zeros(batch.mask.shape),
+            reference_logprobs=jnp.asarray(found["reference"]),
+        )
+        return np.asarray(self._step.recipe.kl(x), np.float32)
+
+    def _advised(
+        self, batch: PackedBatch, found: Mapping[str, FloatArray]
+    ) -> tuple[PackedBatch, dict[str, float]]:
+        """Advantages with the teacher's: -coefficient (log behavior - log teacher) per token.
+
+        On-policy distillation (Lu and Thinking Machines 2025), as trainer/distill.py says.
+        """
+        if "teacher" not in found:
+            return batch, {}
+        section = self._teacher
+        gap = np.where(batch.mask, batch.behavior_logprobs - found["teacher"], np.float32(0))
+        gap = np.where(np.isfinite(gap), gap, np.float32(0))  # a sampler that told no log-prob
+        advantages = section.rewards * batch.advantages - section.coefficient * gap
+        mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
+        return (
+            replace(batch, advantages=advantages.astype(np.float32)),
+            {"policy/teacher_gap": mean},
+        )
+
+    def _columns(
+        self,
+        batch: PackedBatch,
+        found: Mapping[str, FloatArray],
+        turns: AbstractContextManager[Any],
+    ) -> Columns:
+        columns = Columns(proximal_logprobs=found.get("proximal"))
+        if schema.name_of(self._algorithm.loss) in NEEDS_COVARIANCE:
+            rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
+            columns = columns._replace(covariance_rank=rank)
+        teacher, has = self._teacher, self._with
+        if has.teacher_pass is not None and teacher.form == "loss" and teacher.top_k:
+            ids, logprobs = has.teacher_pass.top(self.teacher, batch, turns)
+            columns = columns._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+        return columns
+
+    def _update(
+        self,
+        batch: PackedBatch,
+        columns: Columns,
+        values: FloatArray | None,
+        returns: FloatArray | None,
+        version: int,
+        turns: AbstractContextManager[Any],
+    ) -> dict[str, float]:
+        """Every mini-batch of every epoch: the policy, then the critic."""
+        reports, of_critic = [], []
+        warming = self._with.critic is not None and version < self._critic_warmup
+        whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
+        how: dict[str, Any] = {
+            "version": version,
+            "coefficients": self.coefficients,
+            "reference_params": self.reference,
+            "teacher_params": self.teacher if whole_teacher else None,
+            "turns": turns,
+        }
+        for epoch in range(self._algorithm.epochs):
+            parts = self._algorithm.minibatches
+            seed = (self._seed, version, epoch)
+            for rows in minibatch_rows(len(batch.token_ids), parts, seed):
+                part, of_part = (batch, columns) if parts == 1 else _rows(batch, columns, rows)
+                if not warming:
+                    self.state, stats = self._step.update(self.state, part, columns=of_part, **how)
+                    reports.append(stats)
+                if self._with.critic is not None and returns is not None:
+                    assert values is not None and self.critic_state is not None
+                    self.critic_state, stats = self._with.critic.update(
+                        self.critic_state, part, values[rows], returns[rows], turns=turns
+                    )
+                    of_critic.append(stats)
+        if warming:
+            told = self._step.measure(self.state.params, batch, columns=columns, **how)
+            reports.append({**told, "train/skipped": 0.0, "train/flops": 0.0})
+        stats = reports[0] if len(reports) == 1 else mean_report(reports)
+        extra = (
+            {} if not of_critic else of_critic[0] if len(of_critic) == 1 else mean_critic(of_critic)
+        )
+        return {
+            **stats,
+            **extra,
+            "train/updates": 0.0 if warming else float(len(reports)),
+            **({"critic/warming": float(warming)} if self._with.critic is not None else {}),
+        }
+
+    # ---- what follows the policy
+
+    def _after(self, stats: dict[str, float], version: int) -> None:
+        """Steer the coefficients, and let reference and teacher follow."""
+        algorithm, moves = self._algorithm, self._moves
+        if self.reference is not None:
+            stats["policy/kl_coefficient"] = float(self.coefficients.kl)
+        if self._step.recipe.has_entropy:
+            stats["policy/entropy_coefficient"] = float(self.coefficients.entropy)
+        measured = stats.get("policy/kl_reference")
+        if algorithm.kl_target is not None and measured is not None:
+            kl = next_coefficient(
+                self.coefficients.kl,
+                measured,
+                target=algorithm.kl_target,
+                horizon=algorithm.kl_horizon,
+            )
+            self.coefficients = self.coefficients._replace(kl=kl)
+        if algorithm.entropy_target is not None:
+            entropy, target = stats["policy/entropy"], algorithm.entropy_target
+            self._entropy = next_entropy_coefficient(
+                self._entropy, entropy, target=target, step=algorithm.entropy_step
+            )
+            active = active_entropy_coefficient(self._entropy, entropy, target=target)
+            self.coefficients = self.coefficients._replace(entropy=active)
+        if self.reference is not None and moves.ema:
+            self.reference = self._follow(self.reference, self.state.params, moves.ema)
+        if self.reference is not None and _is_due(version, moves.refresh_every):
+            self.reference = copied(self.state.params)
+        if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
+            self.teacher = copied(self.state.params)
+
+
+def _floats(coefficients: Coefficients) -> dict[str, float]:
+    return {k: float(v) for k, v in coefficients._asdict().items()}
+
+
+def copied(params: Any) -> Any:
+    """A copy on the same devices that no step donates."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def covariance_rank(
+    logprobs: FloatArray, advantages: FloatArray, mask: NDArray[np.bool_]
+) -> FloatArray:
+    """As losses.TokenInputs.covariance_rank: 0 for the learnt token with the largest one.
+
+    (log policy - mean) (A - mean) over the learnt tokens of the step: Cui et al. 2025
+    (arXiv:2505.22617), eq. 10. Ties keep the order of the tokens. 1 outside the mask.
+    """
+    rank = np.ones(mask.shape, np.float32)
+    logs, values = logprobs[mask].astype(np.float64), advantages[mask].astype(np.float64)
+    if len(logs):
+        covariance = (logs - logs.mean()) * (values - values.mean())
+        order = np.argsort(-covariance, kind="stable")
+        places = np.empty(len(order))
+        places[order] = np.arange(len(order))
+        rank[mask] = places / len(order)
+    return rank
+
+
+def mean_critic(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """mean_report for the critic's, by its own tokens."""
+    renamed = [{**r, "train/tokens": r.get("critic/tokens", 0.0)} for r in reports]
+    merged = mean_report(renamed)
+    return {k: v for k, v in merged.items() if k != "train/tokens"}
+
+
+def _moved_average(reference: Any, params: Any, ema: float) -> Any:
+    def moved(old: Any, new: Any) -> Any:
+        mixed = ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
+        return mixed.astype(old.dtype)
+
+    return jax.tree.map(moved, reference, params)
+
+
+def _is_due(version: int, every: int) -> bool:
+    """Whether the step that makes version + 1 ends a period."""
+    return every > 0 and (version + 1) % every == 0
+
+
+def _rows(
+    batch: PackedBatch, columns: Columns, rows: NDArray[np.int64]
+) -> tuple[PackedBatch, Columns]:
+    picked: Any = [None if c is None else c[rows] for c in columns]
+    return rows_of(batch, rows), Columns(*picked)
+
+
+def _by_group(
+    sequences: Sequence[NDArray[Any]], groups: Sequence[EpisodeGroup]
+) -> tuple[tuple[NDArray[Any], ...], ...]:
+    """One flat list, in pack's order, as a tuple per group; what follows (worked answers) is
+    left out."""
+    rest = iter(sequences)
+    return tuple(tuple(next(rest) for _ in g.episodes) for g in groups)
+
+
+def _less(
+    data: StepData, batch: PackedBatch, penalty: FloatArray, advantage: schema.Choice
+) -> tuple[StepData, dict[str, float]]:
+    """Rewards less a penalty per token: from the tokens where the estimator looks at them, else
+    from the sequences."""
+    of_tokens = _by_group(unpacked(batch, penalty), data.groups)
+    sums = [np.array([p.sum(dtype=np.float64) for p in g]) for g in of_tokens]
+    flat = np.concatenate(sums)
+    told = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
+    if schema.name_of(advantage) not in TOKEN_LEVEL:
+        rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
+        return replace(data, rewards=rewards), told
+    before = data.token_rewards or tuple((None,) * len(g) for g in of_tokens)
+    less = tuple(
+        tuple(-p if old is None else old - p for old, p in zip(*both, strict=True))
+        for both in zip(before, of_tokens, strict=True)
+    )
+    return replace(data, token_rewards=less), told

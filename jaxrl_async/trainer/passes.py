@@ -1,0 +1,98 @@
+"""Forward passes over a packed batch before its update: what another model says of its tokens.
+
+Used with the policy's own weights (the proximal log-probs), the reference's and a teacher's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.divergence import top_logprobs
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.pack import micro_batches
+from jaxrl_async.trainer.update import Params
+from jaxrl_async.types import FloatArray, IntArray, PackedBatch
+
+
+class LogprobPass:
+    """Compiled log-probs of one kind of model on one mesh. Owned by the trainer's thread."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        *,
+        micro_rows: int,
+        chunk: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        dtype: Any = jnp.float32,
+        attention: str = "auto",
+    ) -> None:
+        """temperature: the sampler's (0 counts as 1); top_k: what `top` gives."""
+        self.spec, self._micro_rows, self._top_k = spec, micro_rows, top_k
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+        self._settings = {
+            "dtype": dtype,
+            "attention": sequence_attention(
+                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
+            ),
+            "chunk": chunk,
+            "temperature": temperature or 1.0,
+        }
+        self._logprobs = jax.jit(self._logprobs_of, out_shardings=self._rows)
+        self._top = jax.jit(self._top_of, out_shardings=self._rows)
+
+    def logprobs(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> FloatArray:
+        """[rows, length] float32 of each token; 0 where a segment starts and in padding."""
+        return self._over(self._logprobs, params, batch, turns)[0]
+
+    def top(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> tuple[IntArray, FloatArray]:
+        """The top_k likeliest tokens at each place and their log-probs; [rows, length, k] each."""
+        ids, logprobs = self._over(self._top, params, batch, turns)
+        return ids, logprobs
+
+    def _over(
+        self,
+        program: Callable[..., Any],
+        params: Params,
+        batch: PackedBatch,
+        turns: AbstractContextManager[Any],
+    ) -> Sequence[NDArray[Any]]:
+        parts = []
+        for micro in micro_batches(batch, self._micro_rows):
+            arrays = (micro.token_ids, micro.positions, micro.segment_ids)
+            with turns:
+                found = program(params, *jax.device_put(arrays, self._rows))
+                parts.append([np.asarray(a) for a in jax.tree.leaves(found)])
+        num_rows = len(batch.token_ids)
+        return [np.concatenate(column)[:num_rows] for column in zip(*parts, strict=True)]
+
+    # ---- inside jit
+
+    def _logprobs_of(self, params: Params, *arrays: Array) -> Array:
+        logprobs, _ = token_logprobs(self.spec, params, *arrays, **self._settings)
+        return logprobs
+
+    def _top_of(self, params: Params, *arrays: Array) -> tuple[Array, Array]:
+        return top_logprobs(self.spec, params, *arrays, k=self._top_k, **self._settings)

@@ -1,0 +1,339 @@
+"""One step of learning: what each companion does to the numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.heads import with_head
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.learner import Companions, Learner, copied, covariance_rank
+from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.passes import LogprobPass
+from jaxrl_async.trainer.shaping import shaping
+from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+VOCAB, ROW = 24, 16
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+)
+MESH = make_slices(schema.Mesh(), jax.devices()).trainer
+TRAINER = schema.Trainer(micro_batch_tokens=4 * ROW, logprob_chunk=32)
+COMMON: dict[str, Any] = {"trainer": TRAINER, "row_length": ROW, "total_steps": 20}
+PASS = LogprobPass(SPEC, MESH, micro_rows=4, chunk=32)
+PARAMS = init_params(SPEC, jax.random.key(0), jnp.float32)
+OTHER = init_params(SPEC, jax.random.key(1), jnp.float32)
+
+
+def group(number: int, *, members: int = 3, version: int = 0) -> EpisodeGroup:
+    rng = np.random.default_rng(number)
+    episodes = []
+    for _ in range(members):
+        length = int(rng.integers(5, ROW - 2))
+        drawn = np.arange(length) >= 2
+        episodes.append(
+            Episode(
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                drawn=drawn,
+                logprobs=np.where(drawn, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
+                versions=np.where(drawn, version, -1).astype(np.int32),
+                stop=StopReason.EOS,
+            )
+        )
+    prompt = Prompt(
+        prompt_id=number, position=number, token_ids=np.zeros(2, np.int32), text="", reference=""
+    )
+    return EpisodeGroup(
+        prompt=prompt,
+        episodes=tuple(episodes),
+        scores=tuple(Score(reward=float(r)) for r in rng.integers(0, 2, members)),
+        ticket=Ticket(group=number, version=version),
+    )
+
+
+GROUPS = [group(n) for n in range(4)]
+
+
+def told_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
+    """The same groups as if `params` had drawn them."""
+    batch = pack_groups(groups, None, ROW)
+    values = PASS.logprobs(params, batch)
+    made = []
+    flat = iter(range(100))
+    for g in groups:
+        episodes = []
+        for e in g.episodes:
+            place = batch.sequence_ids == next(flat)
+            episodes.append(replace(e, logprobs=np.where(e.drawn, values[place], 0)))
+        made.append(replace(g, episodes=tuple(episodes)))
+    return made
+
+
+_STEPS: dict[str, TrainStep] = {}
+
+
+def step_of(section: schema.Algorithm, teacher: schema.Teacher) -> TrainStep:
+    """The same one for the same settings, so that it compiles once."""
+    compiled = section.model_copy(update={"advantage": "", "epochs": 1, "minibatches": 1})
+    key = repr((compiled, teacher))
+    if key not in _STEPS:
+        _STEPS[key] = TrainStep(
+            SPEC, MESH, TRAINER_RULES, algorithm=section, teacher=teacher, **COMMON
+        )
+    return _STEPS[key]
+
+
+def learner_of(
+    *,
+    algorithm: dict | None = None,
+    teacher: dict | None = None,
+    reference: dict | None = None,
+    companions: dict | None = None,
+    **how: Any,
+) -> Learner:
+    section = schema.Algorithm(**{"learning_rate": 1e-2, **(algorithm or {})})
+    of_teacher = schema.Teacher(**(teacher or {}))
+    step = step_of(section, of_teacher)
+    return Learner(
+        step,
+        step.init(PARAMS),
+        algorithm=section,
+        advantage=advantage.resolve(section.advantage),
+        row_length=ROW,
+        companions=Companions(own_pass=PASS, **(companions or {})),
+        teacher=of_teacher,
+        reference=schema.Reference(**(reference or {})),
+        **how,
+    )
+
+
+def moved(learner: Learner, groups: list[EpisodeGroup] = GROUPS, version: int = 0) -> dict:
+    stats = learner.learn(groups, version)
+    assert all(np.isfinite(v) for v in stats.values()), stats
+    assert all(metric_of(key) for key in stats)
+    return stats
+
+
+def apart(a: Any, b: Any) -> float:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+def test_shapings_come_before_the_advantage_and_are_counted() -> None:
+    capped = shaping.resolve({"cap": {"low": 0.0, "high": 0.5}})
+    plain, shaped = learner_of(), learner_of(shapings=(capped,))
+    assert "shaping/capped" not in moved(plain)
+    ones = sum(s.reward == 1 for g in GROUPS for s in g.scores)
+    assert moved(shaped)["shaping/capped"] == ones
+
+
+def test_mini_batches_and_epochs_make_as_many_updates_on_other_rows() -> None:
+    learner = learner_of(algorithm={"epochs": 2, "minibatches": 3})
+    stats = moved(learner)
+    assert stats["train/updates"] == 6 and int(learner.state.step) == 6
+    assert stats["train/tokens"] == 2 * sum(e.num_drawn for g in GROUPS for e in g.episodes)
+    again = learner_of(algorithm={"epochs": 2, "minibatches": 3})
+    moved(again)
+    assert apart(learner.params, again.params) == 0  # the shuffle is keyed
+    other = learner_of(algorithm={"epochs": 2, "minibatches": 3}, seed=1)
+    moved(other)
+    assert apart(learner.params, other.params) > 0
+
+
+def test_with_several_updates_the_proximal_policy_is_the_one_at_the_start() -> None:
+    """With learning rate 0 the policy stays the proximal one, so the loss's ratio is 1."""
+    settings = {"anchor": "proximal", "epochs": 2, "correction": "tis"}
+    still = moved(learner_of(algorithm={**settings, "learning_rate": 0.0}))
+    assert still["policy/ratio_max"] == pytest.approx(1, abs=1e-5) or still["policy/k3_behavior"]
+    moving = learner_of(algorithm=settings)
+    first = moved(moving)
+    assert first["offpolicy/weight_mean"] == pytest.approx(still["offpolicy/weight_mean"], rel=1e-5)
+    assert first["train/loss"] != pytest.approx(still["train/loss"], rel=1e-6)
+
+
+def test_a_divergence_in_the_reward_is_taken_off_where_the_estimator_looks() -> None:
+    drawn = told_by(PARAMS, GROUPS)
+    settings = {"kl_in": "reward", "kl": "k1", "kl_coefficient": 0.5}
+    for estimator in ("group_mean", "reinforce_pp"):
+        algorithm = {**settings, "advantage": estimator}
+        same = learner_of(algorithm=algorithm, companions={"reference": copied(PARAMS)})
+        stats = moved(same, drawn)
+        assert stats["reward/kl"] == pytest.approx(0, abs=1e-5)
+        far = learner_of(algorithm=algorithm, companions={"reference": copied(OTHER)})
+        stats = moved(far, drawn)
+        batch = pack_groups(drawn, None, ROW)
+        gap = PASS.logprobs(PARAMS, batch) - PASS.logprobs(OTHER, batch)
+        wanted = 0.5 * gap[batch.mask].sum() / sum(len(g.episodes) for g in drawn)
+        assert stats["reward/kl"] == pytest.approx(wanted, rel=1e-4)
+        assert apart(same.params, far.params) > 1e-4
+        assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"])
+
+
+def test_the_coefficient_of_the_divergence_follows_its_target() -> None:
+    algorithm = {"kl_coefficient": 0.1, "kl_target": 1e-3, "kl_horizon": 2.0}
+    learner = learner_of(algorithm=algorithm, companions={"reference": copied(OTHER)})
+    first = moved(learner)
+    second = moved(learner, version=1)
+    assert first["policy/kl_coefficient"] == pytest.approx(0.1)
+    assert second["policy/kl_coefficient"] == pytest.approx(0.1 * 1.1)  # far above: + 0.2 / 2
+    loss = second["train/policy_loss"] + 0.11 * second["policy/kl_reference"]
+    assert second["train/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_whole_divergence_is_what_a_million_samples_would_say() -> None:
+    algorithm = {"kl_coefficient": 0.1, "kl": "full"}
+    learner = learner_of(algorithm=algorithm, companions={"reference": copied(PARAMS)})
+    assert moved(learner)["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    far = learner_of(algorithm=algorithm, companions={"reference": copied(OTHER)})
+    assert moved(far)["policy/kl_reference"] > 1e-3
+
+
+def test_the_reference_follows_as_configured() -> None:
+    algorithm = {"kl_coefficient": 0.1}
+    for moves, where in (({}, False), ({"refresh_every": 2}, True), ({"ema": 0.75}, None)):
+        learner = learner_of(
+            algorithm=algorithm, reference=moves, companions={"reference": copied(PARAMS)}
+        )
+        moved(learner)
+        after_one = copied(learner.params)
+        if where is None:
+            mixed = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, PARAMS, after_one)
+            assert apart(learner.reference, mixed) < 1e-6
+            continue
+        assert apart(learner.reference, PARAMS) == 0
+        moved(learner, version=1)
+        assert (apart(learner.reference, learner.params) == 0) == where
+
+
+def test_the_entropy_bonus_is_on_only_below_its_target() -> None:
+    low = learner_of(algorithm={"entropy_target": 9.0, "entropy_step": 0.01})
+    moved(low)
+    assert moved(low, version=1)["policy/entropy_coefficient"] == pytest.approx(0.01)
+    high = learner_of(algorithm={"entropy_target": 0.1, "entropy_coefficient": 0.02})
+    moved(high)
+    assert moved(high, version=1)["policy/entropy_coefficient"] == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"form": "advantage"}, {"form": "loss"}, {"form": "loss", "top_k": 5, "kind": "forward"}],
+    ids=str,
+)
+def test_a_teacher_pulls_the_policy_towards_it(form: dict) -> None:
+    section = {"source": "path", "path": "x", "rewards": 0.0, **form}
+    teacher_pass = LogprobPass(SPEC, MESH, micro_rows=4, chunk=32, top_k=5)
+    learner = learner_of(
+        algorithm={"loss": "reinforce", "correction": "none", "learning_rate": 2e-2},
+        teacher=section,
+        companions={"teacher": copied(OTHER), "teacher_pass": teacher_pass},
+    )
+    key = "policy/teacher_gap" if form["form"] == "advantage" else "policy/teacher_divergence"
+    gaps = [moved(learner, told_by(learner.params, GROUPS), version=v)[key] for v in range(8)]
+    assert gaps[-1] < 0.7 * gaps[0]
+
+
+def test_an_older_copy_of_itself_teaches_and_is_refreshed() -> None:
+    learner = learner_of(
+        teacher={"source": "self", "refresh_every": 2},
+        companions={"teacher": copied(PARAMS), "teacher_pass": PASS},
+    )
+    assert moved(learner, told_by(PARAMS, GROUPS))["policy/teacher_gap"] == pytest.approx(
+        0, abs=1e-5
+    )
+    assert apart(learner.teacher, PARAMS) == 0
+    moved(learner, version=1)
+    assert apart(learner.teacher, learner.params) == 0
+    moved(learner, version=2)
+    assert apart(learner.teacher, learner.params) > 0
+
+
+CRITIC = CriticStep(SPEC, MESH, TRAINER_RULES, learning_rate=1e-2, **COMMON)
+
+
+def critic_parts() -> dict[str, Any]:
+    state = CRITIC.init(with_head(SPEC, PARAMS, "value", jax.random.key(2)))
+    return {"critic": CRITIC, "critic_state": state}
+
+
+def test_a_critic_learns_the_returns_and_the_policy_waits_for_its_warm_up() -> None:
+    learner = learner_of(
+        algorithm={"advantage": "gae", "minibatches": 2},
+        companions=critic_parts(),
+        critic_warmup=2,
+    )
+    losses = []
+    for version in range(2):
+        stats = moved(learner, version=version)
+        assert stats["critic/warming"] == 1 and stats["train/updates"] == 0
+        losses.append(stats["critic/loss"])
+    assert apart(learner.params, PARAMS) == 0 and int(learner.state.step) == 0
+    for version in range(2, 8):
+        stats = moved(learner, version=version)
+        losses.append(stats["critic/loss"])
+    assert stats["critic/warming"] == 0 and apart(learner.params, PARAMS) > 0
+    assert losses[-1] < 0.7 * losses[0]
+    assert learner.critic_state is not None and int(learner.critic_state.step) == 2 * 8
+
+
+def test_worked_answers_mixed_in_are_learnt_beside_the_policys_own() -> None:
+    answer = np.arange(3, 11, dtype=np.int32)
+    pair = (answer, np.arange(8) >= 3)
+    learner = learner_of(
+        algorithm={"supervised_coefficient": 1.0, "supervised_batch": 2},
+        companions={"pairs": iter(lambda: pair, None)},
+    )
+    reports = [moved(learner, version=v) for v in range(6)]
+    assert reports[0]["supervised/tokens"] == 10
+    assert reports[0]["train/tokens"] == sum(e.num_drawn for g in GROUPS for e in g.episodes)
+    assert reports[-1]["supervised/loss"] < 0.8 * reports[0]["supervised/loss"]
+    loss = reports[0]["train/policy_loss"] + reports[0]["supervised/loss"]
+    assert reports[0]["train/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_losses_by_covariance_find_the_tokens_of_the_step(loss: str) -> None:
+    learner = learner_of(algorithm={"loss": {loss: {"share": 0.2}}})
+    stats = moved(learner)
+    if loss == "clip_cov":
+        assert stats["policy/clip_share"] >= 0.2 - 0.02
+
+
+def test_the_rank_of_the_covariance_is_by_size_over_the_learnt_tokens() -> None:
+    rng = np.random.default_rng(0)
+    logs, values = rng.normal(size=(2, 3, 5)).astype(np.float32)
+    mask = rng.random((3, 5)) < 0.6
+    rank = covariance_rank(logs, values, mask)
+    covariance = (logs - logs[mask].mean()) * (values - values[mask].mean())
+    for place in zip(*np.nonzero(mask), strict=True):
+        larger = np.count_nonzero(covariance[mask] > covariance[place])
+        assert rank[place] == pytest.approx(larger / mask.sum())
+    assert (rank[~mask] == 1).all()
+    assert (covariance_rank(logs, values, np.zeros_like(mask)) == 1).all()
+
+
+def test_what_it_saves_makes_another_one_go_on_alike() -> None:
+    how: dict[str, Any] = {
+        "algorithm": {"advantage": "gae", "kl_coefficient": 0.1, "kl_target": 0.01},
+        "reference": {"refresh_every": 2},
+    }
+
+    def fresh() -> Learner:
+        return learner_of(companions={"reference": copied(PARAMS), **critic_parts()}, **how)
+
+    one, two = fresh(), fresh()
+    for version in range(3):
+        moved(one, version=version)
+    two.restore(jax.tree.map(jnp.copy, one.tree()), one.numbers())
+    assert moved(one, version=3) == moved(two, version=3)
+    assert apart(one.tree()["train"].params, two.tree()["train"].params) == 0
+    assert apart(one.tree()["critic"].params, two.tree()["critic"].params) == 0
