@@ -51,6 +51,7 @@ from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.own import own_advantage
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.shaping import has_signal, shaping
@@ -386,7 +387,7 @@ def make_learner(config: Config, policy: Policy, slices: Slices, tokenizer: Toke
         step,
         state,
         algorithm=algorithm,
-        advantage=advantage.resolve(algorithm.advantage),
+        advantage=own_advantage(advantage.resolve(algorithm.advantage), algorithm.advantage),
         shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
         companions=companions,

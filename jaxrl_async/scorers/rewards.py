@@ -6,7 +6,6 @@ of a mapping, the sum of the parts is the reward. Built-ins by name, your own as
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import math
 import re
@@ -15,10 +14,10 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Real
-from pathlib import Path
 from typing import TypeVar
 
 from jaxrl_async.config.schema import Reward
+from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
@@ -61,36 +60,16 @@ def find_reward(name: str) -> RewardFunction:
     """The built-in reward of that name, or the function in FILE.py:FUNCTION. Raises ConfigError."""
     if name in REWARDS:
         return REWARDS[name]
-    file, colon, function = name.rpartition(":")
-    if colon and file:
-        return _user_reward(Path(file), function)
+    if is_own(name):
+        function = load_function(name, "reward.function")
+        _check_signature(function, f"reward.function = {name!r}")
+        return function
     near = get_close_matches(name, REWARDS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"reward.function = {name!r} is unknown; {hint}Known: {', '.join(sorted(REWARDS))}, "
         "or your own as FILE.py:FUNCTION."
     )
-
-
-def _user_reward(file: Path, name: str) -> RewardFunction:
-    where = f"reward.function = '{file}:{name}'"
-    if not file.is_file():
-        raise ConfigError(f"{where}: there is no file {file}. Give the path of a Python file.")
-    spec = importlib.util.spec_from_file_location(f"user_reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{where}: {file} is not a Python file. Its name must end in .py.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"{where}: {file} fails to load: {type(error).__name__}: {error}."
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{where}: {file} has no function {name}.")
-    _check_signature(function, where)
-    return function
 
 
 def _check_signature(function: Callable[..., object], where: str) -> None:

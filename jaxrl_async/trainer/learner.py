@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
 from jaxrl_async.trainer.critic import CriticStep
@@ -45,7 +46,7 @@ TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
 """Advantages that look at token rewards; for all others a KL in the reward is summed over the
 sequence."""
 NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that look at TokenInputs.covariance_rank."""
+"""Losses that look at TokenInputs.covariance_rank; so may a user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,8 @@ class Learner:
         self.reference, self.teacher = companions.reference, companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
+        loss = schema.name_of(algorithm.loss)
+        self._needs_covariance = loss in NEEDS_COVARIANCE or is_own(loss)
         self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
         self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(2,))
 
@@ -170,8 +173,7 @@ class Learner:
         in_reward = algorithm.kl_in == "reward" and self.reference is not None
         advised = self._teacher.source != "none" and self._teacher.form == "advantage"
         updates = algorithm.epochs * algorithm.minibatches
-        covariance = schema.name_of(algorithm.loss) in NEEDS_COVARIANCE
-        if has.own_pass is not None and (updates > 1 or in_reward or covariance):
+        if has.own_pass is not None and (updates > 1 or in_reward or self._needs_covariance):
             found["proximal"] = has.own_pass.logprobs(self.state.params, batch, turns)
         if has.own_pass is not None and in_reward:
             found["reference"] = has.own_pass.logprobs(self.reference, batch, turns)
@@ -232,7 +234,7 @@ class Learner:
         turns: AbstractContextManager[Any],
     ) -> Columns:
         columns = Columns(proximal_logprobs=found.get("proximal"))
-        if schema.name_of(self._algorithm.loss) in NEEDS_COVARIANCE:
+        if self._needs_covariance:
             rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
             columns = columns._replace(covariance_rank=rank)
         teacher, has = self._teacher, self._with

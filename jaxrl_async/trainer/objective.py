@@ -33,6 +33,7 @@ from jaxrl_async.trainer.offpolicy import (
     divergence_by_lag,
     off_policy_measures,
 )
+from jaxrl_async.trainer.own import own_loss
 
 
 class Coefficients(NamedTuple):
@@ -71,7 +72,7 @@ def make_recipe(algorithm: schema.Algorithm, teacher: schema.Teacher | None = No
     """The functions that the configuration names. ConfigError with the nearest known name."""
     distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
     return Recipe(
-        loss=token_loss.resolve(algorithm.loss),
+        loss=own_loss(token_loss.resolve(algorithm.loss), algorithm),
         correction=combined(algorithm.correction),
         kl=kl.resolve(algorithm.kl),
         coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),

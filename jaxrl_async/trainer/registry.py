@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from jaxrl_async.config.schema import Choice
+from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,11 +37,17 @@ class Registry(Generic[F]):
         return len(self._functions)
 
     def __getitem__(self, name: str) -> F:
-        """The function of this name; ConfigError with the nearest name where there is none."""
+        """The function of this name, or FILE.py:FUNCTION of a user's file.
+
+        ConfigError with the nearest name where there is none.
+        """
+        if is_own(name):
+            return load_function(name, self.kind)  # type: ignore[return-value]
         if name not in self._functions:
             known = ", ".join(sorted(self._functions))
             raise ConfigError(
-                f"unknown {self.kind} {name!r}{_nearest(name, self)} (known: {known})."
+                f"unknown {self.kind} {name!r}{_nearest(name, self)} (known: {known}; or "
+                "your own as FILE.py:FUNCTION)."
             )
         return self._functions[name]
 

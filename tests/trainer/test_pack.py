@@ -133,7 +133,12 @@ def test_packing_is_deterministic_and_no_row_could_take_a_later_one(masks):
 
 def test_types_are_those_of_the_carrier():
     batch = pack_groups(*drawn_groups([[[True, False, True]]]), 8)
-    wanted = {"mask": np.bool_, "behavior_logprobs": np.float32, "advantages": np.float32}
+    wanted = {
+        "mask": np.bool_,
+        "supervised": np.bool_,
+        "behavior_logprobs": np.float32,
+        "advantages": np.float32,
+    }
     for name in FIELDS:
         assert getattr(batch, name).dtype == wanted.get(name, np.int32), name
     for part in micro_batches(batch, 3):

@@ -1,0 +1,39 @@
+"""A function from the user's own Python file, named FILE.py:FUNCTION in the configuration."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.errors import ConfigError
+
+
+def is_own(name: str) -> bool:
+    """Whether a name in the configuration means a function in a file."""
+    file, colon, _ = name.rpartition(":")
+    return bool(colon and file)
+
+
+def load_function(name: str, where: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION names. Raises ConfigError, which begins with `where`."""
+    file, _, function = name.rpartition(":")
+    path, where = Path(file), f"{where} = {name!r}"
+    if not path.is_file():
+        raise ConfigError(f"{where}: there is no file {path}. Give the path of a Python file.")
+    module_name = f"user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{where}: {path} is not a Python file. Its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickling look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {path} fails to load: {type(error).__name__}: {error}."
+        ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"{where}: {path} has no function {function}.")
+    return found
