@@ -85,14 +85,16 @@ def arrays() -> Arrays:
     pair_lengths = rng.integers(2, LENGTH, 2 * PAIRS)
     pair_mask = (np.arange(LENGTH + 1) <= pair_lengths[:, None]) & (np.arange(LENGTH + 1) > 0)
     pair_policy = -rng.exponential(1.0, (2 * PAIRS, LENGTH))
+    pair_logits = rng.normal(0, 1.5, (2 * PAIRS, LENGTH, VOCAB))
+    pair_tokens = rng.integers(1, VOCAB, (2 * PAIRS, LENGTH))
     floats = {
         "policy": policy,
         "proximal": policy + rng.normal(0, 0.3, shape),
         "behavior": policy + rng.normal(0, 0.4, shape),
         "reference": policy + rng.normal(0, 0.5, shape),
         "entropy": rng.uniform(0, 2, shape),
-        "advantages": rng.normal(0.3, 1, SEQUENCES),
-        "token_advantages": rng.normal(0.3, 1, shape),
+        "advantages": rng.normal(0.8, 1, SEQUENCES),
+        "token_advantages": rng.normal(0.8, 1, shape),
         "rewards": rng.normal(0, 1, (SEQUENCES, 2)),
         "large_rewards": rng.normal(0, 1e4, (SEQUENCES, 2)),
         "token_rewards": rng.normal(0, 1, shape),
@@ -103,6 +105,9 @@ def arrays() -> Arrays:
         "teacher_logits": teacher,
         "pair_policy": pair_policy,
         "pair_reference": pair_policy + rng.normal(0, 0.6, pair_policy.shape),
+        "pair_logits": pair_logits,
+        "pair_logits_reference": _log_softmax(pair_logits, pair_tokens)
+        + rng.normal(0, 0.3, pair_policy.shape),
         "stranger_policy": rng.normal(-20, 3, 2 * PAIRS),
         "stranger_reference": rng.normal(-21, 3, 2 * PAIRS),
         "means": -rng.exponential(1.0, 2 * PAIRS) - 0.05,
@@ -115,6 +120,9 @@ def arrays() -> Arrays:
         "tokens": tokens,
         "group_size": np.array(GROUP),
         "pair_mask": pair_mask,
+        "pair_drawn": pair_mask[:, 1:],
+        "pair_single": np.arange(LENGTH) == pair_lengths[:, None] - 1,
+        "pair_tokens": pair_tokens,
         "good": rng.random(2 * PAIRS) < 0.6,
     }
 
@@ -141,8 +149,12 @@ def policy_loss(a: Arrays, *, behavior: str = "proximal", **algorithm: Any) -> d
     Two sequences share a row, as packing would have it. behavior: which array drew the tokens; the
     weights at the start of the step are always `proximal`.
     """
-    function = policy_function(a, behavior, algorithm)
-    loss, gradient = jax.value_and_grad(function)(jnp.asarray(a["policy"]))
+    return value_and_gradient(policy_function(a, behavior, algorithm), a["policy"])
+
+
+def value_and_gradient(function: Callable[..., jax.Array], at: np.ndarray) -> dict[str, Any]:
+    """What `agree` wants to see of a function of one array."""
+    loss, gradient = jax.value_and_grad(function)(jnp.asarray(at))
     return {"loss": loss, "gradient": gradient}
 
 

@@ -1,6 +1,5 @@
 """Losses and advantages against TRL's own code, on the same arrays."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from agree import (
     our_advantages,
     per_sequence,
     policy_loss,
+    value_and_gradient,
     without_tokens,
 )
 
@@ -177,11 +177,6 @@ CASES = {
 def trl(tmp_path_factory):
     """TRL's results, from one process."""
     return ask("trl", CASES, tmp_path_factory.mktemp("trl"))
-
-
-def value_and_gradient(function, at):
-    loss, gradient = jax.value_and_grad(function)(jnp.asarray(at))
-    return {"loss": loss, "gradient": gradient}
 
 
 def test_every_setting_makes_a_difference(trl):
