@@ -26,6 +26,7 @@ from jaxrl_async.types import Episode, EpisodeGroup, PackedBatch, Prompt, Score,
 HERE = Path(__file__).parent
 GROUPS, GROUP, LENGTH, VOCAB, PAIRS = 3, 4, 14, 11, 6
 SEQUENCES = GROUPS * GROUP
+SEEDS = (7, 8)
 TOLERANCE = 1e-5
 """Largest difference over the largest value, of losses and of gradients; all are float32."""
 
@@ -39,41 +40,47 @@ ROWS: list[tuple[str, str, str, float, float]] = []
 # ---- the peer's side
 
 
-def ask(peer: str, cases: Mapping[str, Any], folder: Path) -> dict[str, Result]:
-    """Run tests/agreement/worker_<peer>.py in the peer's environment; results by case.
+def ask(peer: str, cases: Mapping[str, Any], folder: Path) -> dict[int, dict[str, Result]]:
+    """Run worker_<peer>.py in the peer's environment; results by seed and case.
 
     cases: name -> (function of the worker, its settings). Skips where there is no environment.
     """
     home = os.environ.get("JAXRL_PEERS")
     if not home:
-        pytest.skip("JAXRL_PEERS is not set: no environments of peers (benchmarks/peers)")
+        pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
     python = Path(home) / peer / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no environment {peer!r} in $JAXRL_PEERS (benchmarks/peers/environments.py)")
-    np.savez(folder / "in.npz", cases=json.dumps(cases), **arrays())
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        pytest.skip(f"no environment {peer!r} in $JAXRL_PEERS (docs/agreement.md)")
+    files = [(folder / f"in_{seed}.npz", folder / f"out_{seed}.npz") for seed in SEEDS]
+    for seed, (given, _) in zip(SEEDS, files, strict=True):
+        np.savez(given, cases=json.dumps(cases), **arrays(seed))
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
-        [python, HERE / f"worker_{peer}.py", folder / "in.npz", folder / "out.npz"],
+        [python, HERE / f"worker_{peer}.py", *(path for pair in files for path in pair)],
         capture_output=True,
         text=True,
         env={**environment, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(folder / "out.npz") as out:
-        results: dict[str, dict[str, np.ndarray]] = {name: {} for name in cases}
-        for key in out.files:
-            if key != "version":
-                name, value = key.rsplit("/", 1)
-                results[name][value] = out[key]
-        return {name: {**r, "version": out["version"]} for name, r in results.items()}
+    return {seed: _answers(out, cases) for seed, (_, out) in zip(SEEDS, files, strict=True)}
+
+
+def _answers(path: Path, cases: Mapping[str, Any]) -> dict[str, Result]:
+    with np.load(path) as out:
+        version = out["version"]
+        return {
+            name: {"version": version}
+            | {k.rsplit("/", 1)[1]: out[k] for k in out.files if k.rsplit("/", 1)[0] == name}
+            for name in cases
+        }
 
 
 # ---- the arrays that both see
 
 
-def arrays() -> Arrays:
+def arrays(seed: int) -> Arrays:
     """Ragged sequences with tokens that are not drawn among them, and everything said of them."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     shape, logits = (SEQUENCES, LENGTH), (SEQUENCES, LENGTH, VOCAB)
     lengths = rng.integers(2, LENGTH, SEQUENCES)
     lengths[[0, 5]] = LENGTH, 1
@@ -81,7 +88,7 @@ def arrays() -> Arrays:
     mask[np.arange(SEQUENCES), lengths - 1] = True
     tokens = rng.integers(1, VOCAB, shape)
     learner, teacher = rng.normal(0, 1.5, (2, *logits))
-    policy = _log_softmax(learner, tokens)
+    policy = _of(tokens, learner)
     pair_lengths = rng.integers(2, LENGTH, 2 * PAIRS)
     pair_mask = (np.arange(LENGTH + 1) <= pair_lengths[:, None]) & (np.arange(LENGTH + 1) > 0)
     pair_policy = -rng.exponential(1.0, (2 * PAIRS, LENGTH))
@@ -103,13 +110,14 @@ def arrays() -> Arrays:
         "returns": rng.normal(0, 1, shape),
         "logits": learner,
         "teacher_logits": teacher,
+        "teacher": _of(tokens, teacher),
         "pair_policy": pair_policy,
         "pair_reference": pair_policy + rng.normal(0, 0.6, pair_policy.shape),
         "pair_logits": pair_logits,
-        "pair_logits_reference": _log_softmax(pair_logits, pair_tokens)
+        "pair_logits_reference": _of(pair_tokens, pair_logits)
         + rng.normal(0, 0.3, pair_policy.shape),
         "stranger_policy": rng.normal(-20, 3, 2 * PAIRS),
-        "stranger_reference": rng.normal(-21, 3, 2 * PAIRS),
+        "stranger_reference": rng.normal(-25, 3, 2 * PAIRS),
         "means": -rng.exponential(1.0, 2 * PAIRS) - 0.05,
         "pair_rewards": rng.normal(0, 1, 2 * PAIRS),
         "margin": rng.uniform(0, 1, PAIRS),
@@ -134,10 +142,14 @@ def without_tokens(a: Arrays, sequence: int) -> Arrays:
     return {**a, "mask": mask}
 
 
-def _log_softmax(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def _of(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Log-probs of the tokens; [..., vocab] -> [...]."""
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.take_along_axis(logprobs, tokens[..., None], -1)[..., 0]
+    return np.take_along_axis(log_softmax(logits), tokens[..., None], -1)[..., 0]
 
 
 # ---- our side
@@ -293,7 +305,7 @@ def agree(
         (name, peer, str(theirs["version"]), found.get("loss", nothing),
          found.get("gradient", nothing))
     )  # fmt: skip
-    assert max(found.values()) < TOLERANCE, f"{name} and {peer} differ: {found}"
+    assert found and all(d < TOLERANCE for d in found.values()), f"{name}, {peer}: {found}"
 
 
 def table() -> list[str]:
@@ -302,6 +314,9 @@ def table() -> list[str]:
     lines = []
     for key in sorted(names, key=lambda k: (k[1], k[0])):
         numbers = np.array([row[3:] for row in ROWS if row[:3] == key])
-        cells = ["" if np.isnan(c).all() else f"{np.nanmax(c):.0e}" for c in numbers.T]
+        cells = [
+            "" if np.isnan(c).all() else f"{np.nanmax(c):.0e}".replace("0e+00", "0")
+            for c in numbers.T
+        ]
         lines.append("| " + " | ".join([f"`{key[0]}`", key[1], key[2], *cells]) + " |")
     return lines

@@ -1,5 +1,6 @@
 """Losses and advantages against TRL's own code, on the same arrays."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,19 +8,28 @@ from agree import (
     GROUP,
     LENGTH,
     PAIRS,
+    SEEDS,
     SEQUENCES,
+    VOCAB,
     agree,
     arrays,
     ask,
+    log_softmax,
     our_advantages,
     per_sequence,
+    policy_function,
     policy_loss,
     value_and_gradient,
     without_tokens,
 )
 
 from jaxrl_async.model.divergence import Kind
-from jaxrl_async.trainer.distill import distill_logits
+from jaxrl_async.trainer.distill import (
+    distill_logits,
+    distill_token,
+    distill_top,
+    teacher_advantages,
+)
 from jaxrl_async.trainer.losses import TokenInputs, cross_entropy
 from jaxrl_async.trainer.preference import (
     PairInputs,
@@ -158,6 +168,7 @@ CASES = {
         "policy",
         {**vllm("token_mask", WIDE, None), "off_policy_mask_threshold": 0.05},
     ),
+    "asynchronous": ("asynchronous", {"epsilon_low": 0.1, "epsilon_high": 0.28}),
     **{name: ("dpo", theirs) for name, theirs in DPO.items()},
     "cross_entropy": ("dpo", {"loss_type": "sft"}),
     "kto": ("kto", KTO),
@@ -170,76 +181,101 @@ CASES = {
         for kind in ("jsd", "chunked_jsd")
         for name, (beta, _) in JSD.items()
     },
+    "top forward": ("top", {"beta": 0, "k": 4}),
+    "top reverse": ("top", {"beta": 1, "k": 4}),
+    "token": ("token", {}),
+    "sampled": ("sampled", {}),
 }
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory):
+def answers(tmp_path_factory):
     """TRL's results, from one process."""
     return ask("trl", CASES, tmp_path_factory.mktemp("trl"))
 
 
-def test_every_setting_makes_a_difference(trl):
+@pytest.fixture(params=SEEDS)
+def both(request, answers):
+    """The arrays of a seed, and TRL's results on them."""
+    return arrays(request.param), answers[request.param]
+
+
+def test_every_setting_makes_a_difference(both):
     """Nothing below can agree because a setting does nothing on these arrays."""
+    _, trl = both
     gradients = np.array([trl[name]["gradient"].ravel() for name in (*POLICY, *CORRECTED)])
     apart = np.abs(gradients[:, None] - gradients[None]).max(-1) / np.abs(gradients).max()
     assert apart[~np.eye(len(apart), dtype=bool)].min() > 1e-3
 
 
 @pytest.mark.parametrize("name", POLICY)
-def test_policy_losses(trl, name):
-    agree(name, "GRPOTrainer", policy_loss(arrays(), **POLICY[name][1]), trl[name])
+def test_policy_losses(both, name):
+    a, trl = both
+    agree(name, "GRPOTrainer", policy_loss(a, **POLICY[name][1]), trl[name])
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-def test_corrections_between_sampler_and_learner(trl, name):
+def test_corrections_between_sampler_and_learner(both, name):
+    a, trl = both
     correction = CORRECTED[name][-1]
-    ours = policy_loss(arrays(), behavior="behavior", anchor="proximal", correction=correction)
+    ours = policy_loss(a, behavior="behavior", anchor="proximal", correction=correction)
     agree(f"correction: {name}", "GRPOTrainer", ours, trl[name])
 
 
-def test_vespo_takes_the_whole_ratio_from_the_sampler_on(trl):
-    ours = policy_loss(arrays(), behavior="behavior", loss="vespo")
+def test_the_asynchronous_trainers_loss(both):
+    a, trl = both
+    loss = {"ppo_clip": {"clip_low": 0.1, "clip_high": 0.28}}
+    ours = policy_loss(a, behavior="behavior", loss=loss)
+    agree("ppo_clip, token_mean", "AsyncGRPOTrainer", ours, trl["asynchronous"])
+
+
+def test_vespo_takes_the_whole_ratio_from_the_sampler_on(both):
+    a, trl = both
+    ours = policy_loss(a, behavior="behavior", loss="vespo")
     agree("vespo", "GRPOTrainer", ours, trl["vespo, sampler's"])
 
 
-def test_opsm_measures_from_the_sampler_on(trl):
+def test_opsm_measures_from_the_sampler_on(both):
+    a, trl = both
     corrections = [{"opsm": {"delta": 0.05}}, {"truncate": {"cap": WIDE}}]
-    ours = policy_loss(arrays(), behavior="behavior", anchor="proximal", correction=corrections)
+    ours = policy_loss(a, behavior="behavior", anchor="proximal", correction=corrections)
     agree("opsm", "GRPOTrainer", ours, trl["opsm, sampler's"])
 
 
-def test_losses_without_a_ratio_on_policy(trl):
+def test_losses_without_a_ratio_on_policy(both):
     """TRL's RLOO clips the whole sequence's ratio, 1 on-policy: its gradient is REINFORCE's there.
 
     The loss itself differs: one is -r A, the other -A log policy.
     """
-    a = arrays()
+    a, trl = both
     a["proximal"] = a["policy"]
     gradient = policy_loss(a, loss="reinforce", aggregate="sequence_sum")["gradient"]
     agree("reinforce, sequence_sum", "RLOOTrainer", {"gradient": gradient}, trl["on-policy"])
 
 
 @pytest.mark.parametrize("name", ["group_mean", "rloo"])
-def test_advantages_without_a_standard_deviation(trl, name):
-    a, theirs = arrays(), trl[f"advantage {name}"]
+def test_advantages_without_a_standard_deviation(both, name):
+    a, trl = both
+    theirs = trl[f"advantage {name}"]
     found = our_advantages(a, name, rewards=a["rewards"].sum(1)).advantages
     advantages(name, per_sequence(found), theirs)
 
 
-def test_group_normalized_up_to_the_standard_deviation(trl):
+def test_group_normalized_up_to_the_standard_deviation(both):
     """TRL divides by (G - 1) in the variance (DeepSeekMath does not say; ours, like NumPy: by G),
     and adds 1e-4: with that epsilon scaled the factor is exact."""
-    a, theirs = arrays(), trl["advantage group_normalized"]
+    a, trl = both
+    theirs = trl["advantage group_normalized"]
     factor = np.sqrt((GROUP - 1) / GROUP)
     choice = {"group_normalized": {"epsilon": 1e-4 * factor}}
     found = per_sequence(our_advantages(a, choice, rewards=a["rewards"].sum(1)).advantages)
     advantages("group_normalized", factor * found, theirs)
 
 
-def test_gdpo_up_to_the_standard_deviations(trl):
+def test_gdpo_up_to_the_standard_deviations(both):
     """The same in groups, and over the batch: there the factor of each group has gone."""
-    a, theirs = arrays(), trl["advantage gdpo"]
+    a, trl = both
+    theirs = trl["advantage gdpo"]
     in_groups, in_batch = np.sqrt((GROUP - 1) / GROUP), np.sqrt((SEQUENCES - 1) / SEQUENCES)
     choice = {"gdpo": {"epsilon": 1e-4 * in_batch / in_groups}}
     rewards = a["large_rewards"]  # so large that the first epsilon does not count
@@ -271,16 +307,17 @@ def pairs(a, at):
 
 
 @pytest.mark.parametrize("name", DPO)
-def test_preference_losses_with_a_reference(trl, name):
-    a, settings = arrays(), {k: v for k, v in DPO[name].items() if k != "loss_type"}
+def test_preference_losses_with_a_reference(both, name):
+    a, trl = both
+    settings = {k: v for k, v in DPO[name].items() if k != "loss_type"}
     ours = value_and_gradient(
         lambda at: preference_loss[name](pairs(a, at), **settings).loss.mean(), a["pair_policy"]
     )
     agree(name, "DPOTrainer", ours, trl[name])
 
 
-def test_kto_of_answers_without_partners(trl):
-    a = arrays()
+def test_kto_of_answers_without_partners(both):
+    a, trl = both
     good, mask = a["good"], a["pair_mask"][:, 1:]
     reference, zeros = (a["pair_reference"] * mask).sum(1), np.zeros(2 * PAIRS, np.float32)
     strangers = np.sum(a["stranger_policy"] - a["stranger_reference"])
@@ -306,9 +343,10 @@ def test_kto_of_answers_without_partners(trl):
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
-def test_preference_losses_without_a_reference(trl, name):
+def test_preference_losses_without_a_reference(both, name):
     """By mean log-probs. TRL's likelihood beside orpo's odds ratio is one of prompt and answer; the
     paper's (eq. 6) and ours of the answer: it is taken out here."""
+    a, trl = both
     ones = np.ones(PAIRS, np.float32)
 
     def loss(means):
@@ -317,13 +355,13 @@ def test_preference_losses_without_a_reference(trl, name):
             return simpo(x, beta=2.0, gamma=0.7).loss.mean()
         return (orpo(x, beta=0.2).loss + x.chosen_logprobs).mean()
 
-    ours = value_and_gradient(loss, arrays()["means"])
+    ours = value_and_gradient(loss, a["means"])
     peer = {"simpo": "CPOTrainer", "orpo": "ORPOTrainer"}[name]
     agree(name, peer, ours, trl[name])
 
 
-def test_likelihood_of_the_chosen_answers(trl):
-    a = arrays()
+def test_likelihood_of_the_chosen_answers(both):
+    a, trl = both
     mask = a["pair_mask"][:PAIRS, 1:]
 
     def loss(at):
@@ -342,8 +380,8 @@ def policy_inputs(logprobs, mask):
 
 
 @pytest.mark.parametrize("name", ["reward", "reward with margin"])
-def test_bradley_terry(trl, name):
-    a = arrays()
+def test_bradley_terry(both, name):
+    a, trl = both
     margin = a["margin"] if name == "reward with margin" else None
     ours = value_and_gradient(
         lambda at: bradley_terry(*jnp.split(at, 2), margin).loss.mean(), a["pair_rewards"]
@@ -356,35 +394,83 @@ def test_bradley_terry(trl, name):
 
 @pytest.mark.parametrize("peer", ["jsd", "chunked_jsd"])
 @pytest.mark.parametrize("name", JSD)
-def test_divergences_of_logits(trl, peer, name):
-    a, (beta, kind) = arrays(), JSD[name]
+def test_divergences_of_logits(both, peer, name):
+    a, trl = both
+    beta, kind = JSD[name]
 
     def loss(logits):
         teacher = jnp.asarray(a["teacher_logits"]) / 0.7
         found = distill_logits(logits / 0.7, teacher, kind=kind, beta=beta)
-        return jnp.sum(jnp.where(a["mask"], found, 0.0)) / a["mask"].sum()
+        return masked_mean(a, found)
 
     trainer = {"jsd": "GKDTrainer", "chunked_jsd": "DistillationTrainer"}[peer]
     ours = value_and_gradient(loss, a["logits"])
     agree(f"distill_logits {name}", trainer, ours, trl[f"{peer} {name}"])
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_divergences_of_the_likeliest_tokens(both, kind):
+    """The k likeliest are the teacher's for forward, the student's for reverse."""
+    a, trl = both
+    of = a["teacher_logits"] if kind == "forward" else a["logits"]
+    ids = np.argsort(-of, axis=-1)[..., :4]
+    known = np.take_along_axis(log_softmax(a["teacher_logits"]), ids, -1)
+
+    def loss(logits):
+        tokens = (logits.reshape(-1, VOCAB), ids.reshape(-1, 4), known.reshape(-1, 4))
+        return masked_mean(a, distill_top(*tokens, kind=kind))
+
+    ours = value_and_gradient(loss, a["logits"])
+    agree(f"distill_top {kind}", "IWOPDTrainer", ours, trl[f"top {kind}"])
+
+
+def test_divergence_of_the_drawn_token(both):
+    a, trl = both
+
+    def loss(logits):
+        known = (a["tokens"].reshape(-1), a["teacher"].reshape(-1))
+        return masked_mean(a, distill_token(logits.reshape(-1, VOCAB), *known, kind="reverse"))
+
+    agree(
+        "distill_token reverse", "IWOPDTrainer", value_and_gradient(loss, a["logits"]), trl["token"]
+    )
+
+
+def test_on_policy_distillation_is_a_policy_gradient(both):
+    a, trl = both
+    gap = np.asarray(teacher_advantages(a["behavior"], a["teacher"], a["mask"]))
+    loss = policy_function({**a, "advantages": gap}, "behavior", {"loss": "gpg"})
+
+    def of_logits(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        return loss(jnp.take_along_axis(logprobs, a["tokens"][..., None], -1)[..., 0])
+
+    ours = value_and_gradient(of_logits, a["logits"])
+    agree("teacher_advantages, gpg", "IWOPDTrainer", ours, trl["sampled"])
+
+
+def masked_mean(a, values):
+    """Over the learnt tokens."""
+    return jnp.sum(jnp.where(a["mask"].reshape(-1), values.reshape(-1), 0.0)) / a["mask"].sum()
+
+
 # ---- where definitions differ on purpose
 
 
-def test_a_sequence_with_nothing_to_learn_counts_in_trl_and_not_here(trl):
+def test_a_sequence_with_nothing_to_learn_counts_in_trl_and_not_here(both):
     """TRL divides by all sequences of the batch, we by those that have a token to learn."""
-    a = without_tokens(arrays(), 2)
+    a, trl = both
+    a = without_tokens(a, 2)
     ours = policy_loss(a, aggregate="sequence_mean")
     factor = SEQUENCES / (SEQUENCES - 1)
     agree("an empty sequence", "GRPOTrainer", ours, trl["an empty sequence"], factor=factor)
 
 
-def test_micro_batches_of_trl_weigh_by_their_own_tokens_and_ours_by_the_steps(trl):
+def test_micro_batches_of_trl_weigh_by_their_own_tokens_and_ours_by_the_steps(both):
     """TRL's bnpo: mean over micro-batches of their token means. Ours: the step's token mean, of
     which a micro-batch's share is its own tokens / all tokens."""
-    a = arrays()
-    half, tokens = SEQUENCES // 2, arrays()["mask"].sum()
+    a, trl = both
+    half, tokens = SEQUENCES // 2, a["mask"].sum()
     ours = policy_loss(a)
     for part, rows in enumerate((slice(None, half), slice(half, None))):
         factor = 2 * a["mask"][rows].sum() / tokens

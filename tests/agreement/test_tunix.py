@@ -6,6 +6,7 @@ import pytest
 from agree import (
     GROUP,
     LENGTH,
+    SEEDS,
     SEQUENCES,
     VOCAB,
     agree,
@@ -85,9 +86,15 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def tunix(tmp_path_factory):
+def answers(tmp_path_factory):
     """Tunix's results, from one process."""
     return ask("tunix", CASES, tmp_path_factory.mktemp("tunix"))
+
+
+@pytest.fixture(params=SEEDS)
+def both(request, answers):
+    """The arrays of a seed, and Tunix's results on them."""
+    return arrays(request.param), answers[request.param]
 
 
 def of_logits(logits, tokens, temperature=1.0):
@@ -106,8 +113,9 @@ def by_logits(a, settings, temperature=1.0):
     )
 
 
-def test_every_setting_makes_a_difference(tunix):
+def test_every_setting_makes_a_difference(both):
     """Nothing below can agree because a setting does nothing on these arrays."""
+    _, tunix = both
     for cases in (POLICY, PPO):
         gradients = np.array([tunix[name]["gradient"].ravel() for name in cases])
         apart = np.abs(gradients[:, None] - gradients[None]).max(-1) / np.abs(gradients).max()
@@ -115,21 +123,22 @@ def test_every_setting_makes_a_difference(tunix):
 
 
 @pytest.mark.parametrize("name", POLICY)
-def test_policy_losses(tunix, name):
+def test_policy_losses(both, name):
+    a, tunix = both
     theirs, ours = POLICY[name]
-    found = by_logits(arrays(), dict(ours), theirs.get("temperature", 1.0))
+    found = by_logits(a, dict(ours), theirs.get("temperature", 1.0))
     agree(name, "Tunix grpo_loss_fn", found, tunix[name])
 
 
 @pytest.mark.parametrize("name", PPO)
-def test_policy_losses_with_an_advantage_for_each_token(tunix, name):
-    a = arrays()
+def test_policy_losses_with_an_advantage_for_each_token(both, name):
+    a, tunix = both
     found = by_logits({**a, "advantages": a["token_advantages"]}, dict(PPO[name][1]))
     agree(name, "Tunix ppo_policy_loss_fn", found, tunix[name])
 
 
-def test_the_critics_loss(tunix):
-    a = arrays()
+def test_the_critics_loss(both):
+    a, tunix = both
 
     def loss(values):
         found = value_loss(values[..., 0], a["old_values"], a["returns"], a["mask"], clip=0.3)
@@ -139,9 +148,9 @@ def test_the_critics_loss(tunix):
     agree("value_loss", "Tunix ppo_value_loss_fn", ours, tunix["value_loss"])
 
 
-def test_gae_up_to_the_standard_deviation(tunix):
+def test_gae_up_to_the_standard_deviation(both):
     """Tunix's whitening divides by (tokens - 1) in the variance, ours by tokens."""
-    a = arrays()
+    a, tunix = both
     drawn, tokens = a["mask"], a["mask"].sum()
     found = our_advantages(
         a,
@@ -161,21 +170,22 @@ def test_gae_up_to_the_standard_deviation(tunix):
 
 
 @pytest.mark.parametrize("name", ["group_normalized", "group_mean", "rloo"])
-def test_advantages_of_groups(tunix, name):
+def test_advantages_of_groups(both, name):
     """Tunix divides by (G - 1) in the variance, ours by G; its epsilon is 1e-6 as well."""
+    a, tunix = both
     factor = np.sqrt((GROUP - 1) / GROUP) if name == "group_normalized" else 1.0
     choice = {name: {"epsilon": 1e-6 * factor}} if name == "group_normalized" else name
-    a, theirs = arrays(), tunix[name]
+    theirs = tunix[name]
     found = per_sequence(our_advantages(a, choice, rewards=a["rewards"].sum(1)).advantages)
     theirs = {**theirs, "loss": theirs["advantages"]}
     agree(f"advantage: {name}", "Tunix", {"loss": found * factor}, theirs)
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo"])
-def test_preference_losses(tunix, name):
+def test_preference_losses(both, name):
     """orpo on answers of one token: Tunix takes the odds of whole answers, the paper (eq. 3) and
     ours those of the mean log-prob."""
-    a = arrays()
+    a, tunix = both
     mask = a["pair_drawn" if name == "dpo" else "pair_single"]
     lengths = jnp.split(jnp.asarray(mask.sum(1)), 2)
     references = np.split((a["pair_logits_reference"] * mask).sum(1), 2)
@@ -190,9 +200,10 @@ def test_preference_losses(tunix, name):
     agree(name, "Tunix dpo_loss_fn", ours, tunix[name])
 
 
-def test_distillation_of_logits(tunix):
-    """Tunix multiplies by temperature^2 (Hinton et al. 2015, sec. 2), which we leave to the rate."""
-    a, temperature, alpha = arrays(), DISTILL["temperature"], DISTILL["alpha"]
+def test_distillation_of_logits(both):
+    """Tunix multiplies by temperature^2 (Hinton et al. 2015, sec. 2); we leave that to the user."""
+    a, tunix = both
+    temperature, alpha = DISTILL["temperature"], DISTILL["alpha"]
 
     def loss(logits):
         teacher = jnp.asarray(a["teacher_logits"]) / temperature
@@ -204,8 +215,9 @@ def test_distillation_of_logits(tunix):
     agree(name, "Tunix LogitStrategy", value_and_gradient(loss, a["logits"]), tunix[name])
 
 
-def test_the_overlong_penalty_up_to_the_longest_answer(tunix):
+def test_the_overlong_penalty_up_to_the_longest_answer(both):
     """Beyond it DAPO's (eq. 13) and ours stay at -1; Tunix's goes on falling."""
+    _, tunix = both
     longest, buffer = OVERLONG["longest"], OVERLONG["buffer"]
     ours = [soft_overlong_penalty(n, longest, buffer) for n in OVERLONG["lengths"]]
     theirs = tunix["overlong"]

@@ -1,4 +1,6 @@
-"""TRL's own losses on given arrays. Run with TRL's interpreter: worker_trl.py ARRAYS.npz OUT.npz
+"""TRL's own losses on given arrays. Run with TRL's interpreter:
+
+    worker_trl.py ARRAYS.npz OUT.npz [ARRAYS.npz OUT.npz ...]
 
 A trainer is made without its constructor: its configuration, the attributes that the loss reads,
 and stubs for what would run a model or generate. The loss and the advantages are TRL's code.
@@ -23,9 +25,11 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.iw_opd import IWOPDTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer import distillation_trainer
 
@@ -156,6 +160,41 @@ def policy(arrays, *, trainer="grpo", rewards="rewards", proximal="proximal", wi
         return one._compute_loss(one.model, inputs)
 
     return loss_and_gradient(loss, arrays["policy"]) | {"advantages": own}
+
+
+def asynchronous(arrays, **settings):
+    """AsyncGRPOTrainer: one packed row, the ratio against what drew the tokens."""
+    mask = torch.tensor(arrays["mask"]).reshape(1, -1)
+    places, rest = torch.arange(mask.numel())[None], -torch.ones(1, 1).long()
+    sequence = torch.arange(len(arrays["mask"])).repeat_interleave(arrays["mask"].shape[1])[None]
+    shape = arrays["mask"].shape
+    inputs = {
+        "attention_mask": torch.ones_like(places),
+        "input_ids": places,
+        "position_ids": places,
+        "shift_labels": places,
+        "token_index": torch.where(mask, places, -1),
+        "old_log_probs": torch.tensor(arrays["behavior"]).reshape(1, -1),
+        "advantages": torch.tensor(arrays["advantages"])[:, None].expand(shape).reshape(1, -1),
+        "segment_id": sequence,
+        "tree_kv_index": rest,
+        "tree_cu_seqlens_q": rest,
+        "tree_cu_seqlens_k": rest,
+        "tree_max_seqlens": torch.ones(1, 2).long(),
+        "global_n_tokens": mask.sum()[None],
+        "global_n_forward_tokens": mask.sum()[None],
+        "mean_seq_len": torch.ones(1),
+    }
+    counted = ("forward_s", "forward_tokens", "trained_tokens", "seq_len_weighted", "samples")
+    settings |= {f"_step_{name}": 0.0 for name in counted}
+    one = stub(AsyncGRPOTrainer, current_gradient_accumulation_steps=1, **settings)
+
+    def loss(x):
+        flat = x.reshape(1, -1)
+        model = Model(lambda _: SimpleNamespace(log_probs=flat, entropy=torch.zeros_like(flat)))
+        return one.compute_loss(model, inputs)
+
+    return loss_and_gradient(loss, arrays["policy"])
 
 
 # --- preferences ----------------------------------------------------------------------------------
@@ -295,12 +334,56 @@ def chunked_jsd(arrays, *, beta, temperature=1.0):
     )
 
 
-KINDS = {f.__name__: f for f in (policy, dpo, kto, reference_free, reward, jsd, chunked_jsd)}
+def top(arrays, *, beta, k):
+    """IWOPDTrainer.generalized_jsd_loss of k tokens and all others as one.
+
+    The k are the teacher's likeliest where beta is 0, the student's where it is 1.
+    """
+    labels = torch.where(torch.tensor(arrays["mask"]), 1, -100)
+    teacher = torch.tensor(arrays["teacher_logits"])
+    return loss_and_gradient(
+        lambda x: IWOPDTrainer.generalized_jsd_loss(
+            x, teacher, labels=labels, beta=beta, top_k=k, add_tail=True
+        ),
+        arrays["logits"],
+    )
+
+
+def token(arrays):
+    """IWOPDTrainer's reverse KL of the drawn token and all others as one."""
+    one = stub(IWOPDTrainer, beta=1, loss_add_tail=True)
+    labels, ids = torch.where(torch.tensor(arrays["mask"]), 1, -100), torch.tensor(arrays["tokens"])
+    told = torch.tensor(arrays["teacher"])
+    return loss_and_gradient(
+        lambda x: one._compute_sparse_top_1_divergence_loss(
+            x.log_softmax(-1), ids, told, ids, told, labels
+        ),
+        arrays["logits"],
+    )
+
+
+def sampled(arrays):
+    """IWOPDTrainer's policy gradient from teacher's and sampler's log-probs, all weighing 1."""
+    one = stub(IWOPDTrainer, temperature=1.0, iw_opd_epsilon=1e-8, iw_opd_gamma=0.0)
+    labels, ids = torch.where(torch.tensor(arrays["mask"]), 1, -100), torch.tensor(arrays["tokens"])
+    told = torch.tensor(arrays["teacher"]), torch.tensor(arrays["behavior"])
+    return loss_and_gradient(
+        lambda x: one._compute_iw_opd_loss(x, ids, labels, *told), arrays["logits"]
+    )
+
+
+KINDS = {
+    f.__name__: f
+    for f in (policy, asynchronous, dpo, kto, reference_free, reward, jsd, chunked_jsd, top, token,
+              sampled)
+}  # fmt: skip
 
 if __name__ == "__main__":
-    arrays = dict(np.load(sys.argv[1]))
-    out = {"version": np.array(trl.__version__)}
-    for name, (kind, settings) in json.loads(str(arrays.pop("cases"))).items():
-        for key, value in KINDS[kind](arrays, **settings).items():
-            out[f"{name}/{key}"] = value
-    np.savez(sys.argv[2], **out)
+    files = sys.argv[1:]
+    for arrays_file, out_file in zip(files[::2], files[1::2], strict=True):
+        arrays = dict(np.load(arrays_file))
+        out = {"version": np.array(trl.__version__)}
+        for name, (kind, settings) in json.loads(str(arrays.pop("cases"))).items():
+            for key, found in KINDS[kind](arrays, **settings).items():
+                out[f"{name}/{key}"] = np.asarray(found)
+        np.savez(out_file, **out)

@@ -1,4 +1,6 @@
-"""Tunix's own losses on given arrays. Run with its interpreter: worker_tunix.py ARRAYS.npz OUT.npz
+"""Tunix's own losses on given arrays. Run with Tunix's interpreter:
+
+    worker_tunix.py ARRAYS.npz OUT.npz [ARRAYS.npz OUT.npz ...]
 
 A model that answers with given logits (or values) stands where the policy (or the critic) would;
 log-probs, entropies, losses and their sums are Tunix's code.
@@ -50,7 +52,7 @@ def example(arrays, **fields):
 
 
 def grpo(arrays, *, kl=None, sampler_cap=None, **settings):
-    """grpo_loss_fn. sampler_cap: min(proximal / behavior, cap) weighs each token, as its learner."""
+    """grpo_loss_fn. sampler_cap: min(proximal / behavior, cap) weighs each token, as there."""
     config = {
         "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "epsilon_c": None, "loss_algo": "grpo",
         "loss_agg_mode": "token-mean", "temperature": 1.0, "kl_loss_mode": kl,
@@ -161,9 +163,11 @@ KINDS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    arrays = dict(np.load(sys.argv[1]))
-    out = {"version": np.array(version("google-tunix"))}
-    for name, (kind, settings) in json.loads(str(arrays.pop("cases"))).items():
-        for key, value_ in KINDS[kind](arrays, **settings).items():
-            out[f"{name}/{key}"] = np.asarray(value_)
-    np.savez(sys.argv[2], **out)
+    files = sys.argv[1:]
+    for arrays_file, out_file in zip(files[::2], files[1::2], strict=True):
+        arrays = dict(np.load(arrays_file))
+        out = {"version": np.array(version("google-tunix"))}
+        for name, (kind, settings) in json.loads(str(arrays.pop("cases"))).items():
+            for key, found in KINDS[kind](arrays, **settings).items():
+                out[f"{name}/{key}"] = np.asarray(found)
+        np.savez(out_file, **out)
