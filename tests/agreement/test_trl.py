@@ -168,6 +168,17 @@ CASES = {
         "policy",
         {**vllm("token_mask", WIDE, None), "off_policy_mask_threshold": 0.05},
     ),
+    "all at once": (
+        "policy",
+        {
+            **vllm("sequence_truncate", 1.5, None),
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.05,
+            "beta": 0.4,
+            "use_bias_correction_kl": False,
+            "entropy_coef": 0.1,
+        },
+    ),
     "asynchronous": ("asynchronous", {"epsilon_low": 0.1, "epsilon_high": 0.28}),
     **{name: ("dpo", theirs) for name, theirs in DPO.items()},
     "cross_entropy": ("dpo", {"loss_type": "sft"}),
@@ -220,6 +231,21 @@ def test_corrections_between_sampler_and_learner(both, name):
     correction = CORRECTED[name][-1]
     ours = policy_loss(a, behavior="behavior", anchor="proximal", correction=correction)
     agree(f"correction: {name}", "GRPOTrainer", ours, trl[name])
+
+
+def test_loss_correction_kl_and_entropy_together(both):
+    a, trl = both
+    ours = policy_loss(
+        a,
+        behavior="behavior",
+        anchor="proximal",
+        loss={"gspo": {"clip_low": 0.05, "clip_high": 0.05}},
+        correction=[{"truncate": {"cap": 1.5, "level": "sequence"}}],
+        kl="k3",
+        kl_coefficient=0.4,
+        entropy_coefficient=0.1,
+    )
+    agree("gspo, correction, kl and entropy", "GRPOTrainer", ours, trl["all at once"])
 
 
 def test_the_asynchronous_trainers_loss(both):
