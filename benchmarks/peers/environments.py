@@ -1,4 +1,7 @@
-"""An environment of its own for each peer, made once: their dependencies exclude one another's."""
+"""An environment of its own for each peer, made once: their dependencies exclude one another's.
+
+python benchmarks/peers/environments.py trl tunix   # make these, and say where they are
+"""
 
 import os
 import subprocess
@@ -12,11 +15,11 @@ FOLDER = Path(os.environ.get("JAXRL_PEERS", Path.home() / ".cache" / "jaxrl_asyn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a peer is installed from, and the worker that runs in it."""
+    """What a peer is installed from, and the worker of the benchmark that runs in it."""
 
     folder: str
     requirements: tuple[str, ...]
-    script: str
+    script: str = ""  # none: only tests/agreement uses it
     words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
     without: tuple[str, ...] = ()  # packages to take out again: wheels that do not fit together
 
@@ -44,6 +47,7 @@ ENVIRONMENTS = {
         script="worker_transformers.py",
         words=("continuous",),
     ),
+    "trl": Environment(folder="trl", requirements=("trl==1.16.0", "transformers==5.23.0", *TORCH)),
 }
 
 
@@ -68,3 +72,8 @@ def run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words[:4])} ... failed: {done.stderr.strip()[-300:]}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(name, python_of(ENVIRONMENTS[name]))
