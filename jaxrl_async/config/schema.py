@@ -268,6 +268,10 @@ class Algorithm(Section):
     """Weight of an entropy bonus in the loss."""
     aggregate: Choice = "token_mean"
     """How token losses become one number."""
+    keep_sampling_mask: bool = False
+    """Take log-probs over just the tokens that sampler.top_k, top_p and min_p left to draw from."""
+    keep_routing: bool = False
+    """Send each token through the experts that the sampler sent it through; mixture of experts."""
 
 
 class Trainer(Section):

@@ -40,6 +40,7 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, Saved
+from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
@@ -99,6 +100,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     tokenizer = make_tokenizer(config)
     scorer = make_scorer(config.reward, tokenizer.decode)
     policy = make_policy(config, tokenizer, slices)
+    check_routing(config, policy.spec)
+    keep_mask = keeps_masks(config)
     step = make_step(config, policy.spec, slices, config.run.steps, config.algorithm.learning_rate)
     held_out = eval_prompts(config.data, tokenizer)
     prompts = make_prompts(config.data, tokenizer, config.run.seed)
@@ -168,6 +171,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         buffer,
         group_size=config.algorithm.group_size,
         sampling=sampling,
+        keep_mask=keep_mask,
+        keep_routing=config.algorithm.keep_routing,
         **limits,
     )
     observer = Observer(
@@ -205,6 +210,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         shapings=tuple(shaping.resolve(choice) for choice in config.algorithm.shaping),
         outlets=outlets,
         row_length=config.row_length,
+        mask_vocab=policy.spec.vocab if keep_mask else None,
         total_steps=config.run.steps,
         version=version,
         next_group=next_group,

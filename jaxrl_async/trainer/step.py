@@ -62,6 +62,7 @@ class DeviceBatch(NamedTuple):
     versions: Array
     advantages: Array
     weights: Array  # float32, from `aggregate`
+    kept: Array | None = None  # uint8 [rows, length, ceil(vocab / 8)]: sampling masks
 
 
 class GradSum(NamedTuple):
@@ -276,6 +277,7 @@ class TrainStep:
             attention=self._attention,
             chunk=self._chunk,
             temperature=temperature,
+            kept=micro.kept,
         )
 
     def _apply_sum(self, state: TrainState, sums: GradSum) -> tuple[TrainState, dict[str, Array]]:

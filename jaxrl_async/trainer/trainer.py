@@ -59,6 +59,7 @@ class Trainer:
         shapings: Sequence[ShapingFn] = (),
         outlets: Outlets,
         row_length: int,
+        mask_vocab: int | None = None,
         total_steps: int,
         version: int = 0,
         next_group: int = 0,
@@ -73,6 +74,7 @@ class Trainer:
         self._step, self.state = step, state
         self._source, self._publisher, self._outlets = source, publisher, outlets
         self._advantage, self._shapings, self._row_length = advantage, shapings, row_length
+        self._mask_vocab = mask_vocab
         self.version, self._next_group, self._total_steps = version, next_group, total_steps
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
@@ -138,7 +140,11 @@ class Trainer:
         shaped = shape(step_data(draw.groups), self._shapings)
         learnt = self._advantage(shaped.data)
         batch = pack_groups(
-            shaped.data.groups, learnt.advantages, self._row_length, masks=shaped.masks
+            shaped.data.groups,
+            learnt.advantages,
+            self._row_length,
+            masks=shaped.masks,
+            mask_vocab=self._mask_vocab,
         )
         self.state, stats = self._step.update(
             self.state,

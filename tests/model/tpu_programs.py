@@ -109,6 +109,7 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         **{
             name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), rows)
             for name in DeviceBatch._fields
+            if name not in DeviceBatch._field_defaults
         }
     )
     return compiled(
