@@ -42,7 +42,7 @@ SPEC = ModelSpec.from_architecture(
     schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), VOCAB + 1
 )
 SECTION = schema.Sampler(
-    slots=24, reserve=0.0, max_length=ROW, max_new_tokens=8, block=8, page_tokens=ROW,
+    slots=16, reserve=0.0, max_length=ROW, max_new_tokens=8, block=8, page_tokens=ROW,
     prefix_cache=False,
 )  # fmt: skip
 KINDS = {
@@ -71,7 +71,7 @@ def params() -> Any:
 
 @pytest.fixture(scope="module")
 def played(params) -> dict[str, EpisodeGroup]:
-    """Groups of six episodes of one or two turns for each kind, all decoding together."""
+    """Groups of four episodes of one or two turns for each kind, all decoding together."""
     sampler = Sampler((SPEC, params), section=SECTION)
 
     async def play(number: int, sampling: SamplingParams) -> EpisodeGroup:
@@ -81,11 +81,11 @@ def played(params) -> dict[str, EpisodeGroup]:
             sampling=sampling, stop_token_ids=tuple(range(8)), max_new_tokens=8,
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
-        first = sampler.submit_many(first_requests(f"g{number}", prompt, 6, limits))
+        first = sampler.submit_many(first_requests(f"g{number}", prompt, 4, limits))
         episodes = await play_group(
             sampler, Twice, prompt, first, label=f"g{number}", limits=limits
         )
-        scores = tuple(Score(reward=float(i)) for i in range(6))
+        scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=ticket)
 
@@ -118,7 +118,7 @@ def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
         errors[keep] = np.abs(logprobs[keep] - b.behavior_logprobs)
     for place, kind in enumerate(played):
         here = batch.mask & (batch.group_ids == place)
-        assert here.sum() > 30, kind
+        assert here.sum() > 20, kind
         assert errors[True][here].max() < 1e-5, kind
         assert errors[False][here].mean() > 0.05 and errors[False][here].max() > 0.1, kind
         assert (entropies[True] < entropies[False])[here].mean() > 0.9, kind
@@ -147,6 +147,7 @@ def update(step: TrainStep, params: Any, batch: PackedBatch) -> tuple[dict[str, 
     return stats, jax.tree.map(np.array, state.params)
 
 
+@pytest.mark.slow
 def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params, played):
     groups = list(played.values())
     step = step_on()
