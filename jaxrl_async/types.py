@@ -124,7 +124,9 @@ class Completion:
     latency_s: float = 0.0  # submit to finish, seconds
     full_logprobs: FloatArray | None = None  # [drawn] of the whole distribution at temperature 1
     kept: KeptTokens | None = None  # which tokens could be drawn, with top-k, top-p or min-p
-    expert_ids: IntArray | None = None  # [drawn, layers, experts per token]; dense models: None
+    # [drawn, layers, experts per token] int32: chosen in the pass that made the token's logits,
+    # which is that of the token before it; dense models: None
+    expert_ids: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,8 @@ class Episode:
     versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
     stop: StopReason
     num_turns: int = 1
+    kept: KeptTokens | None = None  # of the drawn tokens, in order, all turns; None: not asked
+    expert_ids: IntArray | None = None  # [drawn, layers, k] int32, as in Completion, all turns
 
     @property
     def num_drawn(self) -> int:
@@ -226,6 +230,12 @@ class PackedBatch:
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
     group_ids: IntArray  # [rows, length] int32, place of the group in the step; -1 is padding
     supervised: BoolArray  # [rows, length] tokens of worked answers, learnt by likelihood
+    # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 says that token v could be drawn
+    # here; all bits outside of drawn tokens. None: everything could (algorithm.keep_sampling_mask)
+    kept: NDArray[np.uint8] | None = None
+    # [rows, length, layers, k] int32: experts that the token at t itself went through when the
+    # one after it was drawn; -1 where not known. None: algorithm.keep_routing is off
+    expert_ids: IntArray | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -293,6 +293,10 @@ class Algorithm(Section):
     """Worked answers mixed into each step, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How token losses become one number."""
+    keep_sampling_mask: bool = False
+    """Take log-probs over just the tokens that sampler.top_k, top_p and min_p left to draw from."""
+    keep_routing: bool = False
+    """Send each token through the experts that the sampler sent it through; mixture of experts."""
 
 
 class Reference(Section):
@@ -495,6 +499,14 @@ class Config(Section):
             raise ValueError(
                 "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an "
                 "estimator by tokens (k1)."
+            )
+        if self.algorithm.keep_sampling_mask and (
+            whole or (self.teacher.source != "none" and self.teacher.form == "loss")
+        ):
+            raise ValueError(
+                "algorithm.keep_sampling_mask looks at some tokens of the vocabulary, and "
+                "algorithm.kl=full or teacher.form=loss at all. Set algorithm.kl=k3 and "
+                "teacher.form=advantage, or sample without top_k, top_p and min_p."
             )
         if self.reference.refresh_every and self.reference.ema:
             raise ValueError(

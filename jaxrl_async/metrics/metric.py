@@ -140,6 +140,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/length_mean", "tokens", "Drawn tokens in an episode."),
         ("rollout/truncated_share", "share", "Episodes that ran into a length limit."),
         ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
+        ("rollout/kept_mean", "tokens", "Tokens that each drawn one was chosen from, with masks."),
         ("policy/entropy", "nats", "Entropy of the next-token distribution, over learnt tokens."),
         ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
         ("policy/teacher_divergence", "nats", "Divergence from the teacher (teacher.form=loss)."),

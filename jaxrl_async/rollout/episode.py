@@ -21,6 +21,7 @@ from jaxrl_async.types import (
     Completion,
     Episode,
     IntArray,
+    KeptTokens,
     Prompt,
     Request,
     SamplingParams,
@@ -38,6 +39,8 @@ class Limits:
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, prompt and replies included
+    keep_mask: bool = False  # every drawn token comes with its sampling mask
+    keep_routing: bool = False  # every drawn token comes with its experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,27 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
         versions=np.concatenate(versions).astype(np.int32),
         stop=stop,
         num_turns=len(turns),
+        kept=_joined_masks([t.completion for t in turns if len(t.completion.token_ids)]),
+        expert_ids=_joined_experts([t.completion for t in turns if len(t.completion.token_ids)]),
     )
+
+
+def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
+    """The sampling masks of all drawn tokens; None where a completion has none."""
+    masks = [c.kept for c in completions if c.kept is not None]
+    if not masks or len(masks) < len(completions):
+        return None
+    counts = np.concatenate([np.diff(m.starts) for m in masks])
+    return KeptTokens(
+        ids=np.concatenate([m.ids for m in masks]),
+        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+    )
+
+
+def _joined_experts(completions: Sequence[Completion]) -> IntArray | None:
+    """The experts of all drawn tokens; None where a completion has none."""
+    experts = [c.expert_ids for c in completions if c.expert_ids is not None]
+    return np.concatenate(experts) if experts and len(experts) == len(completions) else None
 
 
 def make_request(
@@ -84,7 +107,29 @@ def make_request(
         sampling=limits.sampling,
         stop_token_ids=limits.stop_token_ids,
         key=(prompt.position, member),
+        extras=limits.keep_mask or limits.keep_routing,
     )
+
+
+def check_told(completion: Completion, limits: Limits) -> None:
+    """Raise RolloutError where the sampler does not tell what `limits` want kept."""
+    drawn = len(completion.token_ids)
+    if not drawn:
+        return
+    told = 0 if completion.kept is None else len(completion.kept.starts) - 1
+    if limits.keep_mask and told != drawn:
+        raise RolloutError(
+            f"request {completion.request_id}: the sampler drew {drawn} tokens and gave sampling "
+            f"masks for {told}. algorithm.keep_sampling_mask needs a sampler that fills "
+            "Completion.kept; set it to false for any other."
+        )
+    told = 0 if completion.expert_ids is None else len(completion.expert_ids)
+    if limits.keep_routing and told != drawn:
+        raise RolloutError(
+            f"request {completion.request_id}: the sampler drew {drawn} tokens and gave the "
+            f"experts of {told}. algorithm.keep_routing needs a sampler that fills "
+            "Completion.expert_ids; set it to false for any other."
+        )
 
 
 def first_requests(label: str, prompt: Prompt, group_size: int, limits: Limits) -> list[Request]:
@@ -114,7 +159,8 @@ async def play_episode(
     consumes      the first turn's completion, then one per turn
     waits for     the sampler, and the environment
     produces      an Episode; `spent_s` is told the seconds that each reply took
-    on failure    the environment's exception; RolloutError where it makes no progress
+    on failure    the environment's exception; RolloutError where it makes no progress, or where
+                  the sampler does not tell what is to be kept
 
     A turn that was cut off (length, cancelled) ends the episode: half a turn has no answer. So does
     a reply that leaves no room for a further token; it is left out: nothing is learnt from it.
@@ -124,6 +170,7 @@ async def play_episode(
     length = len(prompt.token_ids)
     completion = await first
     while True:
+        check_told(completion, limits)
         length += len(completion.token_ids)
         reply: IntArray = np.zeros(0, np.int32)
         done = completion.stop is not StopReason.EOS

@@ -56,6 +56,8 @@ class RolloutLoop:
         stop_token_ids: tuple[int, ...],
         max_new_tokens: int,
         max_length: int,
+        keep_mask: bool = False,
+        keep_routing: bool = False,
         make_env: MakeEnv = SingleTurn,
         max_failures: int = 8,
     ) -> None:
@@ -70,6 +72,8 @@ class RolloutLoop:
             stop_token_ids=stop_token_ids,
             max_new_tokens=max_new_tokens,
             max_length=max_length,
+            keep_mask=keep_mask,
+            keep_routing=keep_routing,
         )
         self._make_env = make_env
         self._max_failures = max_failures

@@ -42,6 +42,7 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints
+from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
@@ -108,13 +109,15 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     tokenizer = make_tokenizer(config)
     scorer = make_scorer(config.reward, tokenizer.decode)
     policy = make_policy(config, tokenizer, slices)
+    check_routing(config, policy.spec)
+    keep_mask = keeps_masks(config)
     held_out = eval_prompts(config.data, tokenizer)
     prompts = make_prompts(config.data, tokenizer, config.run.seed)
 
     version, next_group = 0, 0
     if not config.run.resume:
         policy = warm_start(config, policy, slices, tokenizer, console)
-    learner = make_learner(config, policy, slices, tokenizer)
+    learner = make_learner(config, policy, slices, tokenizer, keep_mask)
     if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
         learner.restore(saved.state, saved.loop["numbers"])
@@ -176,6 +179,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         buffer,
         group_size=config.algorithm.group_size,
         sampling=sampling,
+        keep_mask=keep_mask,
+        keep_routing=config.algorithm.keep_routing,
         **limits,
     )
     observer = Observer(
@@ -367,7 +372,13 @@ def _learning(config: Config) -> dict[str, Any]:
     }
 
 
-def make_learner(config: Config, policy: Policy, slices: Slices, tokenizer: Tokenizer) -> Learner:
+def make_learner(
+    config: Config,
+    policy: Policy,
+    slices: Slices,
+    tokenizer: Tokenizer,
+    keep_mask: bool = False,
+) -> Learner:
     """The policy's update with everything that learns or advises beside it. Raises ConfigError."""
     algorithm, teacher = config.algorithm, config.teacher
     updates = config.run.steps * algorithm.epochs * algorithm.minibatches
@@ -394,6 +405,7 @@ def make_learner(config: Config, policy: Policy, slices: Slices, tokenizer: Toke
         teacher=teacher,
         reference=config.reference,
         critic_warmup=config.critic.warmup_steps,
+        mask_vocab=policy.spec.vocab if keep_mask else None,
         seed=config.run.seed,
     )
 

@@ -78,14 +78,17 @@ class Learner:
         teacher: schema.Teacher | None = None,
         reference: schema.Reference | None = None,
         critic_warmup: int = 0,
+        mask_vocab: int | None = None,
         seed: int = 0,
     ) -> None:
+        """mask_vocab: as in pack.pack. critic_warmup: steps in which only the critic learns."""
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
         self._teacher = teacher or schema.Teacher()
         self._moves = reference or schema.Reference()
         self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
+        self._mask_vocab = mask_vocab
         self.reference, self.teacher = companions.reference, companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
@@ -142,7 +145,12 @@ class Learner:
         """
         shaped = shape(step_data(groups), self._shapings)
         batch = pack_groups(
-            shaped.data.groups, None, self._row_length, masks=shaped.masks, pairs=self._pairs()
+            shaped.data.groups,
+            None,
+            self._row_length,
+            masks=shaped.masks,
+            pairs=self._pairs(),
+            mask_vocab=self._mask_vocab,
         )
         found = self._look(batch, turns)
         data, told = self._credited(shaped, batch, found)

@@ -31,6 +31,7 @@ def group_measures(
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean([e.stop is StopReason.LENGTH for e in episodes])),
         "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
+        **_mask_measures(groups),
         **_lag_measures(groups, version),
         **_by_lag(groups, version, kl),
     }
@@ -41,6 +42,13 @@ def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     names = sorted({name for g in groups for s in g.scores for name in s.parts})
     scores = [s for g in groups for s in g.scores]
     return {f"reward/{n}": float(np.mean([s.parts.get(n, 0.0) for s in scores])) for n in names}
+
+
+def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """How many tokens each one was drawn from; nothing where no masks came along."""
+    masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
+    drawn = sum(len(m.starts) - 1 for m in masks)
+    return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
 
 
 def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:

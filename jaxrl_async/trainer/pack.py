@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.types import NOT_DRAWN, BoolArray, EpisodeGroup, FloatArray, IntArray, PackedBatch
+from jaxrl_async.trainer.masks import ALL_BITS, UNKNOWN_EXPERT, sequence_bits, sequence_experts
+from jaxrl_async.types import (
+    NOT_DRAWN,
+    BoolArray,
+    EpisodeGroup,
+    FloatArray,
+    IntArray,
+    KeptTokens,
+    PackedBatch,
+)
 
 Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of what is learnt
 
@@ -28,6 +37,7 @@ _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value
     "group_ids": (np.int32, -1),
     "supervised": (np.bool_, False),
 }
+_OPTIONAL = {"kept": (np.uint8, ALL_BITS), "expert_ids": (np.int32, UNKNOWN_EXPERT)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +51,34 @@ class TrainSequence:
     advantages: FloatArray  # [length] float32
     group: int | None = None  # place of its group in the step; None: a group of its own
     supervised: bool = False  # a worked answer beside the policy's own: mask says which tokens
+    drawn: BoolArray | None = None  # [length] what the next two speak of; None: the mask
+    kept: KeptTokens | None = None  # of the drawn tokens
+    expert_ids: IntArray | None = None  # [drawn, layers, k] int32
 
 
-def pack(sequences: Sequence[TrainSequence], row_length: int) -> PackedBatch:
+def pack(
+    sequences: Sequence[TrainSequence], row_length: int, mask_vocab: int | None = None
+) -> PackedBatch:
     """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
 
-    sequence_ids are places in `sequences`; so are group_ids where a sequence names no group. Raises
-    DataError where one is longer than a row, or learns its first token.
+    sequence_ids are places in `sequences`; so are group_ids where a sequence names no group.
+    mask_vocab: size of the vocabulary where sampling masks are to be packed; None: they are not.
+    Expert ids are packed where a sequence has some. Raises DataError where a sequence is longer
+    than a row or learns its first token, and where its masks or expert ids do not fit.
     """
     for index, sequence in enumerate(sequences):
         _check(index, sequence, row_length)
     rows = _first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
-    batch = _empty(len(rows), row_length)
+    layout = _layout(sequences, mask_vocab)
+    batch = _empty(len(rows), row_length, layout)
     for row, members in enumerate(rows):
         start = 0
         for segment, index in enumerate(members, 1):
             sequence = sequences[index]
             end = start + len(sequence.token_ids)
-            for name, values in _columns(sequence, index, segment).items():
+            columns = _columns(sequence, index, segment)
+            columns |= _optional_columns(sequence, layout, mask_vocab)
+            for name, values in columns.items():
                 getattr(batch, name)[row, start:end] = values
             start = end
     return batch
@@ -70,11 +90,13 @@ def pack_groups(
     row_length: int,
     masks: Sequence[Sequence[BoolArray]] | None = None,
     pairs: Sequence[Pair] = (),
+    mask_vocab: int | None = None,
 ) -> PackedBatch:
     """Pack every episode of every group, in order; advantages: per group and episode `[length]`.
 
     advantages: None leaves them 0, for `with_advantages`. masks: per group and episode `[length]`,
     what is to be learnt; None: all that was drawn. pairs: worked answers after the episodes.
+    mask_vocab: as in `pack`.
     """
     masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
     if advantages is None:
@@ -87,12 +109,16 @@ def pack_groups(
             versions=episode.versions,
             advantages=values,
             group=place,
+            drawn=episode.drawn,
+            kept=episode.kept,
+            expert_ids=episode.expert_ids,
         )
         for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
         for episode, values, mask in zip(group.episodes, *of_group, strict=True)
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
-    return pack([*sequences, *(replace(s, supervised=True) for s in alone)], row_length)
+    sequences += [replace(s, supervised=True) for s in alone]
+    return pack(sequences, row_length, mask_vocab)
 
 
 def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
@@ -134,7 +160,8 @@ def _places(batch: PackedBatch) -> NDArray[np.int64]:
 
 def rows_of(batch: PackedBatch, rows: NDArray[np.int64]) -> PackedBatch:
     """Some rows of a batch."""
-    return PackedBatch(**{name: getattr(batch, name)[rows] for name in _PADDING})
+    columns: dict[str, Any] = {k: getattr(batch, k) for k in PackedBatch.__dataclass_fields__}
+    return PackedBatch(**{k: None if v is None else v[rows] for k, v in columns.items()})
 
 
 def minibatch_rows(num_rows: int, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -156,7 +183,9 @@ def fits(group: EpisodeGroup, row_length: int) -> bool:
 def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
     """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
     columns = {
-        name: split(getattr(batch, name), rows, fill) for name, (_, fill) in _PADDING.items()
+        name: split(getattr(batch, name), rows, fill)
+        for name, (_, fill) in (_PADDING | _OPTIONAL).items()
+        if getattr(batch, name) is not None
     }
     return [
         PackedBatch(**dict(zip(columns, parts, strict=True)))
@@ -166,9 +195,10 @@ def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
 
 def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
     """Parts of exactly `rows` rows, the last one filled up; at least one."""
-    missing = max(-(-len(array) // rows), 1) * rows - len(array)
-    whole = np.concatenate([array, np.full((missing, *array.shape[1:]), fill, array.dtype)])
-    return [whole[at : at + rows] for at in range(0, len(whole), rows)]
+    parts = [array[at : at + rows] for at in range(0, max(len(array), 1), rows)]
+    missing = rows - len(parts[-1])
+    parts[-1] = np.concatenate([parts[-1], np.full((missing, *array.shape[1:]), fill, array.dtype)])
+    return parts
 
 
 def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
@@ -217,5 +247,29 @@ def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any
     }
 
 
-def _empty(rows: int, length: int) -> PackedBatch:
-    return PackedBatch(**{k: np.full((rows, length), v, t) for k, (t, v) in _PADDING.items()})
+def _layout(sequences: Sequence[TrainSequence], mask_vocab: int | None) -> dict[str, Any]:
+    """The optional fields that this batch has, and the shape of each token's part."""
+    layout: dict[str, Any] = {} if mask_vocab is None else {"kept": (-(-mask_vocab // 8),)}
+    routed = [s.expert_ids for s in sequences if s.expert_ids is not None]
+    return {**layout, "expert_ids": routed[0].shape[1:]} if routed else layout
+
+
+def _optional_columns(
+    sequence: TrainSequence, layout: dict[str, Any], mask_vocab: int | None
+) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    drawn = sequence.mask if sequence.drawn is None else sequence.drawn
+    if mask_vocab is not None:
+        columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, mask_vocab)
+    if "expert_ids" in layout:
+        shape = layout["expert_ids"]
+        columns["expert_ids"] = sequence_experts(sequence.expert_ids, drawn, shape)
+    return columns
+
+
+def _empty(rows: int, length: int, layout: dict[str, Any]) -> PackedBatch:
+    fields = {k: np.full((rows, length), v, t) for k, (t, v) in _PADDING.items()}
+    for name, shape in layout.items():
+        dtype, fill = _OPTIONAL[name]
+        fields[name] = np.full((rows, length, *shape), fill, dtype)
+    return PackedBatch(**fields)

@@ -81,7 +81,7 @@ class LogprobPass:
     ) -> Sequence[NDArray[Any]]:
         parts = []
         for micro in micro_batches(batch, self._micro_rows):
-            arrays = (micro.token_ids, micro.positions, micro.segment_ids)
+            arrays = (micro.token_ids, micro.positions, micro.segment_ids, micro.kept)
             with turns:
                 found = program(params, *jax.device_put(arrays, self._rows))
                 parts.append([np.asarray(a) for a in jax.tree.leaves(found)])
@@ -90,9 +90,15 @@ class LogprobPass:
 
     # ---- inside jit
 
-    def _logprobs_of(self, params: Params, *arrays: Array) -> Array:
-        logprobs, _ = token_logprobs(self.spec, params, *arrays, **self._settings)
+    def _logprobs_of(
+        self, params: Params, ids: Array, positions: Array, segments: Array, kept: Array | None
+    ) -> Array:
+        arrays = (ids, positions, segments)
+        logprobs, _ = token_logprobs(self.spec, params, *arrays, kept=kept, **self._settings)
         return logprobs
 
-    def _top_of(self, params: Params, *arrays: Array) -> tuple[Array, Array]:
+    def _top_of(
+        self, params: Params, ids: Array, positions: Array, segments: Array, _: Array | None
+    ) -> tuple[Array, Array]:
+        arrays = (ids, positions, segments)
         return top_logprobs(self.spec, params, *arrays, k=self._top_k, **self._settings)

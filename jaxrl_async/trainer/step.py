@@ -55,6 +55,7 @@ class DeviceBatch(NamedTuple):
     covariance_rank: Array | None = None
     teacher_ids: Array | None = None
     teacher_logprobs: Array | None = None
+    kept: Array | None = None  # uint8 [rows, length, ceil(vocab / 8)]: sampling masks
 
 
 class Columns(NamedTuple):
@@ -303,6 +304,7 @@ class TrainStep:
             remat=self._remat,
             temperature=temperature,
             **self._decoder,
+            kept=micro.kept,
         )
         return TokenDivergence(logprobs, entropy, jnp.zeros_like(logprobs))
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
-from jaxrl_async.model.logprobs import chunked_logprobs, token_logprobs
+from jaxrl_async.model.logprobs import chunked_logprobs, token_logprobs, unpacked
 from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, VOCAB = 13, 8, 29
@@ -31,12 +31,16 @@ def inputs() -> tuple[Any, Any, Any]:
     return jnp.float32(hidden), jnp.float32(head), jnp.int32(rng.integers(0, VOCAB, TOKENS))
 
 
-def exact(hidden: Any, head: Any, targets: Any, temperature: float) -> tuple[Any, Any, Any]:
-    """Log-prob of each target, entropy, and all probabilities, in float64."""
+def exact(
+    hidden: Any, head: Any, targets: Any, temperature: float, kept: Any = True
+) -> tuple[Any, Any, Any]:
+    """Log-prob of each target, entropy, and all probabilities, in float64; kept: [tokens, vocab]
+    bool, True for all."""
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / temperature
     highest = logits.max(axis=-1, keepdims=True)
-    logprobs = logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
-    probs = np.exp(logprobs)
+    weights = np.where(kept, np.exp(logits - highest), 0.0)
+    logprobs = logits - highest - np.log(weights.sum(axis=-1, keepdims=True))
+    probs = np.where(kept, np.exp(logprobs), 0.0)
     return logprobs[np.arange(TOKENS), np.asarray(targets)], -(probs * logprobs).sum(-1), probs
 
 
@@ -72,6 +76,77 @@ def test_the_gradient_is_the_formulas(inputs, temperature):
     np.testing.assert_allclose(to_head, np.asarray(hidden).T @ to_logits, atol=2e-4)
 
 
+@pytest.fixture(scope="module")
+def kept(inputs) -> np.ndarray:
+    """[tokens, vocab] bool: a few tokens, the target among them; once it alone, once all."""
+    mask = np.random.default_rng(3).random((TOKENS, VOCAB)) < 0.2
+    mask[0], mask[1] = False, True
+    mask[np.arange(TOKENS), np.asarray(inputs[2])] = True
+    return mask
+
+
+def bits_of(mask: np.ndarray) -> np.ndarray:
+    return np.packbits(mask, axis=-1, bitorder="little")
+
+
+def test_bits_are_unpacked_as_numpy_packs_them(kept):
+    np.testing.assert_array_equal(unpacked(jnp.asarray(bits_of(kept)), VOCAB), kept)
+
+
+@pytest.mark.parametrize(("chunk", "temperature"), [(4, 0.7), (TOKENS, 1.0), (1024, 1.7)])
+def test_masked_logprobs_are_those_of_the_kept_tokens(inputs, kept, chunk, temperature):
+    hidden, head, targets = inputs
+    logprobs, entropy = chunked_logprobs(
+        hidden, head, targets, chunk=chunk, temperature=temperature, kept=bits_of(kept)
+    )
+    expected = exact(*inputs, temperature, kept)
+    np.testing.assert_allclose(logprobs, expected[0], atol=1e-4)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
+    assert logprobs[0] == entropy[0] == 0, "only one token was possible"
+    whole, _ = chunked_logprobs(hidden, head, targets, chunk=chunk, temperature=temperature)
+    assert float(logprobs[1]) == pytest.approx(float(whole[1]), abs=1e-6), "all bits are no mask"
+    assert (logprobs >= whole - 1e-6).all() and (logprobs - whole).max() > 0.1
+
+
+def test_the_masked_gradient_is_the_float64_differences_and_finite_even_for_large_logits(
+    inputs, kept
+):
+    """d/dx by central differences of the formula in float64; nothing flows into refused tokens."""
+    hidden, head, targets = inputs
+    weights = np.random.default_rng(1).normal(size=(2, TOKENS))
+
+    def total(hidden: Any, head: Any) -> Any:
+        logprobs, entropy = chunked_logprobs(
+            hidden, head, targets, chunk=5, temperature=0.7, kept=bits_of(kept)
+        )
+        return (weights[0] * logprobs + weights[1] * entropy).sum()
+
+    def formula(hidden: np.ndarray, head: np.ndarray) -> float:
+        logprobs, entropy, _ = exact(hidden, head, targets, 0.7, kept)
+        return float((weights[0] * logprobs + weights[1] * entropy).sum())
+
+    grads = jax.jit(jax.grad(total, (0, 1)))
+    exactly = [np.asarray(x, np.float64) for x in (hidden, head)]
+    for argument, gradient in enumerate(grads(hidden, head)):
+        for place in np.ndindex(*gradient.shape):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = [x.copy() for x in exactly]
+                moved[argument][place] += step
+                ends.append(formula(*moved))
+            wanted = (ends[0] - ends[1]) / 2e-5
+            assert gradient[place] == pytest.approx(wanted, abs=1e-3, rel=1e-3)
+    for gradient in grads(hidden * 1e4, head):
+        assert np.isfinite(gradient).all()
+    never = ~kept[2:].any(axis=0)
+    _, to_head = jax.grad(
+        lambda h, w: chunked_logprobs(
+            h[2:], w, targets[2:], chunk=5, kept=bits_of(kept[2:])
+        )[0].sum(), (0, 1)
+    )(hidden, head)  # fmt: skip
+    assert never.any() and (np.asarray(to_head)[:, never] == 0).all()
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, TOKENS + 3))
 def test_the_chunk_does_not_show(chunk):
@@ -79,8 +154,11 @@ def test_the_chunk_does_not_show(chunk):
     hidden = jnp.float32(rng.normal(size=(TOKENS, WIDTH)))
     head = jnp.float32(rng.normal(size=(WIDTH, VOCAB)))
     targets = jnp.int32(rng.integers(0, VOCAB, TOKENS))
-    whole = chunked_logprobs(hidden, head, targets, chunk=TOKENS)
-    for a, b in zip(chunked_logprobs(hidden, head, targets, chunk=chunk), whole, strict=True):
+    bits = bits_of(rng.random((TOKENS, VOCAB)) < 0.5)
+    bits[np.arange(TOKENS), targets >> 3] |= (1 << (targets & 7)).astype(np.uint8)
+    whole = chunked_logprobs(hidden, head, targets, chunk=TOKENS, kept=bits)
+    parts = chunked_logprobs(hidden, head, targets, chunk=chunk, kept=bits)
+    for a, b in zip(parts, whole, strict=True):
         assert a.shape == (TOKENS,)
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -91,10 +169,11 @@ def test_all_logits_never_exist_at_once():
     hidden, head = jnp.ones((tokens, WIDTH)), jnp.ones((WIDTH, vocab))
     targets = jnp.zeros(tokens, jnp.int32)
 
-    def total(hidden: Any) -> Any:
-        return chunked_logprobs(hidden, head, targets, chunk=chunk)[0].sum()
+    def total(hidden: Any, kept: Any) -> Any:
+        return chunked_logprobs(hidden, head, targets, chunk=chunk, kept=kept)[0].sum()
 
-    assert largest(jax.make_jaxpr(jax.grad(total))(hidden).jaxpr) == chunk * vocab
+    for kept in (None, jnp.full((tokens, vocab // 8), 255, jnp.uint8)):
+        assert largest(jax.make_jaxpr(jax.grad(total))(hidden, kept).jaxpr) <= chunk * vocab
 
 
 def largest(jaxpr: Any) -> int:

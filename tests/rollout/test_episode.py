@@ -1,6 +1,7 @@
 """Playing one group: turns become one flat sequence, nothing is lost or made up."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import Limits, Turn, assemble_episode, first_requests, play_group
-from jaxrl_async.types import NOT_DRAWN, Completion, Prompt, SamplingParams, StopReason
+from jaxrl_async.types import (
+    NOT_DRAWN,
+    Completion,
+    KeptTokens,
+    Prompt,
+    SamplingParams,
+    StopReason,
+)
 
 EOS, LENGTH = StopReason.EOS, StopReason.LENGTH
 
@@ -190,3 +198,53 @@ def test_the_drawn_tokens_of_an_episode_are_those_of_its_turns(turns):
     assert len(episode.token_ids) == len(episode.logprobs) == len(episode.versions)
     assert (episode.token_ids.dtype, episode.drawn.dtype) == (np.int32, bool)
     assert (episode.logprobs.dtype, episode.versions.dtype) == (np.float32, np.int32)
+
+
+def told(*ids, masks, experts, **kw):
+    """A completion with the sampling mask of each token, and its expert in each of two layers."""
+    return replace(
+        completion(*ids, **kw),
+        kept=KeptTokens(
+            ids=ints(*(i for mask in masks for i in mask)),
+            starts=ints(0, *np.cumsum([len(mask) for mask in masks])),
+        ),
+        expert_ids=np.array(experts, np.int32).reshape(len(ids), 2, 1),
+    )
+
+
+KEEP = {"keep_mask": True, "keep_routing": True}
+
+
+def test_masks_and_experts_of_all_turns_are_kept_in_order():
+    script = {
+        "g5/m0/t0": told(7, 0, masks=[[6, 7, 8], [0]], experts=[[0, 1], [2, 3]]),
+        "g5/m0/t1": told(9, masks=[[2, 9]], experts=[[1, 0]], stop=LENGTH),
+    }
+    (episode,), generate = play(script, lambda p: ScriptedEnv([5, 5], []), **KEEP)
+    assert all(r.extras for r in generate.requests)
+    assert [episode.kept.of(t).tolist() for t in range(3)] == [[6, 7, 8], [0], [2, 9]]
+    assert len(episode.kept.starts) == episode.num_drawn + 1
+    assert episode.expert_ids[..., 0].tolist() == [[0, 1], [2, 3], [1, 0]]
+
+
+def test_a_turn_that_drew_nothing_has_nothing_to_tell():
+    nothing = completion(stop=StopReason.CANCELLED)
+    (episode,), _ = play({"g5/m0/t0": nothing}, **KEEP)
+    assert episode.kept is None and episode.num_drawn == 0
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"), [("keep_mask", "kept"), ("keep_routing", "expert_ids")]
+)
+def test_a_sampler_that_does_not_tell_what_is_to_be_kept_is_an_error(switch, name):
+    whole = told(7, 0, masks=[[7], [0]], experts=[[0, 1], [2, 3]])
+    for answer in (
+        completion(7, 0),
+        replace(whole, token_ids=ints(7, 8, 0)),
+    ):
+        with pytest.raises(
+            RolloutError, match=rf"request x: .*Completion\.{name}; set it to false"
+        ):
+            play({"g5/m0/t0": answer}, **{switch: True})
+    (episode,), generate = play({"g5/m0/t0": completion(7, 0)})
+    assert not generate.requests[0].extras and episode.kept is episode.expert_ids is None

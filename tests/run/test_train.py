@@ -137,8 +137,12 @@ def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
         "algorithm.advantage=rloo",
         "algorithm.loss={ppo_clip: {clip_high: 0.28}}",
         "algorithm.aggregate={constant: {divisor: 16}}",
+        "algorithm.keep_sampling_mask=true",
+        "sampler.temperature=0.7",
+        "sampler.top_k=5",
         "run.steps=2",
     )
+    assert metrics[1]["mismatch/max"] < 1e-4 and metrics[1]["rollout/kept_mean"] == 5
     assert metrics[1]["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
     assert metrics[2]["policy/kl_reference"] > 0
 

@@ -58,6 +58,36 @@ def test_masks_and_both_log_probs_are_those_of_the_definition(sampling) -> None:
             assert len(kept) == VOCAB
 
 
+def test_masks_are_the_same_where_pages_run_out_and_sequences_go_on_later() -> None:
+    wishes = [
+        request(
+            40 + i, max_new_tokens=24, stop_token_ids=(), extras=True,
+            sampling=SamplingParams(temperature=0.7, top_p=0.8),
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    roomy, crowded = make_sampler(), make_sampler(kv_memory_mib=6 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20)
+    for one, other in zip(roomy.generate(wishes), crowded.generate(wishes), strict=True):
+        assert one.kept is not None and other.kept is not None
+        np.testing.assert_array_equal(other.token_ids, one.token_ids)
+        np.testing.assert_array_equal(other.kept.ids, one.kept.ids)
+        np.testing.assert_array_equal(other.kept.starts, one.kept.starts)
+    assert crowded.stats().preempted > 0
+    roomy.close()
+    crowded.close()
+
+
+def test_a_greedy_request_may_draw_anything_as_its_log_probs_say() -> None:
+    sampler = make_sampler()
+    greedy = SamplingParams(temperature=0.0, top_k=3)
+    wish = request(34, sampling=greedy, stop_token_ids=(), max_new_tokens=3, extras=True)
+    (done,) = sampler.generate([wish])
+    sampler.close()
+    assert done.kept is not None
+    assert [len(done.kept.of(t)) for t in range(3)] == [VOCAB] * 3
+    np.testing.assert_allclose(done.logprobs, done.full_logprobs, atol=1e-6)
+
+
 def test_without_asking_nothing_extra_is_carried() -> None:
     sampler = make_sampler()
     done = sampler.generate([request(33)])[0]

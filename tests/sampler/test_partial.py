@@ -131,6 +131,7 @@ def test_extras_survive_a_save(tmp_path) -> None:
     done = sampler.resume([load_partial(tmp_path / "x.npz")])[0]
     sampler.close()
     assert done.kept.ids.tolist() == wanted.kept.ids.tolist()
+    assert done.kept.starts.tolist() == wanted.kept.starts.tolist()
     np.testing.assert_allclose(done.full_logprobs, wanted.full_logprobs, atol=1e-5)
 
 

@@ -17,7 +17,8 @@ from jaxrl_async.types import (
 )
 
 PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
-FIELDS = tuple(PackedBatch.__dataclass_fields__)
+OPTIONAL = ("kept", "expert_ids")  # test_masks.py
+FIELDS = tuple(name for name in PackedBatch.__dataclass_fields__ if name not in OPTIONAL)
 
 
 def episode_of(drawn: list[bool], seed: int) -> Episode:
