@@ -20,7 +20,8 @@ from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.data.prompts import PromptStream, eval_prompts, make_prompts, warm_start_pairs
+from jaxrl_async.data.curriculum import Curriculum, make_stream
+from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -47,6 +48,7 @@ from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainState, TrainStep
@@ -101,7 +103,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     policy = make_policy(config, tokenizer, slices)
     step = make_step(config, policy.spec, slices, config.run.steps, config.algorithm.learning_rate)
     held_out = eval_prompts(config.data, tokenizer)
-    prompts = make_prompts(config.data, tokenizer, config.run.seed)
+    prompts = make_stream(config.data, tokenizer, config.run.seed)
 
     if config.run.resume:
         saved = restore(checkpoints, step, policy, config)
@@ -121,6 +123,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
+        when_too_old=config.staleness.when_too_old,
+        overcommit=config.staleness.overcommit,
         version=version,
         next_group=next_group,
         reuse=config.buffer.reuse,
@@ -168,6 +172,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         buffer,
         group_size=config.algorithm.group_size,
         sampling=sampling,
+        observe=prompts.observe,
         **limits,
     )
     observer = Observer(
@@ -192,7 +197,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
-        report=functools.partial(report, config, observer, recorder, console, tokenizer),
+        report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
         save=functools.partial(save, checkpoints, reference, prompts, config.run.seed),
         should_stop=stop.is_set,
     )
@@ -203,6 +208,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         publisher=channel,
         advantage=advantage.resolve(config.algorithm.advantage),
         shapings=tuple(shaping.resolve(choice) for choice in config.algorithm.shaping),
+        pacing=make_pacing(config),
         outlets=outlets,
         row_length=config.row_length,
         total_steps=config.run.steps,
@@ -373,6 +379,16 @@ def frozen_copy(params: Any) -> Any:
     return jax.tree.map(jnp.copy, params)
 
 
+def make_pacing(config: Config) -> Bounds | None:
+    """What the staleness aimed at is adapted to; None: it is max_staleness."""
+    section = config.staleness
+    if section.adapt == "none":
+        return None
+    return Bounds(
+        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
+    )
+
+
 # ---- what the trainer's results go to
 
 
@@ -397,12 +413,15 @@ def report(
     recorder: Recorder,
     console: Console,
     tokenizer: Tokenizer,
+    prompts: PromptStream | Curriculum,
     version: int,
     values: Mapping[str, float],
     groups: Sequence[EpisodeGroup],
 ) -> None:
     """One step's line in metrics.jsonl, on the screen, and sometimes sample completions."""
     values = observer.complete(values)
+    if groups:
+        values |= prompts.measures(1 + max(g.ticket.group for g in groups))
     recorder.log(version, values)
     every = config.metrics.samples_every
     if groups and every and version % every == 0:
@@ -434,7 +453,7 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
 def save(
     checkpoints: Checkpoints,
     reference: Any,
-    prompts: PromptStream,
+    prompts: PromptStream | Curriculum,
     seed: int,
     state: TrainState,
     version: int,
@@ -449,7 +468,7 @@ def save(
         "version": version,
         "next_group": next_group,
         "seed": seed,
-        "prompts": {**prompts.state(), "next": next_group},
+        "prompts": prompts.state(next_group),
     }
     checkpoints.save(version, {"state": tree, "loop": loop})
 

@@ -19,6 +19,7 @@ from jaxrl_async.errors import Closed, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
 from jaxrl_async.trainer.advantages import AdvantageFn, step_data
+from jaxrl_async.trainer.control import Bounds, Pace, next_pace
 from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.shaping import ShapingFn, shape
@@ -57,6 +58,7 @@ class Trainer:
         publisher: Publisher,
         advantage: AdvantageFn,
         shapings: Sequence[ShapingFn] = (),
+        pacing: Bounds | None = None,
         outlets: Outlets,
         row_length: int,
         total_steps: int,
@@ -83,6 +85,7 @@ class Trainer:
             clock,
         )
         self._saved_version = -1
+        self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
 
     def run(self) -> None:
         """Make one version after another.
@@ -147,12 +150,23 @@ class Trainer:
             reference_params=self._reference,
             turns=self._turns,
         )
-        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped)
-        values |= {**shaped.counts, **stats}
+        values = group_measures(draw.groups, self.version)
+        values |= drop_measures(draw.dropped, trained=len(draw.groups))
+        values |= {**shaped.counts, **stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
         self._next_group = max(self._next_group, *(1 + g.ticket.group for g in draw.groups))
         self.version += 1
         return values
+
+    def _adapt(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Set the buffer's limit by the effective sample size; nothing without pacing."""
+        if self._pacing is None:
+            return {}
+        self._pace = next_pace(
+            self._pace, stats.get("offpolicy/ess_share", float("nan")), self._pacing
+        )
+        self._source.set_limit(self._pace.limit)
+        return {"staleness/limit": float(self._pace.limit)}
 
     def _publish(self) -> None:
         with self._turns:
