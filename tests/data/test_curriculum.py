@@ -97,8 +97,8 @@ def test_draws_follow_the_weights_and_are_keyed_by_seed_and_number():
 # ---- the stream
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 9), st.integers(0, 60), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)))
+@settings(deadline=None, max_examples=12)
+@given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)))
 def test_every_place_is_used_once_and_none_is_passed_over_for_longer_than_the_bound(
     pool, draws, seed, name
 ):
@@ -131,19 +131,19 @@ def test_a_pool_of_one_is_the_stream_in_its_order():
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "last"), [("hard_first", 0, 3), ("frontier_first", 1, 3)]
+    ("name", "ahead", "behind"),
+    [("hard_first", [0], [3]), ("frontier_first", [1, 2], [0, 3])],  # right answers of three
 )
-def test_prompts_that_are_worth_more_wait_less_once_they_are_known(name, first, last):
+def test_prompts_that_are_worth_more_wait_less_once_they_are_known(name, ahead, behind):
     prompts = curriculum(WEIGHTS[name], pool=20, count=20)
-    waits = {kind: [] for kind in range(4)}  # by how many of three answers are right
-    for number in range(400):
+    waits = {kind: [] for kind in range(4)}
+    for number in range(300):
         prompt = next(prompts)
         prompts.observe(group(number, prompt, difficulty(prompt)))
         if number >= 100:
             waits[prompt.prompt_id % 4].append(number - prompt.position)
     means = {kind: float(np.mean(waited)) for kind, waited in waits.items()}
-    assert min(means, key=means.get) == first and max(means, key=means.get) == last
-    assert means[last] > means[first] + 10
+    assert max(means[k] for k in ahead) + 10 < min(means[k] for k in behind)
 
 
 def run(prompts, steps, per_step, first=0, late=False):
@@ -159,7 +159,7 @@ def run(prompts, steps, per_step, first=0, late=False):
     return taken
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 8), st.integers(0, 3))
 def test_a_restored_curriculum_goes_on_exactly_though_more_was_drawn_since(
     steps, per_step, pool, more

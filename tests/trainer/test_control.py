@@ -1,4 +1,4 @@
-"""The controller of staleness: its rule, its bounds, and a loop closed around a model of the data."""
+"""The controller of staleness: its rule, its bounds, and a loop closed around modelled data."""
 
 import math
 
