@@ -244,9 +244,9 @@ METRICS: tuple[Metric, ...] = (
         (
             "data/difficulty_mean",
             "share",
-            "1 - pass rate, over all prompts measured so far (data.curriculum); absent: none.",
+            "1 - pass rate, over prompts measured when the next group was drawn (data.curriculum).",
         ),
-        ("data/measured_prompts", "prompts", "Prompts whose pass rate was measured so far."),
+        ("data/measured_prompts", "prompts", "Prompts whose pass rate was known by then."),
         (
             "data/longest_passed_over",
             "groups",
