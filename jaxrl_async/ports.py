@@ -114,6 +114,10 @@ class GroupSource(Protocol):
         """Admit groups again."""
         ...
 
+    def set_limit(self, limit: int) -> None:
+        """Aim at this staleness from now on, in versions; the hard bound stays."""
+        ...
+
 
 class Publisher(Protocol):
     """The trainer side of the weight channel."""

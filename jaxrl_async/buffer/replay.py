@@ -9,6 +9,10 @@ A slot is one use of a group; a group has `reuse` of them, 1 by default. It is f
 weights of the step that used the group are live, or when the group is dropped: a fresh group may
 then take the place at once, so that the step can still be filled (no livelock at max_staleness 0).
 Tokens of one group carry versions from its ticket's up to the live one; the bound is on the oldest.
+
+With when_too_old="drop" a slot is a place in memory: one for each group that is in flight, ready or
+kept, free as soon as the group leaves. Rollouts then run ahead of the bound, and what has grown too
+old by the draw is dropped there.
 """
 
 import threading
@@ -16,13 +20,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict
-from jaxrl_async.buffer.staleness import capacity, drop_reason, may_admit
+from jaxrl_async.buffer.staleness import (
+    capacity,
+    drop_reason,
+    least_limit,
+    may_admit,
+    memory_bound,
+)
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
@@ -32,7 +43,7 @@ from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 class BufferStats:
     """A reading of the buffer."""
 
-    capacity: int  # slots
+    capacity: int  # slots; fewer while the limit is below max_staleness
     active: int  # slots in use
     in_flight: int  # admitted, not finished
     ready: int  # finished, not taken
@@ -48,8 +59,8 @@ class BufferStats:
 
 
 class ReplayBuffer:
-    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause, resume) and
-    samplers (set_live)."""
+    """Touched by the rollout loop (admit, put, fail), the trainer (draw, pause, resume, set_limit)
+    and samplers (set_live)."""
 
     def __init__(
         self,
@@ -57,6 +68,8 @@ class ReplayBuffer:
         groups_per_step: int,
         max_staleness: int,
         lookahead: int = 0,
+        when_too_old: Literal["wait", "drop"] = "wait",
+        overcommit: float = 1.0,
         version: int = 0,
         next_group: int = 0,
         reuse: int = 1,
@@ -68,21 +81,31 @@ class ReplayBuffer:
     ) -> None:
         """version: live in every sampler now. Raises ConfigError where no step could be filled.
 
-        reuse: steps that may train on one group. rank: which of the groups that may be drawn come
-        first. has_signal: groups for which it says no are dropped when they are put (None: none);
-        more than max_resampled of them for one step end the run (0: no limit).
+        when_too_old: rollouts wait at the gate so that nothing grows too old, or run ahead, up to
+        overcommit * (max_staleness + 1) * groups_per_step groups in memory, and what is too old
+        when it is drawn is dropped. reuse: steps that may train on one group. rank: which of the
+        groups that may be drawn come first. has_signal: groups for which it says no are dropped
+        when they are put (None: none); more than max_resampled of them for one step end the run
+        (0: no limit).
         """
-        if lookahead > max_staleness * groups_per_step:
+        self._waits = when_too_old == "wait"
+        if self._waits and lookahead > max_staleness * groups_per_step:
             raise ConfigError(
                 f"staleness.lookahead ({lookahead}) must be at most max_staleness * "
                 f"groups_per_step ({max_staleness * groups_per_step}): a step could never be "
                 "filled. Lower it or raise staleness.max_staleness."
             )
         self._per_step, self._max_staleness = groups_per_step, max_staleness
+        self._limit = max_staleness
         self._lookahead, self._reuse, self._rank = lookahead, reuse, rank
         self._has_signal, self._max_resampled = has_signal, max_resampled
-        self._capacity = capacity(max_staleness, groups_per_step, lookahead, reuse)
-        if self._capacity < reuse * groups_per_step:
+        self._capacity = (
+            capacity(max_staleness, groups_per_step, lookahead, reuse)
+            if self._waits
+            else memory_bound(max_staleness, groups_per_step, overcommit)
+        )
+        assert self._capacity >= groups_per_step or self._waits, "overcommit is at least 1"
+        if self._waits and self._capacity < reuse * groups_per_step:
             raise ConfigError(
                 f"buffer.reuse ({reuse}) needs (max_staleness + 1) * groups_per_step to be at "
                 f"least {reuse} * (groups_per_step + lookahead) = "
@@ -185,6 +208,8 @@ class ReplayBuffer:
             )
             self._resampled = 0
             self._taken[version] = self._taken.get(version, 0) + len(groups)
+            if not self._waits:  # their places in memory are free already
+                self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
             return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
 
@@ -197,6 +222,21 @@ class ReplayBuffer:
         """Admit again."""
         with self._changed:
             self._paused = False
+            self._changed.notify_all()
+
+    def set_limit(self, limit: int) -> None:
+        """Aim at this staleness from now on; asserts that a step can still be filled within it.
+
+        Where rollouts wait, fewer groups are admitted until so few are active that the limit holds;
+        those that are active stay, and max_staleness bounds them as ever. Where what is too old is
+        dropped, older groups are dropped at the next draw.
+        """
+        least = least_limit(self._per_step, self._lookahead, self._reuse) if self._waits else 0
+        assert least <= limit <= self._max_staleness, f"{limit} is not within {least} and the bound"
+        with self._changed:
+            self._limit = limit
+            if self._waits:
+                self._capacity = capacity(limit, self._per_step, self._lookahead, self._reuse)
             self._changed.notify_all()
 
     # ---- samplers
@@ -272,11 +312,13 @@ class ReplayBuffer:
     # ---- under the lock
 
     def _active(self) -> int:
+        if not self._waits:
+            return len(self._pending) + len(self._kept)
         left = sum(self._reuse - self._uses[n] for n in self._kept)
         return len(self._pending) * self._reuse + sum(self._taken.values()) + left
 
     def _free_slots(self) -> int:
-        return may_admit(self._active(), self._capacity, self._reuse)
+        return may_admit(self._active(), self._capacity, self._reuse if self._waits else 1)
 
     def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the fresh groups to take, and of those to use again."""
@@ -293,12 +335,13 @@ class ReplayBuffer:
 
     def _complete(self, version: int) -> bool:
         """Whether a step's groups are at hand, after dropping what may not be trained on."""
+        oldest = self._max_staleness if self._waits else self._limit
         for number, group in list(self._ready.items()):
-            reason = drop_reason(group, version, self._max_staleness)
+            reason = drop_reason(group, version, oldest)
             if reason is not None:
                 self._drop(number, group, reason, version)
         for number, group in list(self._kept.items()):
-            if drop_reason(group, version, self._max_staleness) is not None:
+            if drop_reason(group, version, self._limit) is not None:
                 self._retire(number, version)
         if sum(map(len, self._selected(version))) == self._per_step:
             return True

@@ -4,6 +4,10 @@ S = max_staleness, P = groups per step, L = look-ahead, K = reuse: steps that ma
 group holds K slots from its admission, one for each use; a slot is free once the weights of the
 step that used it are live in every sampler, or when the use will not happen (the group is dropped,
 or has grown too old to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
+
+That is pacing by waiting: rollouts stand still rather than draw what would be too old. Pacing by
+dropping has `memory_bound` places instead, free as soon as a group is taken: rollouts go on, and
+what is too old when it is drawn is dropped. There the check at each draw is the whole bound.
 """
 
 from collections.abc import Sequence
@@ -18,6 +22,20 @@ def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: in
     be admitted. Config and ReplayBuffer refuse less.
     """
     return (max_staleness + 1) * groups_per_step - reuse * lookahead
+
+
+def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
+    """The smallest staleness whose capacity can still fill a step: ceil(K * (P + L) / P) - 1."""
+    return -(-reuse * (groups_per_step + lookahead) // groups_per_step) - 1
+
+
+def memory_bound(max_staleness: int, groups_per_step: int, overcommit: float) -> int:
+    """Groups in memory at once where what is too old is dropped: overcommit * (S + 1) * P, rounded
+    down.
+
+    At least P for an overcommit of 1 or more: with all places free a step can be filled.
+    """
+    return int(overcommit * (max_staleness + 1) * groups_per_step)
 
 
 def may_admit(active: int, capacity: int, reuse: int = 1) -> int:
@@ -48,8 +66,10 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
     groups with uses left. Fewer than P such groups hold at most K * (P - 1) slots, K less than
     there are, and another group is admitted; P of them fill a step once they are ready.
 
-    Hence there is no choice between waiting for slow groups and dropping them when they are stale:
-    a fresh group cannot become stale. Dropping would need more slots than the bound allows.
+    Hence a fresh group cannot become stale: there is nothing to drop. Nor where the capacity
+    changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters only while
+    the slots held leave room in the capacity of that moment, hence in C. Dropping needs more slots
+    than the bound allows: see `memory_bound`.
     """
     return (capacity - reuse + reuse * lookahead) // groups_per_step
 

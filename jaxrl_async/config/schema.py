@@ -179,6 +179,14 @@ class Data(Section):
     """Hugging Face tokenizer directory; null: model.path, or the embedded task's own."""
     max_prompt_tokens: Positive = 64
     """Prompts longer than this are skipped, counted and logged, tokens."""
+    curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
+    """Order of prompts: the stream's, or drawn by measured pass rate p, weights 1 - p or p (1 - p).
+    """
+    curriculum_pool: Positive = 64
+    """Upcoming prompts of the stream that a curriculum chooses among; each is used once in any
+    case."""
+    curriculum_threshold: float = 0.5
+    """A reward above this counts as right in the pass rate."""
 
 
 class WarmStart(Section):
@@ -234,6 +242,18 @@ class Staleness(Section):
     """Trainer's version minus the oldest version of a group's tokens, at most; 0 is synchronous."""
     lookahead: NonNegative = 0
     """Younger groups that may overtake a slow one, in groups."""
+    when_too_old: Literal["wait", "drop"] = "wait"
+    """Rollouts wait so that nothing grows too old, or run on, and what is too old when drawn is
+    dropped."""
+    overcommit: float = Field(1.5, ge=1)
+    """With drop: groups in memory, at most, as a multiple of (max_staleness + 1) * groups_per_step.
+    """
+    adapt: Literal["none", "ess"] = "none"
+    """What moves the staleness aimed at, from max_staleness downwards: nothing, or the effective
+    sample size."""
+    ess_target: float = Field(0.9, ge=0, le=1)
+    """Effective sample size to keep, as a share of the tokens: below, the limit halves; well above,
+    it grows by 1."""
 
 
 class Buffer(Section):
@@ -429,10 +449,21 @@ class Config(Section):
 
     @property
     def capacity(self) -> int:
-        """Groups active at once: ((max_staleness + 1) * groups_per_step) // reuse - lookahead."""
+        """Groups active at once where rollouts wait: ((max_staleness + 1) * groups_per_step) //
+        reuse - lookahead."""
         steps = self.staleness.max_staleness + 1
         groups = steps * self.algorithm.groups_per_step // self.buffer.reuse
         return groups - self.staleness.lookahead
+
+    @property
+    def lowest_limit(self) -> int:
+        """Smallest staleness to aim at: ceil(reuse * (1 + lookahead / groups_per_step)) - 1, below
+        which no step could be filled; with drop 1, below which all that an update overtakes is
+        dropped."""
+        if self.staleness.when_too_old == "drop":
+            return 1
+        per_step = self.algorithm.groups_per_step
+        return -(-self.buffer.reuse * (per_step + self.staleness.lookahead) // per_step) - 1
 
     @property
     def row_length(self) -> int:
@@ -440,15 +471,36 @@ class Config(Section):
         return self.trainer.row_length or self.sampler.max_length
 
     @model_validator(mode="after")
+    def _can_be_paced(self) -> "Config":
+        section = self.staleness
+        if section.when_too_old == "drop" and section.max_staleness == 0:
+            raise ValueError(
+                "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
+                "that is under way at an update: rollouts would work for nothing while the trainer "
+                "learns. Set staleness.when_too_old=wait (it trains on the same and drops nothing) "
+                "or staleness.max_staleness=1."
+            )
+        if section.adapt != "none" and self.lowest_limit >= section.max_staleness:
+            raise ValueError(
+                f"staleness.adapt={section.adapt} has nothing to choose from: the staleness aimed "
+                f"at can be {self.lowest_limit} at least (buffer.reuse, staleness.lookahead and "
+                "staleness.when_too_old decide it) and staleness.max_staleness "
+                f"({section.max_staleness}) at most. Raise staleness.max_staleness or set "
+                "staleness.adapt=none."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "Config":
+        waits = self.staleness.when_too_old == "wait"
         most = self.staleness.max_staleness * self.algorithm.groups_per_step
-        if self.staleness.lookahead > most:
+        if waits and self.staleness.lookahead > most:
             raise ValueError(
                 f"staleness.lookahead ({self.staleness.lookahead}) must be at most max_staleness * "
                 f"groups_per_step ({most}): a step could never be filled. Set "
                 f"staleness.lookahead={most} or raise staleness.max_staleness."
             )
-        if self.capacity < self.algorithm.groups_per_step:
+        if waits and self.capacity < self.algorithm.groups_per_step:
             raise ValueError(
                 f"buffer.reuse ({self.buffer.reuse}) leaves room for {self.capacity} groups at "
                 f"once, fewer than algorithm.groups_per_step ({self.algorithm.groups_per_step}): a "

@@ -22,7 +22,7 @@ from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
 from jaxrl_async.data.tokenizer import Tokenizer, check_template
 from jaxrl_async.errors import DataError
-from jaxrl_async.types import BoolArray, IntArray, Prompt
+from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -291,23 +291,41 @@ class PromptStream:
 
     def __next__(self) -> Prompt:
         """The next prompt; never ends."""
-        number, record = self._dataset[self._next]
-        position = self._first + self._stride * self._next
         self._next += 1
-        return _prompt(record, number, position)
+        return self.at(self._next - 1)
 
-    def state(self) -> dict[str, int]:
-        """How far the stream has come, and which stream it is; JSON."""
-        return {**self._identity, "next": self._next}
+    def at(self, place: int) -> Prompt:
+        """The prompt at a place of this process's stream, wherever the stream is."""
+        number, record = self._dataset[place]
+        return _prompt(record, number, self._first + self._stride * place)
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken. Raises DataError where that was another stream."""
+    def observe(self, group: EpisodeGroup) -> None:
+        """What became of a prompt; a stream in fixed order does not care."""
+
+    def measures(self, next_draw: int) -> dict[str, float]:
+        """What is to be reported of the stream before a draw: nothing."""
+        return {}
+
+    def state(self, next_draw: int | None = None) -> dict[str, Any]:
+        """Where the stream is before that draw (None: now), and which stream it is; JSON."""
+        return {**self._identity, "next": self._next if next_draw is None else next_draw}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises DataError where that was another stream, or where
+        a curriculum has passed prompts over, which would be lost."""
         differing = [key for key, value in self._identity.items() if state.get(key) != value]
         if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
             told = ", ".join(f"{k} {state.get(k)} then, {self._identity[k]} now" for k in differing)
             raise DataError(
                 f"the saved place is of another stream of prompts: {told or 'no place in it'}. "
                 "Resume with the same data, seed and processes, or start a new run."
+            )
+        if state.get("passed_over"):
+            raise DataError(
+                f"the saved place is of a stream with a curriculum, which has passed over "
+                f"{len(state['passed_over'])} prompts: in fixed order they would be lost. Keep "
+                "data.curriculum, with data.curriculum_pool=1 for the order of the stream, or "
+                "start a new run."
             )
         self._next = state["next"]
 

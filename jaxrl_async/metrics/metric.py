@@ -191,6 +191,16 @@ METRICS: tuple[Metric, ...] = (
         ("staleness/lag_<n>_length", "tokens", "Drawn tokens of the episodes, over the same."),
         ("staleness/lag_<n>_kl", "nats", "Divergence from what drew the token, over the same."),
         ("staleness/dropped_length_mean", "tokens", "Answers of dropped groups: a bias shows."),
+        (
+            "staleness/dropped_share",
+            "share",
+            "Finished groups that were dropped, of those dropped or trained on.",
+        ),
+        (
+            "data/drawn_difficulty_mean",
+            "share",
+            "1 - pass rate of the prompts drawn for the step, as known then; absent: none known.",
+        ),
         ("train/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms."),
         ("train/policy_loss", "loss", "The policy loss alone."),
         ("train/packing", "share", "Real tokens in the packed rows; the rest is padding."),
@@ -219,6 +229,7 @@ METRICS: tuple[Metric, ...] = (
         Sum,
         False,
         ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens n versions old: a histogram."),
+        ("staleness/wasted_tokens", "tokens", "Drawn tokens of the groups dropped in this step."),
         ("staleness/dropped_<reason>", "groups", "Groups dropped in this step, for this reason."),
         ("shaping/<what>", "episodes", "Episodes whose reward or mask a shaping changed."),
         ("train/updates", "updates", "Optimizer updates in the step."),
@@ -239,6 +250,18 @@ METRICS: tuple[Metric, ...] = (
         ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
         ("train/param_norm", "norm", "Global norm of the weights."),
         ("train/learning_rate", "rate", "Learning rate of the step."),
+        ("staleness/limit", "versions", "Staleness aimed at from now on (staleness.adapt)."),
+        (
+            "data/difficulty_mean",
+            "share",
+            "1 - pass rate, over prompts measured when the next group was drawn (data.curriculum).",
+        ),
+        ("data/measured_prompts", "prompts", "Prompts whose pass rate was known by then."),
+        (
+            "data/longest_passed_over",
+            "groups",
+            "How long the oldest prompt that may be drawn has been passed over; bounded.",
+        ),
     ),
     *_metrics(
         Last,

@@ -126,6 +126,23 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 (("staleness/mean", "mean"), ("staleness/max", "max")),
                 True,
             ),
+            Chart("Staleness aimed at", "versions", (("staleness/limit", "limit"),), True),
+            Chart(
+                "Effective sample size",
+                "share",
+                (
+                    ("offpolicy/ess_share", "of tokens"),
+                    ("offpolicy/sequence_ess_share", "of sequences"),
+                ),
+                True,
+            ),
+            Chart("Groups dropped", "share", (("staleness/dropped_share", "dropped"),), True),
+            Chart(
+                "Difficulty",
+                "share",
+                (("data/difficulty_mean", "all"), ("data/drawn_difficulty_mean", "drawn")),
+                True,
+            ),
             Chart(
                 "Throughput",
                 "tokens/s",
@@ -206,7 +223,7 @@ def page(name: str, lines: Sequence[Line], samples: Sequence[Line], config: str)
         title=escape(name),
         style=_STYLE,
         headline=headline(lines),
-        sections="".join(sections),
+        sections="".join(sections) + lag_table(lines),
         drops=drops_table(lines),
         samples=samples_table(samples),
         metrics=metrics_table(lines),
@@ -347,13 +364,7 @@ def chart_svg(chart: Chart, lines: Sequence[Line]) -> str:
 
 def histogram_svg(lines: Sequence[Line]) -> str:
     """Share of learnt tokens per lag, over the whole run; "" where none were counted."""
-    prefix = "staleness/tokens_lag_"
-    counts: dict[int, float] = {}
-    for line in lines:
-        for key, value in line.items():
-            if key.startswith(prefix) and isinstance(value, int | float):
-                lag = int(key.removeprefix(prefix))
-                counts[lag] = counts.get(lag, 0.0) + value
+    counts = lag_counts(lines)
     total = sum(counts.values())
     if not total:
         return ""
@@ -377,6 +388,18 @@ def histogram_svg(lines: Sequence[Line]) -> str:
             f'text-anchor="middle">{lag}</text>'
         )
     return _figure("Age of the tokens learnt from, in versions", "share", [], "".join(body))
+
+
+def lag_counts(lines: Sequence[Line]) -> dict[int, float]:
+    """Learnt tokens of each lag, over the whole run."""
+    prefix = "staleness/tokens_lag_"
+    counts: dict[int, float] = {}
+    for line in lines:
+        for key, value in line.items():
+            if key.startswith(prefix) and isinstance(value, int | float):
+                lag = int(key.removeprefix(prefix))
+                counts[lag] = counts.get(lag, 0.0) + value
+    return counts
 
 
 def _grid(y_ticks: Sequence[float], y: Any) -> str:
@@ -412,16 +435,57 @@ def _figure(title: str, unit: str, labels: Sequence[str], body: str) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+LAG_COLUMNS = ("reward", "length", "kl")
+"""What is known of the tokens of each lag: `staleness/lag_<n>_...`."""
+
+
+def lag_table(lines: Sequence[Line]) -> str:
+    """Tokens of each lag over the run, and what their episodes were like; "" where none were
+    counted."""
+    counts = lag_counts(lines)
+    total = sum(counts.values())
+    if not total:
+        return ""
+    means = {lag: [lag_mean(lines, lag, name) for name in LAG_COLUMNS] for lag in sorted(counts)}
+    used = [i for i in range(len(LAG_COLUMNS)) if any(row[i] is not None for row in means.values())]
+    rows = []
+    for lag, values in means.items():
+        found = [values[i] for i in used]
+        cells = [f"{counts[lag]:,.0f}", f"{counts[lag] / total:.1%}"]
+        cells += ["" if v is None else number(v) for v in found]
+        rows.append(f"<tr><td>{lag}</td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
+    names = "".join(f"<th>{LAG_COLUMNS[i]}" for i in used)
+    head = f"<tr><th>lag, versions<th>tokens<th>share{names}</tr>"
+    return (
+        "<section><h2>Tokens learnt from, by age</h2><p>Reward and length are of the episodes that "
+        f"the tokens are from, means over the tokens.</p><table>{head}{''.join(rows)}</table>"
+        "</section>"
+    )
+
+
+def lag_mean(lines: Sequence[Line], lag: int, name: str) -> float | None:
+    """The run's mean of `staleness/lag_<lag>_<name>`, each step weighted by its tokens of that
+    lag; None where it was not measured."""
+    total = count = 0.0
+    for line in lines:
+        pair = (
+            points([line], f"staleness/lag_{lag}_{name}"),
+            points([line], f"staleness/tokens_lag_{lag}"),
+        )
+        for (_, value), (_, tokens) in zip(*pair, strict=False):
+            total, count = total + value * tokens, count + tokens
+    return total / count if count else None
+
+
+NOT_COUNTED = ("staleness/dropped_length_mean", "staleness/dropped_share")
+"""Keys with the prefix of a drop's reason that count no groups."""
+
+
 def drops_table(lines: Sequence[Line]) -> str:
-    """Groups dropped over the run, by reason; "" where none were."""
+    """Groups dropped over the run, by reason, and their tokens; "" where none were."""
     prefix = "staleness/dropped_"
     keys = sorted(
-        {
-            k
-            for line in lines
-            for k in line
-            if k.startswith(prefix) and not k.endswith("length_mean")
-        }
+        {k for line in lines for k in line if k.startswith(prefix) and k not in NOT_COUNTED}
     )
     counts = {k.removeprefix(prefix): sum(v for _, v in points(lines, k)) for k in keys}
     rows = "".join(
@@ -430,7 +494,9 @@ def drops_table(lines: Sequence[Line]) -> str:
     if not rows:
         return ""
     table = f"<table><tr><th>reason<th>groups</tr>{rows}</table>"
-    return f"<section><h2>Groups dropped</h2>{table}</section>"
+    wasted = sum(v for _, v in points(lines, "staleness/wasted_tokens"))
+    told = f"<p>Finished ones had {wasted:,.0f} tokens.</p>" if wasted else ""
+    return f"<section><h2>Groups dropped</h2>{told}{table}</section>"
 
 
 def samples_table(samples: Sequence[Line]) -> str:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,8 +60,10 @@ class RolloutLoop:
         keep_routing: bool = False,
         make_env: MakeEnv = SingleTurn,
         max_failures: int = 8,
+        observe: Callable[[EpisodeGroup], None] = lambda group: None,
     ) -> None:
-        """`max_failures` groups that fail in a row end the run."""
+        """`max_failures` groups that fail in a row end the run. observe: told of each scored group
+        before the gate is, whatever becomes of it."""
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer
@@ -76,7 +78,7 @@ class RolloutLoop:
             keep_routing=keep_routing,
         )
         self._make_env = make_env
-        self._max_failures = max_failures
+        self._max_failures, self._observe = max_failures, observe
         self._first_cause: Exception | None = None  # of the failures in a row
         self._failures_in_a_row = 0
         self._groups = self._failures = self._active = 0
@@ -166,6 +168,7 @@ class RolloutLoop:
         self._active += 1
         try:
             group = await self._make_group(ticket, prompt, first)
+            self._observe(group)
             self._gate.put(group)
             self._groups += 1
             self._failures_in_a_row = 0

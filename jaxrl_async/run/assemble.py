@@ -20,7 +20,8 @@ from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.data.prompts import PromptStream, eval_prompts, make_prompts, warm_start_pairs
+from jaxrl_async.data.curriculum import Curriculum, make_stream
+from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -50,6 +51,7 @@ from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
 from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.own import own_advantage
@@ -112,7 +114,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
     held_out = eval_prompts(config.data, tokenizer)
-    prompts = make_prompts(config.data, tokenizer, config.run.seed)
+    prompts = make_stream(config.data, tokenizer, config.run.seed)
 
     version, next_group = 0, 0
     if not config.run.resume:
@@ -132,6 +134,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
+        when_too_old=config.staleness.when_too_old,
+        overcommit=config.staleness.overcommit,
         version=version,
         next_group=next_group,
         reuse=config.buffer.reuse,
@@ -181,6 +185,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         sampling=sampling,
         keep_mask=keep_mask,
         keep_routing=config.algorithm.keep_routing,
+        observe=prompts.observe,
         **limits,
     )
     observer = Observer(
@@ -205,7 +210,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
-        report=functools.partial(report, config, observer, recorder, console, tokenizer),
+        report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
         save=functools.partial(save, checkpoints, prompts, config.run.seed),
         should_stop=stop.is_set,
     )
@@ -213,6 +218,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         learner=learner,
         source=buffer,
         publisher=channel,
+        pacing=make_pacing(config),
         outlets=outlets,
         total_steps=config.run.steps,
         version=version,
@@ -522,6 +528,16 @@ def warm_start(
     return Policy(policy.spec, state.params, policy.tokenizer)
 
 
+def make_pacing(config: Config) -> Bounds | None:
+    """What the staleness aimed at is adapted to; None: it is max_staleness."""
+    section = config.staleness
+    if section.adapt == "none":
+        return None
+    return Bounds(
+        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
+    )
+
+
 # ---- what the trainer's results go to
 
 
@@ -546,12 +562,15 @@ def report(
     recorder: Recorder,
     console: Console,
     tokenizer: Tokenizer,
+    prompts: PromptStream | Curriculum,
     version: int,
     values: Mapping[str, float],
     groups: Sequence[EpisodeGroup],
 ) -> None:
     """One step's line in metrics.jsonl, on the screen, and sometimes sample completions."""
     values = observer.complete(values)
+    if groups:
+        values |= prompts.measures(1 + max(g.ticket.group for g in groups))
     recorder.log(version, values)
     every = config.metrics.samples_every
     if groups and every and version % every == 0:
@@ -582,7 +601,7 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
 
 def save(
     checkpoints: Checkpoints,
-    prompts: PromptStream,
+    prompts: PromptStream | Curriculum,
     seed: int,
     learner: Learner,
     version: int,
@@ -595,6 +614,6 @@ def save(
         "next_group": next_group,
         "seed": seed,
         "numbers": learner.numbers(),
-        "prompts": {**prompts.state(), "next": next_group},
+        "prompts": prompts.state(next_group),
     }
     checkpoints.save(version, {"state": learner.tree(), "loop": loop})

@@ -85,13 +85,17 @@ def _by_lag(
     }
 
 
-def drop_measures(dropped: Iterable[tuple[EpisodeGroup, Drop]]) -> dict[str, float]:
-    """Groups dropped in this step by reason, and the mean length of their answers (a bias shows
-    here)."""
+def drop_measures(
+    dropped: Iterable[tuple[EpisodeGroup, Drop]], *, trained: int
+) -> dict[str, float]:
+    """Finished groups dropped in this step: by reason, as a share beside the `trained` ones, their
+    tokens, and the mean length of their answers (a bias shows here)."""
     dropped = list(dropped)
     counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
     lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]
     return {
         **counts,
+        "staleness/dropped_share": len(dropped) / max(len(dropped) + trained, 1),
+        "staleness/wasted_tokens": float(sum(lengths)),
         **({"staleness/dropped_length_mean": float(np.mean(lengths))} if lengths else {}),
     }

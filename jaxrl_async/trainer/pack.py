@@ -161,7 +161,8 @@ def _places(batch: PackedBatch) -> NDArray[np.int64]:
 def rows_of(batch: PackedBatch, rows: NDArray[np.int64]) -> PackedBatch:
     """Some rows of a batch."""
     columns: dict[str, Any] = {k: getattr(batch, k) for k in PackedBatch.__dataclass_fields__}
-    return PackedBatch(**{k: None if v is None else v[rows] for k, v in columns.items()})
+    picked: dict[str, Any] = {k: None if v is None else v[rows] for k, v in columns.items()}
+    return PackedBatch(**picked)
 
 
 def minibatch_rows(num_rows: int, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:

@@ -7,7 +7,7 @@ configuration. It may change rewards, take tokens out of what is learnt, or leav
 says how often it did, and never changes the groups it was given. An episode that is masked still
 counts in its group's baseline; one that is left out does not.
 
-Below them: which groups have a signal at all, and how hard each prompt has been so far.
+Below them: which groups have a signal at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -265,56 +265,3 @@ def has_signal(group: EpisodeGroup, *, metric: str = "", least: float = 0.0) -> 
 
 def _metric(score: Score, name: str) -> float:
     return score.parts.get(name, 0.0) if name else score.reward
-
-
-# ---- which prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difficulty:
-    """How often each prompt has been solved: an average that forgets."""
-
-    pass_rates: Mapping[int, float] = field(default_factory=dict)  # prompt_id -> share, 0 to 1
-
-
-def observed(
-    difficulty: Difficulty, group: EpisodeGroup, *, decay: float = 0.5, threshold: float = 0.5
-) -> Difficulty:
-    """decay * old + (1 - decay) * the share of this group's rewards above `threshold`.
-
-    A prompt's first group sets its rate.
-    """
-    if not group.scores:
-        return difficulty
-    share = float(np.mean([s.reward > threshold for s in group.scores]))
-    old = difficulty.pass_rates.get(group.prompt.prompt_id, share)
-    new = decay * old + (1 - decay) * share
-    return Difficulty(pass_rates={**difficulty.pass_rates, group.prompt.prompt_id: new})
-
-
-def hard_first(
-    difficulty: Difficulty, prompt_ids: Sequence[int], *, floor: float = 0.05
-) -> Doubles:
-    """Weights to draw prompts by, proportional to 1 - pass rate; they add up to 1.
-
-    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.4, prioritized sampling. A prompt that
-    was never seen counts as unsolved; `floor` keeps solved ones from vanishing.
-    """
-    rates = np.array([difficulty.pass_rates.get(i, 0.0) for i in prompt_ids], np.float64)
-    return _shares(1 - rates, floor)
-
-
-def frontier_first(
-    difficulty: Difficulty, prompt_ids: Sequence[int], *, floor: float = 0.05
-) -> Doubles:
-    """The same, proportional to p (1 - p): the variance of a reward of 0 or 1, most at one half.
-
-    That of what a group can teach: see `has_signal`. A prompt that was never seen counts as 1/2.
-    """
-    rates = np.array([difficulty.pass_rates.get(i, 0.5) for i in prompt_ids], np.float64)
-    return _shares(4 * rates * (1 - rates), floor)
-
-
-def _shares(weights: Doubles, floor: float) -> Doubles:
-    weights = np.maximum(weights, floor)
-    return weights / weights.sum() if len(weights) else weights

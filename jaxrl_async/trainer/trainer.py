@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_async.errors import Closed, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
+from jaxrl_async.trainer.control import Bounds, Pace, next_pace
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
@@ -51,6 +52,7 @@ class Trainer:
         learner: Learner,
         source: GroupSource,
         publisher: Publisher,
+        pacing: Bounds | None = None,
         outlets: Outlets,
         total_steps: int,
         version: int = 0,
@@ -69,6 +71,7 @@ class Trainer:
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
         self._probe, self._turns, self._clock = probe, turns, clock
         self._saved_version = -1
+        self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
 
     def run(self) -> None:
         """Make one version after another.
@@ -122,11 +125,23 @@ class Trainer:
     def _learn(self, draw: Draw) -> dict[str, float]:
         """One update from the groups drawn: metrics of the data and of the step."""
         stats = self.learner.learn(draw.groups, self.version, self._turns)
-        values = group_measures(draw.groups, self.version) | drop_measures(draw.dropped) | stats
+        values = group_measures(draw.groups, self.version)
+        values |= drop_measures(draw.dropped, trained=len(draw.groups))
+        values |= {**stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
         self._next_group = max(self._next_group, *(1 + g.ticket.group for g in draw.groups))
         self.version += 1
         return values
+
+    def _adapt(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Set the buffer's limit by the effective sample size; nothing without pacing."""
+        if self._pacing is None:
+            return {}
+        self._pace = next_pace(
+            self._pace, stats.get("offpolicy/ess_share", float("nan")), self._pacing
+        )
+        self._source.set_limit(self._pace.limit)
+        return {"staleness/limit": float(self._pace.limit)}
 
     def _publish(self) -> None:
         with self._turns:

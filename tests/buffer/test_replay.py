@@ -12,7 +12,7 @@ from jaxrl_async.buffer.select import reward_variance
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.types import Drop
+from jaxrl_async.types import Drop, Ticket
 
 JOIN_S = 10.0
 
@@ -382,3 +382,76 @@ def test_a_reuse_that_could_never_fill_a_step_is_refused():
         buffer(2, 0, reuse=2)
     with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*6.*it is 4"):
         buffer(2, 1, reuse=2, lookahead=1)
+
+
+def test_where_the_too_old_are_dropped_rollouts_run_ahead_and_the_trainer_skips_them(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    b = buffer(2, 1, when_too_old="drop", overcommit=2.0, ledger=ledger)
+    put_all(b, b.admit(0))
+    assert b.stats().active == b.stats().capacity == 8
+    assert numbers(b.draw(0, 0).groups) == [0, 1]
+    assert [t.group for t in b.admit(0)] == [8, 9], "free as soon as they are taken"
+    put_all(b, [Ticket(group=n, version=1) for n in (8, 9)])
+    b.draw(1, 0)
+    draw = b.draw(2, 0)
+    assert numbers(draw.groups) == [8, 9]
+    assert [(g.ticket.group, why) for g, why in draw.dropped] == [
+        (n, Drop.STALE) for n in (4, 5, 6, 7)
+    ]
+    assert b.stats().dropped == {"stale": 4} and b.stats().active == 0
+    b.close()
+    lines = [json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    dropped = [(x["prompt"], x["reason"], x["oldest"]) for x in lines if x["fate"] == "dropped"]
+    assert dropped == [(n, "stale", 0) for n in (4, 5, 6, 7)]
+
+
+def test_a_draw_wakes_a_blocked_admit_where_the_too_old_are_dropped():
+    b = buffer(1, 0, when_too_old="drop")
+    put_all(b, b.admit(0))
+    join = in_thread(lambda: b.admit(JOIN_S))
+    b.draw(0, 0)
+    assert [t.group for t in join()] == [1]
+
+
+def test_with_reuse_kept_groups_take_places_in_memory_until_they_are_spent():
+    b = buffer(1, 3, when_too_old="drop", reuse=2)
+    tickets = b.admit(0)
+    assert len(tickets) == 4
+    b.put(make_group(tickets[0]))
+    assert numbers(b.draw(0, 0).groups) == [0]
+    assert b.stats().kept == 1 and b.admit(0) == ()
+    assert numbers(b.draw(1, 0).groups) == [0], "no fresh one is ready"
+    assert len(b.admit(0)) == 1
+
+
+def test_a_lower_limit_admits_fewer_and_drops_nobody_that_is_active():
+    b = buffer(1, 3)
+    tickets = b.admit(0)
+    b.set_limit(1)
+    assert (len(tickets), b.stats().capacity, b.stats().active) == (4, 2, 4)
+    put_all(b, tickets)
+    for version in range(2):
+        b.draw(version, 0)
+        b.set_live(version + 1)
+        assert b.admit(0) == (), "too many are active still"
+    b.draw(2, 0)
+    b.set_live(3)
+    assert [t.group for t in b.admit(0)] == [4]
+    assert numbers(b.draw(3, 0).groups) == [3], "within max_staleness, though above the limit"
+    b.set_limit(3)
+    assert len(b.admit(0)) == 2, "the step at 3 is not live yet"
+
+
+def test_a_higher_limit_wakes_a_blocked_admit():
+    b = buffer(1, 1)
+    b.set_limit(0)
+    assert len(b.admit(0)) == 1
+    join = in_thread(lambda: b.admit(JOIN_S))
+    b.set_limit(1)
+    assert [t.group for t in join()] == [1]
+
+
+@pytest.mark.parametrize("limit", [-1, 3])
+def test_a_limit_beyond_the_bound_is_a_programming_error(limit):
+    with pytest.raises(AssertionError, match="not within"):
+        buffer(1, 2).set_limit(limit)

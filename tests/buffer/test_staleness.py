@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from jaxrl_async.buffer.staleness import (
     capacity,
     drop_reason,
+    least_limit,
     may_admit,
+    memory_bound,
     split_stale,
     staleness_of,
     worst_staleness,
@@ -97,6 +99,17 @@ def test_with_reuse_the_first_use_stays_within_the_bound_too(max_staleness, per_
     assert worst <= max_staleness and (worst == max_staleness or reuse > per_step)
     if slots >= reuse * per_step:
         assert may_admit(0, slots, reuse) >= per_step, "a step can always be filled"
+
+
+@given(st.integers(1, 5), st.integers(0, 9), st.integers(1, 4))
+def test_the_least_limit_is_the_smallest_staleness_that_fills_a_step(per_step, lookahead, reuse):
+    fills = [s for s in range(60) if capacity(s, per_step, lookahead, reuse) >= reuse * per_step]
+    assert least_limit(per_step, lookahead, reuse) == fills[0]
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.floats(1, 8))
+def test_a_memory_bound_holds_a_step_and_no_more_than_was_allowed(s, p, overcommit):
+    assert p <= memory_bound(s, p, overcommit) <= overcommit * (s + 1) * p
 
 
 def test_admission_is_what_is_left_and_never_negative():

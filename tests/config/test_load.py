@@ -167,6 +167,33 @@ def test_impossible_combinations_name_both_keys_and_a_way_out(write):
     assert "buffer.reuse (3)" in message and "raise staleness.max_staleness" in message
     message = refusal(write("buffer: {select: recent}"))
     assert "staleness.lookahead=0" in message and "set buffer.select=strict" in message
+    message = refusal(write("staleness: {max_staleness: 0, when_too_old: drop}"))
+    assert "Set staleness.when_too_old=wait" in message and "max_staleness=1" in message
+    message = refusal(write("staleness: {max_staleness: 1, lookahead: 8, adapt: ess}"))
+    assert "can be 1 at least" in message and "set staleness.adapt=none" in message
+    assert "1 at least" in refusal(write("staleness: {when_too_old: drop, adapt: ess}"))
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 3), st.data())
+def test_the_lowest_staleness_to_aim_at_is_the_smallest_that_fills_a_step(s, p, reuse, data):
+    lookahead = data.draw(st.integers(0, s * p))
+    sections = {
+        "staleness": {"max_staleness": s, "lookahead": lookahead},
+        "algorithm": {"groups_per_step": p},
+        "buffer": {"reuse": reuse},
+    }
+    fills = [v for v in range(20) if (v + 1) * p - reuse * lookahead >= reuse * p]
+    if s >= fills[0]:
+        assert Config(**sections).lowest_limit == fills[0]
+    else:
+        with pytest.raises(ValueError, match="could never be filled"):
+            Config(**sections)
+
+
+def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
+    dropping = {"when_too_old": "drop", "max_staleness": 2, "lookahead": 99, "adapt": "ess"}
+    config = Config(staleness=dropping, buffer={"reuse": 3})
+    assert config.lowest_limit == 1
 
 
 def test_shapings_are_a_list_of_names_and_settings(write):

@@ -95,6 +95,14 @@ def test_the_place_in_another_stream_is_refused(change):
         stream.restore({**stream.state(), **change})
 
 
+def test_the_place_before_an_earlier_draw_is_where_that_draw_was_made():
+    stream = PromptStream(records(20), 0)
+    taken = list(islice(stream, 9))
+    again = PromptStream(records(20), 0)
+    again.restore(stream.state(4))
+    assert [p.position for p in islice(again, 5)] == [p.position for p in taken[4:]]
+
+
 def test_too_few_records_for_the_processes_are_refused():
     with pytest.raises(DataError, match="cannot be shared"):
         PromptStream(records(2), 0, process_index=2, process_count=3)

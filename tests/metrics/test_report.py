@@ -15,6 +15,8 @@ from jaxrl_async.metrics.report import (
     Chart,
     chart_svg,
     histogram_svg,
+    lag_mean,
+    lag_table,
     main,
     number,
     page,
@@ -70,7 +72,12 @@ def run_lines(steps=30):
             "trainer/idle_share": 0.3,
             "staleness/tokens_lag_0": 300.0,
             "staleness/tokens_lag_1": 100.0,
+            "staleness/lag_0_reward": 0.5,
+            "staleness/lag_1_reward": s / steps,
+            "staleness/lag_1_length": 12.0,
             "staleness/dropped_stale": 1.0,
+            "staleness/dropped_share": 0.125,
+            "staleness/wasted_tokens": 40.0,
             "throughput/generated_tokens_per_s": 2000.0 + s,
             "time/step_s": 1.5,
             **({"eval/accuracy": 0.3 + s / 100} if s % 10 == 0 else {}),
@@ -151,6 +158,31 @@ def test_the_histogram_shows_each_lags_share_of_all_tokens():
     figure = ElementTree.fromstring(histogram_svg(run_lines()))
     heights = [float(r.attrib["height"]) for r in figure.iter("rect")]
     assert len(heights) == 2 and heights[0] == pytest.approx(3 * heights[1], rel=0.01)
+
+
+def test_the_table_by_age_shows_tokens_shares_and_what_was_measured():
+    text = " ".join(parse(lag_table(run_lines())).text)
+    assert "9,000 75.0% 0.5" in text and "3,000 25.0% 0.5167 12" in text
+    assert "kl" not in text and "reward length" in text
+    assert lag_table([{"step": 1, "reward/mean": 1.0}]) == ""
+    assert "by age" in page("x", run_lines(), [], "")
+
+
+def test_means_by_age_weigh_each_step_by_its_tokens():
+    lines = [
+        {"step": 1, "staleness/tokens_lag_2": 10.0, "staleness/lag_2_reward": 1.0},
+        {"step": 2, "staleness/tokens_lag_2": 30.0, "staleness/lag_2_reward": 0.0},
+        {"step": 3, "staleness/tokens_lag_0": 30.0, "staleness/lag_0_reward": 7.0},
+    ]
+    assert lag_mean(lines, 2, "reward") == 0.25
+    assert lag_mean(lines, 2, "length") is None
+
+
+def test_groups_dropped_are_told_with_their_tokens_and_a_share_is_no_reason():
+    text = " ".join(parse(page("x", run_lines(), [], "")).text)
+    assert "Finished ones had 1,200 tokens." in text
+    table = text[text.index("Finished ones") :]
+    assert "stale 30" in table and "share 4" not in table
 
 
 def test_long_runs_are_thinned_with_both_ends_kept():

@@ -166,6 +166,17 @@ def test_a_failing_environment_is_treated_like_a_failing_scorer():
     assert len(gate.put_groups) == 1
 
 
+def test_each_scored_group_is_observed_before_the_gate_has_it():
+    gate, seen = ScriptedGate(4), []
+
+    def observe(group):
+        assert group.ticket.group not in [g.ticket.group for g in gate.put_groups]
+        seen.append(group.prompt.position)
+
+    asyncio.run(make_loop(gate, scorer=PositionScorer(broken=[1]), observe=observe).run())
+    assert sorted(seen) == [0, 2, 3]
+
+
 def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
     gate = ScriptedGate(*[1] * 20)
     loop = make_loop(gate, scorer=PositionScorer(broken=range(100)), max_failures=3)

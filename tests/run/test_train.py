@@ -117,6 +117,50 @@ def test_colocated_and_asynchronous_stays_within_the_bound(tmp_path: Path) -> No
     assert max(line["weights/probe_error"] for line in metrics[2:]) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for several runs, which then share compiled programs."""
+    return tmp_path_factory.mktemp("paced")
+
+
+@pytest.mark.slow
+def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) -> None:
+    metrics, _ = run(
+        paced,
+        "staleness={max_staleness: 2, when_too_old: drop, adapt: ess, ess_target: 0.999999}",
+        "data={curriculum: frontier_first, curriculum_pool: 8, curriculum_threshold: 0.2}",
+        "eval.every=0",
+        "run.steps=7",
+    )
+    steps = metrics[1:]
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    limits = [line["staleness/limit"] for line in steps]
+    assert set(limits) == {1, 2}, "stale data weighs less than all but all"
+    assert all(line["staleness/max"] <= 2 for line in steps)
+    assert 0 < steps[-1]["data/difficulty_mean"] <= 1
+    assert max(line["data/longest_passed_over"] for line in steps) > 0
+    lines = [json.loads(s) for s in (paced / "addition/ledger.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["fate"] == "trained"]
+    assert len(trained) == 7 * 4 == len({line["prompt"] for line in trained})
+    stale = [line for line in lines if line["fate"] == "dropped"]
+    assert all(line["reason"] == "stale" and line["version"] > line["oldest"] for line in stale)
+    told = sum(line.get("staleness/dropped_stale", 0) for line in steps)
+    assert told == len(stale)
+
+
+@pytest.mark.slow
+def test_at_max_staleness_0_a_curriculum_resumes_bit_for_bit(paced: Path) -> None:
+    wishes = (
+        "staleness.max_staleness=0",
+        "data={curriculum: hard_first, curriculum_pool: 8, curriculum_threshold: 0.2}",
+    )
+    run(paced, *wishes, "run.steps=2", "run.name=parts")
+    again = ("run.resume=true", "run.overwrite=false")
+    parts = run(paced, *wishes, "run.name=parts", *again)
+    assert_same_run(run(paced, *wishes, "run.name=whole"), parts)
+    assert all("data/difficulty_mean" in line for line in parts[0][1:])
+
+
 @pytest.mark.slow
 def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
     run(tmp_path, "staleness.max_staleness=1")

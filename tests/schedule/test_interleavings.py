@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
+from jaxrl_async.buffer.staleness import least_limit, memory_bound
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 
 WORK = ["admit"] * 6 + ["put"] * 14 + ["train"] * 8 + ["swap"] * 4 + ["fail"] * 2
 EVENTS = [*WORK, *WORK, "pause", "resume", "resume", "restart"]
 SETTINGS = settings(deadline=None, max_examples=120)
+FEWER = settings(deadline=None, max_examples=60)
 
 
 class Machine:
@@ -371,3 +373,169 @@ def test_with_reuse_no_use_is_later_than_the_bound_and_the_run_goes_on(how, sche
         assert len(set(uses)) == len(uses) <= reuse
     for _ in range(3):
         assert finish_a_step(machine)
+
+
+class Limited(Machine):
+    """The staleness aimed at may change at any time; `aimed` is the limit at each admission."""
+
+    def __init__(self, *shape, **how):
+        super().__init__(*shape, **how)
+        self.limit, self.aimed = self.max_staleness, {}
+
+    def aim(self, pick):
+        least = least_limit(self.per_step, self.lookahead, self.how.get("reuse", 1))
+        self.limit = least + pick % (self.max_staleness - least + 1)
+        self.buffer.set_limit(self.limit)
+
+    def admit(self, pick):
+        tickets = super().admit(pick)
+        stats = self.buffer.stats()
+        assert not tickets or stats.active <= stats.capacity
+        self.aimed |= {t.group: self.limit for t in tickets}
+
+    def restart(self, pick):
+        before = self.buffer
+        super().restart(pick)
+        if self.buffer is not before:
+            self.limit = self.max_staleness
+
+    def check(self):  # what is active stays when the capacity falls
+        stats = self.buffer.stats()
+        assert stats.in_flight == len(self.flying)
+        if "reuse" not in self.how:
+            assert stats.active == self._active()
+
+
+@FEWER
+@given(shapes(), schedules([*EVENTS, *["aim"] * 6]), st.sampled_from(sorted(RANKS)))
+def test_whenever_the_limit_changes_no_group_is_later_than_the_one_it_was_admitted_under(
+    shape, schedule, rank
+):
+    machine = played(shape, schedule, Limited, rank=RANKS[rank])
+    assert not {"stale", "from_the_future"} & set(machine.fates.values()), "nothing is dropped"
+    for number, version in machine.trained_at.items():
+        assert version - machine.admitted[number].version <= machine.aimed[number]
+    for _ in range(3):
+        assert finish_a_step(machine)
+
+
+class ReusedAndLimited(Reused, Limited):
+    """Both."""
+
+    def check(self):
+        Limited.check(self)
+
+
+@FEWER
+@given(reusing(), schedules([*EVENTS, *["aim"] * 6]))
+def test_with_reuse_too_the_limit_may_change_at_any_time(how, schedule):
+    shape, reuse = how
+    machine = played(shape, schedule, ReusedAndLimited, reuse=reuse)
+    for number, uses in machine.uses.items():
+        assert uses[0] - machine.admitted[number].version <= machine.aimed[number]
+    for _ in range(3):
+        assert finish_a_step(machine)
+
+
+class Dropping(Machine):
+    """Rollouts run ahead; what is too old when drawn is dropped. The limit may change too.
+
+    A buffer tells of a drop at the next draw that succeeds: `limits` are those since the last one.
+    """
+
+    def __init__(self, *shape, overcommit, **how):
+        how |= {"when_too_old": "drop", "overcommit": overcommit}
+        super().__init__(*shape, **how)
+        self.places = memory_bound(self.max_staleness, self.per_step, overcommit)
+        self.limits, self.dropped = [self.max_staleness], []
+
+    def aim(self, pick):
+        self.limits.append(pick % (self.max_staleness + 1))
+        self.buffer.set_limit(self.limits[-1])
+
+    def admit(self, pick):
+        tickets = super().admit(pick)
+        stats = self.buffer.stats()
+        assert self.paused or stats.active == stats.capacity == self.places, "nobody waits else"
+        return tickets
+
+    def train(self, pick):
+        version, real = self.version, self.buffer.draw
+
+        def draw(*args):
+            drawn = real(*args)
+            for group, reason in drawn.dropped:
+                self.dropped.append(group)
+                assert reason is Drop.STALE
+                assert version - group.oldest_version > min(self.limits)
+            for group in drawn.groups:
+                assert version - group.oldest_version <= self.limits[-1] <= self.max_staleness
+            self.limits = self.limits[-1:]
+            return drawn
+
+        self.buffer.draw = draw
+        try:
+            return super().train(pick)
+        finally:
+            del self.buffer.draw
+
+    def restart(self, pick):
+        before = self.buffer
+        super().restart(pick)
+        if self.buffer is not before:
+            self.limits = [self.max_staleness]
+
+    def check(self):
+        stats = self.buffer.stats()
+        assert stats.in_flight == len(self.flying)
+        assert stats.active == stats.in_flight + stats.ready <= stats.capacity
+
+
+@st.composite
+def dropping(draw):
+    """Any window: the bound does not hang on it."""
+    per_step, staleness = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    overcommit = draw(st.sampled_from([1.0, 1.5, 2.0, 4.0]))
+    return (per_step, staleness, draw(st.integers(0, 9))), overcommit
+
+
+def test_the_schedules_with_drops_reach_what_they_are_to_test():
+    seen = Counter()
+
+    @settings(SETTINGS, derandomize=True, database=None, max_examples=50)
+    @given(dropping(), schedules([*EVENTS, *["aim"] * 3]))
+    def look(how, schedule):
+        machine = played(how[0], schedule, Dropping, overcommit=how[1])
+        lags = [v - machine.admitted[n].version for n, v in machine.trained_at.items()]
+        seen["steps"] += machine.version > 2
+        seen["dropped"] += len(machine.dropped) > 0 and machine.version > 2
+        seen["at the bound"] += machine.max_staleness > 0 and machine.max_staleness in lags
+        seen["overtaken"] += machine.order != sorted(machine.order)
+
+    look()
+    assert min(seen.values()) >= 10, seen
+
+
+@FEWER
+@given(dropping(), schedules([*EVENTS, *["aim"] * 3]), st.sampled_from(sorted(RANKS)))
+def test_where_the_too_old_are_dropped_none_is_trained_on_and_the_run_goes_on(how, schedule, rank):
+    shape, overcommit = how
+    machine = played(shape, schedule, Dropping, overcommit=overcommit, rank=RANKS[rank])
+    for i, number in enumerate(machine.order):
+        assert sum(other > number for other in machine.order[:i]) <= machine.lookahead
+    steps = sum(finish_a_step(machine) for _ in range(6))
+    assert steps >= 3, "at most one round is lost to each draw that only drops"
+
+
+@FEWER
+@given(dropping(), schedules(EVENTS))
+def test_where_the_too_old_are_dropped_each_group_still_has_one_fate(how, schedule):
+    machine = played(how[0], schedule, Dropping, overcommit=how[1])
+    while not finish_a_step(machine):  # its draw tells of all drops before
+        pass
+    stats = machine.buffer.stats()
+    fates = list(machine.fates.values())
+    assert len(fates) + stats.in_flight + stats.ready == len(machine.admitted)
+    assert fates.count("stale") == len(machine.dropped)
+    if not machine.restarts:
+        assert stats.dropped.get("stale", 0) == len(machine.dropped)

@@ -80,6 +80,13 @@ def test_each_lag_has_its_reward_length_and_divergence() -> None:
 
 def test_drops_are_counted_by_reason_with_their_length() -> None:
     stale = group(0, [episode([-1, 0, 0]), episode([-1, 0])], [0.0, 0.0])
-    values = drop_measures([(stale, Drop.STALE), (stale, Drop.STALE)])
-    assert values == {"staleness/dropped_stale": 2.0, "staleness/dropped_length_mean": 1.5}
-    assert drop_measures([]) == {}
+    values = drop_measures([(stale, Drop.STALE), (stale, Drop.STALE)], trained=6)
+    assert values == {
+        "staleness/dropped_stale": 2.0,
+        "staleness/dropped_share": 0.25,
+        "staleness/wasted_tokens": 6.0,
+        "staleness/dropped_length_mean": 1.5,
+    }
+    none = {"staleness/dropped_share": 0.0, "staleness/wasted_tokens": 0.0}
+    assert drop_measures([], trained=3) == none
+    assert all(metric_of(key) for key in values)

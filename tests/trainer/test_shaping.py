@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.advantages import step_data
 from jaxrl_async.trainer.shaping import (
-    Difficulty,
-    frontier_first,
-    hard_first,
     has_signal,
-    observed,
     shape,
     shaping,
     soft_overlong_penalty,
@@ -230,21 +226,3 @@ def test_a_signal_is_a_difference_of_rewards_or_of_a_named_part():
     parted = group([1.0, 1.0], penalties=[0.0, 1.0])
     assert not has_signal(parted) and has_signal(parted, metric="penalty")
     assert not has_signal(group([1.0, 0.0]), metric="missing")
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20))
-def test_difficulty_is_an_average_per_prompt_that_forgets(history):
-    difficulty, expected = Difficulty(), {}
-    for prompt, right in history:
-        difficulty = observed(difficulty, group([1.0] * right + [0.0] * (4 - right), number=prompt))
-        expected[prompt] = 0.5 * expected.get(prompt, right / 4) + 0.5 * right / 4
-    assert dict(difficulty.pass_rates) == pytest.approx(expected)
-    for weights in (hard_first(difficulty, range(5)), frontier_first(difficulty, range(5))):
-        assert weights.sum() == pytest.approx(1) and (weights > 0).all()
-
-
-def test_hard_prompts_or_those_at_the_frontier_come_first():
-    difficulty = Difficulty(pass_rates={0: 1.0, 1: 0.5, 2: 0.1})
-    assert np.argsort(hard_first(difficulty, [0, 1, 2])).tolist() == [0, 1, 2]
-    assert np.argsort(frontier_first(difficulty, [0, 1, 2])).tolist() == [0, 2, 1]
-    np.testing.assert_allclose(hard_first(difficulty, [1, 2]), [0.5 / 1.4, 0.9 / 1.4])

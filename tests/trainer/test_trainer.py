@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import Closed, TrainingError
+from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -34,14 +35,23 @@ class Script:
 
     params = None
 
-    def __init__(self, *, skipped: tuple[int, ...] = (), stop_after: int = 10**9) -> None:
+    def __init__(
+        self,
+        *,
+        skipped: tuple[int, ...] = (),
+        stop_after: int = 10**9,
+        ess: tuple[float, ...] = (),
+    ) -> None:
         self.events: list[str] = []
         self.reports: dict[int, dict[str, float]] = {}
-        self.skipped, self.stop_after = skipped, stop_after
+        self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
         self.events.append(f"learn {version}")
-        return {"train/skipped": float(version in self.skipped)}
+        stats = {"train/skipped": float(version in self.skipped)}
+        if self.ess:
+            stats["offpolicy/ess_share"] = self.ess[version]
+        return stats
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         if version >= self.stop_after + 5:
@@ -53,6 +63,9 @@ class Script:
 
     def resume(self) -> None:
         self.events.append("resume")
+
+    def set_limit(self, limit: int) -> None:
+        self.events.append(f"limit {limit}")
 
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
         self.events.append(f"publish {version}")
@@ -126,3 +139,15 @@ def test_a_resumed_run_never_admits_a_number_again_when_an_older_group_comes_las
     )
     script.trainer(total_steps=3, eval_every=0).run()
     assert script.events[-1] == "save 3 next 4"
+
+
+def test_the_limit_follows_the_effective_sample_size_before_the_weights_are_published() -> None:
+    script = Script(ess=(0.5, 0.5, 0.5, 0.99))
+    script.trainer(eval_every=0, pacing=Bounds(target=0.8, lowest=0, highest=2)).run()
+    limits = [e for e in script.events if e.startswith("limit")]
+    assert limits == ["limit 1", "limit 1", "limit 1", "limit 2"], "two updates of rest"
+    assert [script.reports[v]["staleness/limit"] for v in (1, 2, 3, 4)] == [1, 1, 1, 2]
+    assert script.events.index("limit 1") < script.events.index("publish 1")
+    without = Script(ess=(0.1,) * 4)
+    without.trainer().run()
+    assert not [e for e in without.events if e.startswith("limit")]
