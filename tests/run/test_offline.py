@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
@@ -37,6 +38,12 @@ TINY = (
 KTO = "preference.loss={kto: {beta: 0.5}}"
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all runs: what one has compiled, the next one finds."""
+    return tmp_path_factory.mktemp("runs")
+
+
 def config_of(folder: Path, *overrides: str) -> Config:
     empty = folder / "empty.yaml"
     empty.write_text("")
@@ -52,6 +59,17 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray
     return read_lines(root / "metrics.jsonl"), load_file(root / kind / "model.safetensors")
 
 
+EASY = [{"prompt": f"{i}+1=", "chosen": "11", "rejected": "9"} for i in range(10)]
+"""Pairs whose better answer shows in each token."""
+
+
+def worked(folder: Path) -> Path:
+    """A file of answers for a warm start."""
+    path = folder / "worked.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "1+1=", "answer": str(i)}) for i in range(9)))
+    return path
+
+
 def records(folder: Path, *lines: dict) -> str:
     path = folder / "records.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -61,120 +79,129 @@ def records(folder: Path, *lines: dict) -> str:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with the embedded task's tokenizer, for records of a file."""
-    from jaxrl_async.data.addition import addition_tokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     addition_tokenizer().save_pretrained(folder)
     return f"data.tokenizer={folder}"
 
 
-def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(tmp_path: Path) -> None:
-    metrics, weights = run(tmp_path, "run.job=sft", "run.steps=6")
+def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> None:
+    metrics, weights = run(runs, "run.job=sft", "run.steps=6", "run.name=sft")
     assert [line["step"] for line in metrics] == list(range(7))
     assert ["eval/loss" in line for line in metrics] == [True, False] * 3 + [True]
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"] - 0.3
     assert 0 <= metrics[-1]["eval/accuracy"] <= metrics[-1]["eval/token_accuracy"] <= 1
     assert metrics[1]["throughput/mfu"] > 0
-    folder = tmp_path / "run"
-    loaded = Policy.from_pretrained(folder / "policy")
-    table = np.asarray(loaded.params["embed"]) if "embed" in loaded.params else None
-    assert table is None or table.shape[1] == loaded.spec.width
+    folder = runs / "sft"
+    assert Policy.from_pretrained(folder / "policy").spec.width == 32
     assert "Held-out loss" in (folder / "report.html").read_text("utf-8")
     assert len(weights) > 5
 
 
 @pytest.mark.parametrize(
-    "job", [("run.job=sft",), ("run.job=preference", KTO), ("run.job=reward_model",)], ids=str
+    "job",
+    [
+        ("run.job=preference", KTO),
+        pytest.param(("run.job=sft",), marks=pytest.mark.slow),
+        pytest.param(("run.job=reward_model",), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_two_updates_and_resuming_to_four_equal_four(tmp_path: Path, job: tuple) -> None:
-    whole = run(tmp_path, *job, "run.name=whole")
-    run(tmp_path, *job, "run.name=parts", "run.steps=2")
-    parts = run(tmp_path, *job, "run.name=parts", "run.resume=true")
+def test_two_updates_and_resuming_to_four_equal_four(runs: Path, job: tuple) -> None:
+    name = job[0].partition("=")[2]
+    whole = run(runs, *job, f"run.name={name}_whole")
+    run(runs, *job, f"run.name={name}_parts", "run.steps=2")
+    parts = run(runs, *job, f"run.name={name}_parts", "run.resume=true")
     assert [comparable(line) for line in whole[0]] == [comparable(line) for line in parts[0]]
     assert whole[1].keys() == parts[1].keys()
     for name, values in whole[1].items():
         np.testing.assert_array_equal(values, parts[1][name], err_msg=name)
 
 
-def test_dpo_ranks_held_out_pairs_and_starts_at_chance(tmp_path: Path) -> None:
+def test_dpo_ranks_held_out_pairs_and_starts_at_chance(runs: Path, tokenizer: str) -> None:
     metrics, _ = run(
-        tmp_path,
+        runs,
+        "run.name=dpo",
         "run.job=preference",
-        "run.steps=12",
-        "preference.loss={dpo: {beta: 0.5}}",
-        "warm_start={steps: 2, batch_size: 8}",
+        "run.steps=6",
+        records(runs, *EASY),
+        tokenizer,
+        "warm_start={steps: 2, batch_size: 8, path: " + str(worked(runs)) + "}",
+        "data.jsonl.prompt_field=prompt",
+        "data.jsonl.answer_field=answer",
         "eval.every=0",
     )
     assert metrics[0]["eval/accuracy"] == 0.5 and metrics[0]["eval/margin"] == 0
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert metrics[-1]["eval/accuracy"] >= 0.75 and metrics[-1]["eval/margin"] > 0.1
+    assert metrics[-1]["eval/accuracy"] == 1 and metrics[-1]["eval/margin"] > 0.1
 
 
-def test_a_reference_of_ones_own_is_what_the_policy_is_compared_with(tmp_path: Path) -> None:
-    run(tmp_path, "run.job=sft", "run.steps=1", "run.name=other")
+def test_a_reference_of_ones_own_is_what_the_policy_is_compared_with(runs: Path) -> None:
+    run(runs, "run.job=sft", "run.steps=1", "run.name=other")
     job = ["run.job=preference", "run.steps=1", "eval.every=0", "run.seed=3"]
-    other = f"preference.reference={tmp_path / 'other' / 'policy'}"
-    metrics, _ = run(tmp_path, *job, other, "run.name=compared")
+    other = f"preference.reference={runs / 'other' / 'policy'}"
+    metrics, _ = run(runs, *job, other, "run.name=compared")
     assert abs(metrics[0]["eval/margin"]) > 1e-3  # not the weights at the start
     wider = "model.architecture={layers: 1, width: 64, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}"
     with pytest.raises(ConfigError, match=r"another kind of model"):
-        run(tmp_path, *job, other, "run.name=wider", wider)
+        run(runs, *job, other, "run.name=wider", wider)
     with pytest.raises(ConfigError, match="compares with no reference"):
-        run(tmp_path, *job, other, "run.name=simpo", "preference.loss=simpo")
+        run(runs, *job, other, "run.name=simpo", "preference.loss=simpo")
 
 
-def test_a_reward_model_ends_as_a_directory_with_a_head(tmp_path: Path) -> None:
-    metrics, _ = run(tmp_path, "run.job=reward_model", "run.steps=12", "eval.every=0")
-    assert metrics[-1]["eval/accuracy"] >= 0.75
+def test_a_reward_model_ends_as_a_directory_with_a_head(runs: Path, tokenizer: str) -> None:
+    job = ["run.job=reward_model", "run.name=judge", records(runs, *EASY), tokenizer]
+    metrics, _ = run(runs, *job, "run.steps=6", "eval.every=0")
+    assert metrics[-1]["eval/accuracy"] == 1
     assert metrics[-1]["eval/margin"] > metrics[0]["eval/margin"]
-    folder = tmp_path / "run" / "reward_model"
+    folder = runs / "judge" / "reward_model"
     spec, params = load_head(folder, "reward")
     assert params["value_head"]["kernel"].shape == (spec.width,)
     assert (folder / "tokenizer.json").is_file()
 
 
 def test_records_of_a_file_are_learnt_and_bad_ones_counted(
-    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+    runs: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
-    data = records(tmp_path, *good, {"prompt": "1+1=", "answer": "1" * 40}, {"prompt": "1+1="})
+    data = records(runs, *good, {"prompt": "1+1=", "answer": "1" * 40}, {"prompt": "1+1="})
     fields = ["data.jsonl.prompt_field=prompt", "data.jsonl.answer_field=answer"]
-    job = ["run.job=sft", data, *fields, tokenizer, "run.steps=1"]
+    job = ["run.job=sft", data, *fields, tokenizer, "run.steps=1", "run.name=first"]
     with pytest.raises(DataError, match=r"2 of 10 records cannot be used .*trainer.row_length"):
-        run(tmp_path, *job)
+        run(runs, *job)
     caplog.clear()
-    metrics, _ = run(tmp_path, *job, "data.jsonl.max_bad_share=0.2", "run.name=second")
+    metrics, _ = run(runs, *job, "data.jsonl.max_bad_share=0.2", "run.name=second")
     assert metrics[-1]["step"] == 1
     assert sum("2 of 10 records skipped" in r.message for r in caplog.records) == 1
 
 
-def test_judged_answers_are_for_kto_only(tmp_path: Path, tokenizer: str) -> None:
+def test_judged_answers_are_for_kto_only(runs: Path, tokenizer: str) -> None:
     judged = [
         {"prompt": f"{i}+1=", "completion": str(i + good), "label": bool(good)}
-        for i in range(6)
         for good in (0, 1)
+        for i in range(6)
     ]
-    job = ["run.job=preference", records(tmp_path, *judged), tokenizer, "run.steps=1"]
-    metrics, _ = run(tmp_path, *job, KTO)
+    job = ["run.job=preference", records(runs, *judged), tokenizer, "run.steps=1"]
+    metrics, _ = run(runs, *job, KTO, "run.name=judged")
     assert "preference/accuracy" not in metrics[1] and metrics[1]["preference/kl_baseline"] >= 0
     for other in ("run.job=preference", "run.job=reward_model"):
         with pytest.raises(DataError, match=r"12 of 12 records have one answer .*kto"):
-            run(tmp_path, *job, other, "run.name=other", "run.overwrite=true")
+            run(runs, *job, other, "run.name=other", "run.overwrite=true")
 
 
-def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, "run.job=sft", "run.steps=1", "eval.every=0")
+def test_a_checkpoint_of_another_job_is_refused(runs: Path) -> None:
+    run(runs, "run.job=sft", "run.steps=1", "run.name=refused")
     with pytest.raises(CheckpointError, match=r"run.job=sft.* run.job=preference"):
-        run(tmp_path, "run.job=preference", "preference.loss=simpo", "run.resume=true")
+        simpo = ["run.job=preference", "preference.loss=simpo", "run.resume=true"]
+        run(runs, *simpo, "run.name=refused")
 
 
-def test_impossible_settings_are_refused(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(runs: Path) -> None:
     with pytest.raises(ConfigError, match=r"warm_start.steps=0"):
-        config_of(tmp_path, "run.job=sft", "warm_start.steps=5")
+        config_of(runs, "run.job=sft", "warm_start.steps=5")
     with pytest.raises(ConfigError, match=r"reward.function=none leaves no reward"):
-        config_of(tmp_path, "reward.function=none")
+        config_of(runs, "reward.function=none")
     with pytest.raises(ConfigError, match=r"data.addition.digits = 5 makes examples of up to"):
-        run(tmp_path, "run.job=sft", "data.addition.digits=5", "run.overwrite=true")
+        run(runs, "run.job=sft", "data.addition.digits=5", "run.name=digits")
 
 
 def test_the_samplers_devices_are_not_asked_for() -> None:
@@ -182,11 +209,12 @@ def test_the_samplers_devices_are_not_asked_for() -> None:
     assert mesh.num_devices == 7 and trainer_only(mesh).num_devices == 4
 
 
-def test_a_sharded_trainer_learns_the_same(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_sharded_trainer_learns_the_same(runs: Path) -> None:
     assert jax.device_count() == 8
     job = ["run.job=sft", "run.steps=1", "eval.every=0"]
-    one, _ = run(tmp_path, *job)
-    many, _ = run(tmp_path, *job, "run.name=many", "mesh.trainer={fsdp: 2, tensor: 2}")
+    one, _ = run(runs, *job, "run.name=one")
+    many, _ = run(runs, *job, "run.name=many", "mesh.trainer={fsdp: 2, tensor: 2}")
     for key in ("train/loss", "eval/loss", "eval/token_accuracy", "train/tokens"):
         assert many[1][key] == pytest.approx(one[1][key], abs=1e-5), key
 
