@@ -1,6 +1,7 @@
 """Jobs without a sampler, on a tiny decoder: what they learn, resuming, bad records, a scorer."""
 
 import json
+import signal
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.heads import load_head
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.run import offline
 from jaxrl_async.run.loop import train
 from jaxrl_async.run.offline import trainer_only
 
@@ -70,6 +72,13 @@ def worked(folder: Path) -> Path:
     return path
 
 
+def assert_same_run(one: tuple, other: tuple) -> None:
+    assert [comparable(line) for line in one[0]] == [comparable(line) for line in other[0]]
+    assert one[1].keys() == other[1].keys()
+    for name, values in one[1].items():
+        np.testing.assert_array_equal(values, other[1][name], err_msg=name)
+
+
 def records(folder: Path, *lines: dict) -> str:
     path = folder / "records.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -101,7 +110,6 @@ def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> Non
     "job",
     [
         ("run.job=preference", KTO),
-        pytest.param(("run.job=sft",), marks=pytest.mark.slow),
         pytest.param(("run.job=reward_model",), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -111,10 +119,27 @@ def test_two_updates_and_resuming_to_four_equal_four(runs: Path, job: tuple) -> 
     whole = run(runs, *job, f"run.name={name}_whole")
     run(runs, *job, f"run.name={name}_parts", "run.steps=2")
     parts = run(runs, *job, f"run.name={name}_parts", "run.resume=true")
-    assert [comparable(line) for line in whole[0]] == [comparable(line) for line in parts[0]]
-    assert whole[1].keys() == parts[1].keys()
-    for name, values in whole[1].items():
-        np.testing.assert_array_equal(values, parts[1][name], err_msg=name)
+    assert_same_run(whole, parts)
+
+
+def test_ctrl_c_finishes_the_step_and_resuming_equals_a_run_without_it(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    whole = run(runs, "run.job=sft", "run.name=not_stopped")
+    update = offline.update
+
+    def interrupted(job: offline.Job, progress: offline.Progress) -> dict[str, float]:
+        values = update(job, progress)
+        if progress.version == 2:
+            signal.raise_signal(signal.SIGINT)
+        return values
+
+    monkeypatch.setattr(offline, "update", interrupted)
+    stopped, _ = run(runs, "run.job=sft", "run.name=stopped")
+    assert [line["step"] for line in stopped] == [0, 1, 2]
+    assert "stopped early by SIGINT: everything is saved" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert_same_run(whole, run(runs, "run.job=sft", "run.name=stopped", "run.resume=true"))
 
 
 def test_dpo_ranks_held_out_pairs_and_starts_at_chance(runs: Path, tokenizer: str) -> None:
