@@ -20,7 +20,7 @@ from jaxrl_async.model.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 

@@ -29,6 +29,9 @@ class Section(BaseModel):
 
 
 class Run(Section):
+    job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
+    """What is trained: a policy by rewards, by given answers or by preferences; or a reward
+    model."""
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run; its folder is DIR/NAME."""
     dir: str = "runs"
@@ -36,7 +39,7 @@ class Run(Section):
     seed: NonNegative = 0
     """Seed of everything random: initial weights, data order, sampling."""
     steps: Positive = 100
-    """Updates of the policy to make."""
+    """Updates to make."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's folder (also: --resume)."""
     overwrite: bool = False
@@ -145,11 +148,12 @@ class Addition(Section):
     eval_size: Positive = 256
     """Held-out problems; never trained on."""
     worked_share: float = Field(1.0, ge=0, le=1)
-    """Share of the warm start's answers that are written out; the others say the sum at once."""
+    """Share of the warm start's and sft's answers that are written out, not the sum at once."""
 
 
 class Jsonl(Section):
-    """Question and answer records, one JSON object a line."""
+    """Records, one JSON object a line: question and answer, or (preference jobs) prompt, chosen
+    and rejected, or prompt, completion and label."""
 
     path: str = ""
     """File of training records."""
@@ -158,9 +162,9 @@ class Jsonl(Section):
     eval_size: Positive = 64
     """Held-out records used, at most."""
     prompt_field: str = "question"
-    """Field that holds the question."""
+    """Field that holds the question; preference jobs: always prompt."""
     answer_field: str = "answer"
-    """Field that holds the answer."""
+    """Field that holds the answer; preference jobs: chosen and rejected, or completion."""
     template: str | None = None
     """Python format string with {prompt}; null: the tokenizer's chat template, or the bare
     prompt."""
@@ -200,6 +204,27 @@ class WarmStart(Section):
     """Peak learning rate."""
     path: str | None = None
     """JSONL file of pairs in the fields of data.jsonl; null: the task's own worked answers."""
+
+
+class Sft(Section):
+    """Supervised fine-tuning (run.job=sft): maximum likelihood of the records' answers."""
+
+    batch_size: Positive = 64
+    """Prompts with their answers in an update."""
+
+
+class Preference(Section):
+    """Training on better and worse answers (run.job=preference and run.job=reward_model)."""
+
+    batch_size: Positive = 32
+    """Pairs in an update; judged answers count as one each."""
+    loss: Choice = "dpo"
+    """Loss of run.job=preference: dpo, ipo, ipo_average, kto, simpo or orpo, with its settings."""
+    reference: str | None = None
+    """Hugging Face directory of the frozen reference of run.job=preference; null: the weights at
+    the start, after the warm start."""
+    margin: float = Field(0.0, ge=0)
+    """By how much run.job=reward_model is to score the chosen answer higher."""
 
 
 class Sampler(Section):
@@ -405,9 +430,26 @@ class Eval(Section):
 
 class Reward(Section):
     function: str = "exact"
-    """Built-in reward (exact, gsm8k) or your own: FILE.py:FUNCTION."""
+    """Built-in reward (exact, gsm8k), your own (FILE.py:FUNCTION), or none where there is a model.
+    Where there is one, it alone judges the evaluation."""
+    function_weight: float = 1.0
+    """Weight of the function's reward in training beside reward.model; 0: it only judges the
+    evaluation."""
+    model: str | None = None
+    """Folder of a reward model, as run.job=reward_model leaves it; null: none."""
+    model_weight: float = 1.0
+    """Weight of that model's score, which is added to the function's reward."""
     timeout_s: float = Field(30.0, gt=0)
-    """Longest time that one group's rewards may take, seconds."""
+    """Longest time that the function may take for one group, seconds."""
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> "Reward":
+        if self.function == "none" and self.model is None:
+            raise ValueError(
+                "reward.function=none leaves no reward at all. Set reward.model to the folder of a "
+                "reward model, or reward.function to exact, gsm8k or FILE.py:FUNCTION."
+            )
+        return self
 
 
 class Checkpoint(Section):
@@ -433,6 +475,8 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     warm_start: WarmStart = WarmStart()
+    sft: Sft = Sft()
+    preference: Preference = Preference()
     sampler: Sampler = Sampler()
     staleness: Staleness = Staleness()
     buffer: Buffer = Buffer()
@@ -492,6 +536,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
+        if self.run.job == "sft" and self.warm_start.steps:
+            raise ValueError(
+                f"run.job=sft is supervised training itself; warm_start.steps "
+                f"({self.warm_start.steps}) would do the same before it. Set warm_start.steps=0."
+            )
         waits = self.staleness.when_too_old == "wait"
         most = self.staleness.max_staleness * self.algorithm.groups_per_step
         if waits and self.staleness.lookahead > most:

@@ -42,21 +42,40 @@ class Problem:
         return str(self.a + self.b)
 
 
-def worked_answer(a: int, b: int) -> str:
+def worked_answer(a: int, b: int, slip: tuple[int, int] = (0, 0)) -> str:
     """The addition written out from the rightmost column, then '#' and the sum.
+
+    slip: (column, error), a mistake that the total of that column and the sum have in common.
 
     >>> worked_answer(47, 85)
     '7+5=12 4+8+1=13 #132'
     >>> worked_answer(204, 3)
     '4+3=7 0+0=0 2+0=2 #207'
+    >>> worked_answer(47, 85, slip=(0, -1))
+    '7+5=11 4+8+1=13 #131'
     """
+    column, error = slip
     steps: list[str] = []
     carry, x, y = 0, a, b
     while x or y or not steps:
         total = x % 10 + y % 10 + carry
-        steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={total}")
+        told = total + error if len(steps) == column else total
+        steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={told}")
         carry, x, y = total // 10, x // 10, y // 10
-    return f"{' '.join(steps)} #{a + b}"
+    return f"{' '.join(steps)} #{a + b + error * 10**column}"
+
+
+def wrong_answer(problem: Problem, random: np.random.Generator) -> str:
+    """One digit of the sum wrong: by a slip in that column of the work, or said without any work,
+    equally likely.
+    """
+    a, b = problem.a, problem.b
+    column = int(random.integers(max(len(str(a)), len(str(b)))))
+    right = (a + b) // 10**column % 10
+    error = (right + int(random.integers(1, 10))) % 10 - right
+    if random.random() < 0.5:
+        return str(a + b + error * 10**column)
+    return worked_answer(a, b, slip=(column, error))
 
 
 def draw_problem(random: np.random.Generator, digits: int) -> Problem:

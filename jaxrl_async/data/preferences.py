@@ -51,27 +51,33 @@ def read_preferences(
     tokenizer: Tokenizer,
     *,
     max_tokens: int,
+    max_prompt_tokens: int | None = None,
     template: str | None = None,
     max_bad_share: float = 0.01,
 ) -> list[PreferencePair]:
     """The usable records of a file of JSON lines, tokenised.
 
-    max_tokens: of a prompt with either answer. template: as data.jsonl.template. Bad records are
-    skipped, counted by kind and logged with their line; DataError as data.prompts.read_lines says.
+    max_tokens: of a prompt with either answer; max_prompt_tokens: of a prompt, null: the same.
+    template: as data.jsonl.template. Bad records are skipped, counted by kind and logged with their
+    line; DataError as data.prompts.read_lines says.
     """
     if template is not None:
         check_template(template)
     return read_lines(
         path,
-        lambda line: _parse(line, tokenizer, template, max_tokens),
+        lambda line: _parse(line, tokenizer, template, max_tokens, max_prompt_tokens or max_tokens),
         max_bad_share,
         "give each line prompt, chosen and rejected, or prompt, completion and a true or false "
-        "label; raise max_tokens or max_bad_share",
+        "label; raise trainer.row_length, data.max_prompt_tokens or data.jsonl.max_bad_share",
     )
 
 
 def _parse(
-    line: bytes, tokenizer: Tokenizer, template: str | None, max_tokens: int
+    line: bytes,
+    tokenizer: Tokenizer,
+    template: str | None,
+    max_tokens: int,
+    max_prompt_tokens: int,
 ) -> PreferencePair | Bad:
     fields = parse_object(line)
     if isinstance(fields, Bad):
@@ -81,11 +87,13 @@ def _parse(
         return Bad.FIELD
     pair = PreferencePair(
         prompt_ids=tokenizer.encode_prompt(prompt, template),
-        chosen_ids=_encode_answer(answers[0], tokenizer),
-        rejected_ids=_encode_answer(answers[1], tokenizer),
+        chosen_ids=encode_answer(answers[0], tokenizer),
+        rejected_ids=encode_answer(answers[1], tokenizer),
     )
     if not len(pair.prompt_ids) or not pair.answers:
         return Bad.EMPTY
+    if len(pair.prompt_ids) > max_prompt_tokens:
+        return Bad.TOO_LONG
     longest = max(len(answer) for answer in pair.answers)
     return Bad.PAIR_TOO_LONG if len(pair.prompt_ids) + longest > max_tokens else pair
 
@@ -101,7 +109,7 @@ def _answers(fields: dict[str, Any]) -> tuple[str | None, str | None] | None:
     return None if chosen is None or rejected is None else (chosen, rejected)
 
 
-def _encode_answer(text: str | None, tokenizer: Tokenizer) -> IntArray:
+def encode_answer(text: str | None, tokenizer: Tokenizer) -> IntArray:
     """The answer with its end token; empty where there is none."""
     if text is None:
         return np.zeros(0, np.int32)
@@ -122,8 +130,9 @@ def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
         other = next((p for p in after if not np.array_equal(p.prompt_ids, pair.prompt_ids)), None)
         if other is None:
             raise DataError(
-                f"the {len(pairs)} preference pairs of the step have one prompt only, so that no "
-                "answer belongs to another one. Draw more pairs a step for kto's baseline."
+                f"the {len(pairs)} preference pairs of the step, or held out, have one prompt "
+                "only, so that no answer belongs to another one, as kto's baseline needs. Raise "
+                "preference.batch_size or the eval_size of the data."
             )
         made.append(
             PreferencePair(

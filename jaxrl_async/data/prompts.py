@@ -47,7 +47,7 @@ class Bad(StrEnum):
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
     TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
-    PAIR_TOO_LONG = "the prompt with an answer is longer than max_tokens"
+    PAIR_TOO_LONG = "the prompt with an answer is longer than a training row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def read_jsonl(
         check_template(section.template)
     return read_lines(
         path,
-        lambda line: _parse_record(line, section, tokenizer, max_prompt_tokens),
+        lambda line: parse_record(line, section, tokenizer, max_prompt_tokens),
         section.max_bad_share,
         "set data.jsonl.prompt_field, data.jsonl.answer_field, data.max_prompt_tokens or "
         "data.jsonl.max_bad_share",
@@ -146,9 +146,10 @@ def read_lines(
     return records
 
 
-def _parse_record(
+def parse_record(
     line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> Record | Bad:
+    """The record that a line holds."""
     fields = parse_object(line)
     if isinstance(fields, Bad):
         return fields
@@ -218,14 +219,16 @@ def _judge_bad(
         )
 
 
-def _jsonl_split(data: Data, tokenizer: Tokenizer, split: Split) -> list[Record]:
-    """Training records, or held-out ones: those of eval_path, or else the last of the same file."""
-    section = data.jsonl
+def jsonl_split(section: Jsonl, split: Split, read: Callable[[str], list[T]]) -> list[T]:
+    """Training records, or held-out ones: those of eval_path, or else the last of the same file.
+
+    read: the usable records of a file. Raises DataError where none is left to train on.
+    """
     if section.eval_path is not None:
-        path = section.path if split == "train" else section.eval_path
-        records = read_jsonl(path, section, tokenizer, data.max_prompt_tokens)
-        return records if split == "train" else records[: section.eval_size]
-    records = read_jsonl(section.path, section, tokenizer, data.max_prompt_tokens)
+        if split == "train":
+            return read(section.path)
+        return read(section.eval_path)[: section.eval_size]
+    records = read(section.path)
     if len(records) <= section.eval_size:
         raise DataError(
             f"{section.path}: {len(records)} usable records, of which data.jsonl.eval_size = "
@@ -246,15 +249,19 @@ def _addition_split(
 def make_source(data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train") -> Source:
     """The records of one split. Raises DataError or ConfigError."""
     if data.source == "jsonl":
-        return _jsonl_split(data, tokenizer, split)
+        return jsonl_split(
+            data.jsonl,
+            split,
+            lambda path: read_jsonl(path, data.jsonl, tokenizer, data.max_prompt_tokens),
+        )
     return _addition_split(data.addition, tokenizer, seed, split)
 
 
 # --- streams -----------------------------------------------------------------------------------
 
 
-def _shuffled(source: Source, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
-    """Endless MapDataset of (number, Record): this process's share, shuffled anew each pass."""
+def shuffled(source: Any, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
+    """Endless MapDataset of (number, record): this process's share, shuffled anew each pass."""
     numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle()
     mine = numbers[process_index::process_count]
     if len(mine) == 0:
@@ -276,7 +283,7 @@ class PromptStream:
     ) -> None:
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
-        self._dataset = _shuffled(source, seed, process_index, process_count)
+        self._dataset = shuffled(source, seed, process_index, process_count)
         self._first, self._stride = process_index, process_count
         self._identity = {
             "seed": seed,
@@ -313,13 +320,6 @@ class PromptStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError where that was another stream, or where
         a curriculum has passed prompts over, which would be lost."""
-        differing = [key for key, value in self._identity.items() if state.get(key) != value]
-        if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
-            told = ", ".join(f"{k} {state.get(k)} then, {self._identity[k]} now" for k in differing)
-            raise DataError(
-                f"the saved place is of another stream of prompts: {told or 'no place in it'}. "
-                "Resume with the same data, seed and processes, or start a new run."
-            )
         if state.get("passed_over"):
             raise DataError(
                 f"the saved place is of a stream with a curriculum, which has passed over "
@@ -327,7 +327,20 @@ class PromptStream:
                 "data.curriculum, with data.curriculum_pool=1 for the order of the stream, or "
                 "start a new run."
             )
-        self._next = state["next"]
+        self._next = place_in(self._identity, state, "prompts")
+
+
+def place_in(identity: dict[str, int], state: dict[str, Any], what: str) -> int:
+    """The place that a stream of this identity has come to. DataError where `state` is of
+    another."""
+    differing = [key for key, value in identity.items() if state.get(key) != value]
+    if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
+        told = ", ".join(f"{k} {state.get(k)} then, {identity[k]} now" for k in differing)
+        raise DataError(
+            f"the saved place is of another stream of {what}: {told or 'no place in it'}. "
+            "Resume with the same data, seed and processes, or start a new run."
+        )
+    return int(state["next"])
 
 
 def _prompt(record: Record, prompt_id: int, position: int) -> Prompt:
@@ -380,7 +393,7 @@ def warm_start_pairs(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[Int
     training row are left out and counted. Raises DataError where none fits.
     """
     source = _warm_start_source(config, tokenizer)
-    dataset = _shuffled(source, config.run.seed + 1)
+    dataset = shuffled(source, config.run.seed + 1)
     return _fitting_pairs(dataset, len(source), tokenizer, config.row_length)
 
 

@@ -36,6 +36,8 @@ class Progress:
 
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
+    ("eval loss", "eval/loss", "{:.3f}".format),
+    ("pairs right", "preference/accuracy", "{:.3f}".format),
     ("eval", "eval/accuracy", "{:.3f}".format),
     ("tokens/s", "throughput/generated_tokens_per_s", "{:,.0f}".format),
     ("staleness", "staleness/mean", "{:.2f}".format),

@@ -95,7 +95,11 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(
         Mean,
         False,
-        ("preference/accuracy", "share", "Pairs whose chosen answer has the higher reward."),
+        (
+            "preference/accuracy",
+            "share",
+            "Pairs whose chosen answer has the higher reward; a tie counts half.",
+        ),
         ("preference/margin", "reward", "Reward of the chosen less that of the rejected answer."),
         (
             "preference/chosen_reward",
@@ -204,7 +208,21 @@ METRICS: tuple[Metric, ...] = (
         ("train/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms."),
         ("train/policy_loss", "loss", "The policy loss alone."),
         ("train/packing", "share", "Real tokens in the packed rows; the rest is padding."),
-        ("eval/accuracy", "share", "Held-out prompts answered with the full reward (1)."),
+        (
+            "eval/accuracy",
+            "share",
+            "Held-out prompts answered with the full reward (1); sft: by greedy decoding token for "
+            "token as the record; preferences: pairs ranked right.",
+        ),
+        ("eval/token_accuracy", "share", "sft: held-out tokens that greedy decoding would draw."),
+        ("eval/loss", "loss", "Loss on the held-out examples; sft: nats a token."),
+        ("eval/margin", "reward", "Held-out pairs: reward of the chosen less the rejected."),
+        (
+            "eval/chosen_reward",
+            "reward",
+            "Of held-out chosen answers, as preference/chosen_reward.",
+        ),
+        ("eval/rejected_reward", "reward", "The same of held-out rejected answers."),
         ("eval/reward", "reward", "Mean reward on the held-out prompts."),
         ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
         ("eval/truncated_share", "share", "Held-out answers that ran into a length limit."),

@@ -42,6 +42,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Reward", "reward", (("reward/mean", "mean"), ("reward/std", "std"))),
             Chart("Held-out accuracy", "share", (("eval/accuracy", "accuracy"),), True),
             Chart("Held-out reward", "reward", (("eval/reward", "mean"),)),
+            Chart("Held-out loss", "loss", (("eval/loss", "loss"),)),
             Chart(
                 "Groups without signal",
                 "share",
@@ -51,6 +52,30 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Loss", "loss", (("train/loss", "loss"), ("train/policy_loss", "policy loss"))),
             Chart("Gradient norm", "norm", (("train/grad_norm", "before clipping"),), True),
             Chart("Learning rate", "rate", (("train/learning_rate", "rate"),), True),
+        ),
+    ),
+    (
+        "Preferences",
+        (
+            Chart(
+                "Pairs ranked right",
+                "share",
+                (("preference/accuracy", "in the step"),),
+                True,
+            ),
+            Chart(
+                "Margin",
+                "reward",
+                (("preference/margin", "training"), ("eval/margin", "held-out")),
+            ),
+            Chart(
+                "Reward of the answers",
+                "reward",
+                (
+                    ("preference/chosen_reward", "chosen"),
+                    ("preference/rejected_reward", "rejected"),
+                ),
+            ),
         ),
     ),
     (

@@ -116,3 +116,36 @@ def token_logprobs(
         return jnp.pad(jnp.where(follows, values.reshape(B, T - 1), 0.0), ((0, 0), (1, 0)))
 
     return place(logprobs), place(entropy)
+
+
+def greedy_matches(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    dtype: Any = jnp.float32,
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+) -> Array:
+    """At t: whether token t is the likeliest one after those before it.
+
+    [B, T] inputs -> [B, T] bool; False where a segment starts and in padding. Where all tokens of
+    an answer match, greedy decoding gives exactly this answer.
+    """
+    B, T = token_ids.shape
+    hidden = hidden_states(
+        spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=attention
+    )
+    head = output_head(spec, params)
+
+    def one(inputs: tuple[Array, Array]) -> Array:
+        x, target = inputs
+        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits[target] >= jnp.max(logits)
+
+    flat = hidden[:, :-1].reshape(B * (T - 1), -1)
+    matches = jax.lax.map(one, (flat, token_ids[:, 1:].reshape(-1)), batch_size=chunk)
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    return jnp.pad(follows & matches.reshape(B, T - 1), ((0, 0), (1, 0)))

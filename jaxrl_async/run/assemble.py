@@ -40,16 +40,18 @@ from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.checkpoint import Checkpoints
+from jaxrl_async.run.checkpoint import Checkpoints, check_job
 from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
-from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
+from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
+from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.critic import CriticStep
@@ -105,11 +107,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
-    turns = Turns() if slices.colocated else NO_TURNS
+    collective = config.reward.model is not None and slices.trainer.size > 1
+    turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
 
     tokenizer = make_tokenizer(config)
-    scorer = make_scorer(config.reward, tokenizer.decode)
+    scorer, judge = make_scorers(config, tokenizer, slices, turns)
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
@@ -122,6 +125,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
     if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
+        check_job(saved, config.run.job, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
         version, next_group = int(saved.loop["version"]), int(saved.loop["next_group"])
         prompts.restore(saved.loop["prompts"])
@@ -163,7 +167,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         probe=None
         if probe is None
         else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        turns=turns,
+        turns=turns if slices.colocated else NO_TURNS,
     )
     sampling = SamplingParams(
         temperature=config.sampler.temperature,
@@ -206,7 +210,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             run_evaluation,
             sampler,
             held_out,
-            scorer,
+            judge,
+            has_right_answers=config.reward.function != "none",
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
@@ -538,17 +543,46 @@ def make_pacing(config: Config) -> Bounds | None:
     )
 
 
+# ---- rewards
+
+
+def make_scorers(
+    config: Config, tokenizer: Tokenizer, slices: Slices, turns: Any
+) -> tuple[Scorer, Scorer]:
+    """What scores the training, and the evaluation: there the function alone, where there is
+    one."""
+    section = config.reward
+    function = None if section.function == "none" else make_scorer(section, tokenizer.decode)
+    if section.model is None:
+        assert function is not None, "the schema refuses a run without any reward"
+        return function, function
+    model = load_reward_model(section, config.model, tokenizer, slices.trainer, turns)
+    both = RewardModelScorer(
+        model,
+        function=function,
+        function_weight=section.function_weight,
+        model_weight=section.model_weight,
+    )
+    return both, function or both
+
+
 # ---- what the trainer's results go to
 
 
 def run_evaluation(
-    sampler: Sampler | Router, held_out: Any, scorer: RewardScorer, **limits: Any
+    sampler: Sampler | Router,
+    held_out: Any,
+    scorer: Scorer,
+    *,
+    has_right_answers: bool = True,
+    **limits: Any,
 ) -> Mapping[str, float]:
-    """Accuracy on the held-out prompts with the weights that are live now."""
+    """Accuracy, where answers can be right, and reward on the held-out prompts with the weights
+    that are live now."""
     start = time.perf_counter()
     result: EvalResult = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
     return {
-        "eval/accuracy": result.accuracy,
+        **({"eval/accuracy": result.accuracy} if has_right_answers else {}),
         "eval/reward": result.mean_reward,
         "eval/length_mean": result.mean_length_tokens,
         "eval/truncated_share": result.truncated_share,
@@ -610,6 +644,7 @@ def save(
     """Write all that learns and where the loop is. Prompts in flight are admitted again on
     resume."""
     loop = {
+        "job": "rl",
         "version": version,
         "next_group": next_group,
         "seed": seed,

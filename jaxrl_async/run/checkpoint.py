@@ -153,6 +153,17 @@ class Checkpoints:
         )
 
 
+def check_job(saved: Saved, job: str, folder: Path) -> None:
+    """Raise CheckpointError where another kind of job made the checkpoint."""
+    made_by = saved.loop.get("job", "rl")
+    if made_by != job:
+        raise CheckpointError(
+            f"{folder}: its checkpoints are of run.job={made_by}, and this is run.job={job}. "
+            "Resume with the configuration that made them, or choose another run.name; a finished "
+            "run's weights are taken over by model.path=.../policy."
+        )
+
+
 def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
     """What differs first between two tables of array shapes by path; "" where nothing does."""
     for path in sorted(saved.keys() | wanted.keys()):

@@ -49,6 +49,11 @@ class Paths:
         return self.root / "policy"
 
     @property
+    def reward_model(self) -> Path:
+        """The reward model that run.job=reward_model trained: a Hugging Face directory."""
+        return self.root / "reward_model"
+
+    @property
     def report(self) -> Path:
         """The run on one HTML page."""
         return self.root / "report.html"

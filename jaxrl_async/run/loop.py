@@ -1,4 +1,4 @@
-"""The run: starts the parts, waits, and stops them in order. The drawing of all threads.
+"""The run: starts the parts, waits, and stops them in order. The drawing of all threads of rl.
 
     main            train(): assembles, waits for the trainer or the first failure, stops everybody
     trainer         Trainer.run(): draw -> pack -> step -> publish -> report
@@ -13,7 +13,7 @@
 
 Two objects are touched by several threads, each behind one lock: ReplayBuffer and WeightChannel.
 Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody
-waits for weights), rollouts, sampler.
+waits for weights), rollouts, sampler. The other jobs have one thread: offline.py.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
+from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Parts, assemble
-from jaxrl_async.run.folder import prepare
+from jaxrl_async.run.folder import Paths, prepare
 from jaxrl_async.run.signals import Stop
 
 JOIN_S = 60.0
@@ -68,41 +69,53 @@ def train(config: Config) -> None:
     kinds."""
     paths = prepare(config)
     console = Console(config.run.steps)
+    work = run_rl if config.run.job == "rl" else offline.run
     with Stop() as stop, console:
         console.phase("preparing")
-        parts = assemble(config, paths, stop, console)
-        try:
-            run_threads(parts, stop)
-        finally:
-            parts.recorder.close()
-            parts.checkpoints.close()
-        console.phase("writing the policy and the report")
-        policy_dir = parts.save_policy()
+        weights = work(config, paths, stop, console)
         report = write_report(paths.root)
+    results = {
+        f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights,
+        "metrics, samples, checkpoints": paths.root,
+        "report": report,
+    }
+    width = max(map(len, results))
     console.summary(
         [
             *headline(paths.metrics),
             f"stopped early by {stop.reason}: everything is saved; --resume continues"
             if stop.reason
             else "",
-            f"policy (Hugging Face directory)  {policy_dir}",
-            f"metrics, samples, checkpoints    {paths.root}",
-            f"report                           {report}",
+            *(f"{what:<{width}}  {where}" for what, where in results.items()),
         ]
     )
 
 
+def run_rl(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
+    """Reinforcement learning (run.job=rl) to its end; the folder of the policy."""
+    parts = assemble(config, paths, stop, console)
+    try:
+        run_threads(parts, stop)
+    finally:
+        parts.recorder.close()
+        parts.checkpoints.close()
+    console.phase("writing the policy and the report")
+    return parts.save_policy()
+
+
 def headline(metrics: Path) -> list[str]:
-    """What the run achieved, in two lines."""
+    """What the run achieved, in a few lines."""
     lines = read_lines(metrics)
-    accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
-    if not accuracy:
-        return []
-    (first, start), (last, end) = accuracy[0], accuracy[-1]
-    return [
-        f"held-out accuracy {start:.3f} at step {first}, {end:.3f} at step {last}",
-        f"{last} updates in {lines[-1].get('time/elapsed_s', 0.0):.0f} s",
-    ]
+    told: list[str] = []
+    for key in ("accuracy", "loss", "reward"):
+        values = [(x["step"], x[f"eval/{key}"]) for x in lines if f"eval/{key}" in x]
+        if values and not (key == "reward" and told):
+            (first, start), (last, end) = values[0], values[-1]
+            told.append(f"held-out {key} {start:.3f} at step {first}, {end:.3f} at step {last}")
+    if told:
+        seconds = lines[-1].get("time/elapsed_s", 0.0)
+        told.append(f"{lines[-1]['step']} updates in {seconds:.0f} s")
+    return told
 
 
 def run_threads(parts: Parts, stop: Stop) -> None:

@@ -150,6 +150,16 @@ def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
     return jax.lax.stop_gradient(jnp.maximum(log_ratio_total / num_sequences, 0.0))
 
 
+def needs_reference(loss: PreferenceLossFn) -> bool:
+    """Whether a resolved loss compares with a frozen reference."""
+    return _unbound(loss) not in (simpo, orpo)
+
+
+def needs_baseline(loss: PreferenceLossFn) -> bool:
+    """Whether a resolved loss needs kl_baseline; such a one learns from a single answer, too."""
+    return _unbound(loss) is kto
+
+
 def log_ratios(x: PairInputs) -> tuple[Array, Array]:
     """log(policy / reference) of the chosen and of the rejected answer."""
     if x.reference_chosen is None or x.reference_rejected is None:
@@ -167,12 +177,12 @@ def summed(
     """weight * sum of the losses of the pairs that are there, and what to report of them.
 
     weight: 2 / answers of the whole step, which is 1 / pairs where none is alone. Rewards are over
-    the answers that are there; accuracy and margin over whole pairs.
+    the answers that are there; accuracy and margin over whole pairs, and a tie is half right.
     """
     has_chosen, has_rejected = chosen_lengths > 0, rejected_lengths > 0
     both = has_chosen & has_rejected
     loss = weight * jnp.sum(jnp.where(has_chosen | has_rejected, x.loss, 0.0))
-    better = x.chosen_rewards > x.rejected_rewards
+    better = 0.5 + 0.5 * jnp.sign(x.chosen_rewards - x.rejected_rewards)
     means = {
         "preference/accuracy": _total(both, better),
         "preference/margin": _total(both, x.chosen_rewards - x.rejected_rewards),
@@ -183,6 +193,10 @@ def summed(
     }
     sums = {"train/loss": loss, "train/tokens": jnp.sum(chosen_lengths + rejected_lengths)}
     return loss, jax.lax.stop_gradient(Totals(sums, means, {}, {}))
+
+
+def _unbound(loss: PreferenceLossFn) -> PreferenceLossFn:
+    return getattr(loss, "func", loss)
 
 
 def _mean(total: Array, lengths: Array) -> Array:

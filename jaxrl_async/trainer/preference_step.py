@@ -29,7 +29,7 @@ from jaxrl_async.trainer.preference import (
     PairInputs,
     bradley_terry,
     kl_baseline,
-    kto,
+    needs_baseline,
     preference_loss,
     summed,
 )
@@ -139,7 +139,7 @@ class PreferenceStep:
         mismatched: PreferenceBatch | None,
         turns: AbstractContextManager[Any],
     ) -> PairContext:
-        if getattr(self._loss_of, "func", self._loss_of) is not kto:
+        if not needs_baseline(self._loss_of):
             _check_whole(batch)
         context = PairContext(answer_weight(batch), reference_params)
         if mismatched is None or reference_params is None:

@@ -1,0 +1,379 @@
+"""Supervised fine-tuning, preferences, reward models: one thread from records to weights.
+
+    ExampleStream ──take──> pack ──> update ──> metrics.jsonl, console, TensorBoard
+          │                             │
+          └──place──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
+
+A job is a step with examples that it can pack; the loop is the same for all. No sampler.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.config.load import dump
+from jaxrl_async.config.schema import Config, Mesh
+from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
+from jaxrl_async.data.preferences import mismatched
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError, TrainingError
+from jaxrl_async.mesh import TRAINER_RULES, Slices, make_slices
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.model.heads import save_head, with_head
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.assemble import (
+    CACHE_FOLDER,
+    claim_devices,
+    keep_compiled_programs,
+    make_policy,
+    make_tokenizer,
+    warm_start,
+)
+from jaxrl_async.run.checkpoint import Checkpoints, check_job
+from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.observe import measured_peak_flops
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.trainer.learner import copied
+from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
+from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
+from jaxrl_async.trainer.supervised import SupervisedStep
+from jaxrl_async.trainer.update import Params, TrainState
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = {
+    "train/loss": "eval/loss",
+    "sft/accuracy": "eval/accuracy",
+    "sft/token_accuracy": "eval/token_accuracy",
+    "preference/accuracy": "eval/accuracy",
+    "preference/margin": "eval/margin",
+    "preference/chosen_reward": "eval/chosen_reward",
+    "preference/rejected_reward": "eval/rejected_reward",
+}
+"""What a step's `measure` says, and the keys under which it is reported of held-out examples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the jobs differ in."""
+
+    step: Any  # SupervisedStep, PreferenceStep or RewardStep
+    params: Params  # at the start
+    split: Split[Any]
+    batch_size: int
+    reference: Callable[[], Params] | None = None  # makes the frozen weights; null: none needed
+    baseline: bool = False  # whether answers to other prompts are needed, too
+    write: Callable[[Params], Path]  # the final weights as a Hugging Face directory
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """All that a resumed run takes up again."""
+
+    state: TrainState
+    reference: Params | None
+    examples: ExampleStream[Any]
+    version: int = 0
+
+
+def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
+    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds."""
+    paths.config.write_text(dump(config), encoding="utf-8")
+    config = config.model_copy(update={"mesh": trainer_only(config.mesh)})
+    claim_devices(config)
+    keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
+    with Checkpoints(paths.checkpoints, config.checkpoint.keep) as checkpoints:
+        job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
+        progress = begin(config, job, checkpoints)
+        recorder = Recorder(
+            paths.root,
+            tensorboard=config.metrics.tensorboard,
+            resume_step=progress.version if config.run.resume else None,
+        )
+        try:
+            learn(
+                config,
+                job,
+                progress,
+                checkpoints,
+                functools.partial(_tell, recorder, console),
+                stop,
+            )
+        finally:
+            recorder.close()
+    console.phase("writing the weights and the report")
+    return job.write(progress.state.params)
+
+
+def trainer_only(mesh: Mesh) -> Mesh:
+    """The same mesh without sampler: the jobs here use the trainer's slice alone."""
+    return Mesh(trainer=mesh.trainer, sampler=mesh.trainer, colocated=True)
+
+
+# ---- the jobs
+
+
+def sft(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+    """Maximum likelihood of the records' answers."""
+    tokenizer = make_tokenizer(config)
+    split = demonstrations(config.data, tokenizer, config.run.seed, config.row_length)
+    policy = make_policy(config, tokenizer, slices)
+    return Job(
+        step=SupervisedStep(policy.spec, slices.trainer, TRAINER_RULES, **_settings(config)),
+        params=policy.params,
+        split=split,
+        batch_size=config.sft.batch_size,
+        write=functools.partial(_write_policy, policy, paths.policy),
+    )
+
+
+def preference(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+    """A policy by better and worse answers: dpo and its kin."""
+    section = config.preference
+    loss = preference_loss.resolve(section.loss)
+    if section.reference is not None and not needs_reference(loss):
+        raise ConfigError(
+            f"preference.reference is set, but preference.loss={section.loss} compares with no "
+            "reference. Set preference.reference=null, or take dpo, ipo, ipo_average or kto."
+        )
+    tokenizer = make_tokenizer(config)
+    split = _pairs(config, tokenizer, halves=needs_baseline(loss))
+    policy = _start(config, tokenizer, slices, console)
+    step = PreferenceStep(
+        policy.spec, slices.trainer, TRAINER_RULES, loss=section.loss, **_settings(config)
+    )
+    return Job(
+        step=step,
+        params=policy.params,
+        split=split,
+        batch_size=section.batch_size,
+        reference=functools.partial(_reference, config, policy, slices)
+        if needs_reference(loss)
+        else None,
+        baseline=needs_baseline(loss),
+        write=functools.partial(_write_policy, policy, paths.policy),
+    )
+
+
+def reward_model(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+    """A scalar head on the policy that scores better answers higher."""
+    tokenizer = make_tokenizer(config)
+    split = _pairs(config, tokenizer, halves=False)
+    policy = _start(config, tokenizer, slices, console)
+    step = RewardStep(
+        policy.spec,
+        slices.trainer,
+        TRAINER_RULES,
+        margin=config.preference.margin,
+        **_settings(config),
+    )
+
+    def write(params: Params) -> Path:
+        save_head(paths.reward_model, policy.spec, params)
+        tokenizer.save_pretrained(paths.reward_model)
+        return paths.reward_model
+
+    return Job(
+        step=step,
+        params=with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed)),
+        split=split,
+        batch_size=config.preference.batch_size,
+        write=write,
+    )
+
+
+JOBS: dict[str, Callable[[Config, Paths, Slices, Console], Job]] = {
+    "sft": sft,
+    "preference": preference,
+    "reward_model": reward_model,
+}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What every step is made with."""
+    return {
+        "trainer": config.trainer,
+        "learning_rate": config.algorithm.learning_rate,
+        "row_length": config.row_length,
+        "total_steps": config.run.steps,
+        "dtype": jnp.dtype(config.model.dtype),
+        "param_dtype": jnp.dtype(config.model.param_dtype),
+        "remat": config.model.remat,
+        "attention": config.model.attention,
+    }
+
+
+def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> Split[Any]:
+    return preferences(config.data, tokenizer, config.run.seed, config.row_length, halves=halves)
+
+
+def _start(config: Config, tokenizer: Tokenizer, slices: Slices, console: Console) -> Policy:
+    """The policy at the start; a resumed run needs its shapes only."""
+    policy = make_policy(config, tokenizer, slices)
+    return policy if config.run.resume else warm_start(config, policy, slices, tokenizer, console)
+
+
+def _reference(config: Config, policy: Policy, slices: Slices) -> Params:
+    """The frozen reference, on the trainer's slice. Raises CheckpointError, ConfigError."""
+    path, dtype = config.preference.reference, jnp.dtype(config.model.param_dtype)
+    if path is None:
+        return copied(policy.params)
+    loaded = Policy.from_pretrained(path, mesh=slices.trainer, rules=TRAINER_RULES, dtype=dtype)
+    if loaded.spec != policy.spec:
+        raise ConfigError(
+            f"preference.reference = {path} is another kind of model than the policy: "
+            f"{loaded.spec} and {policy.spec}. Give one with the same config.json, or null."
+        )
+    return loaded.params
+
+
+def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
+    Policy(policy.spec, params, policy.tokenizer).save_pretrained(folder)
+    return folder
+
+
+# ---- the loop
+
+
+def begin(config: Config, job: Job, checkpoints: Checkpoints) -> Progress:
+    """At the start, or, with run.resume, where the newest readable checkpoint was taken."""
+    examples = ExampleStream(job.split.train, config.run.seed)
+    state = job.step.init(job.params)
+    if not config.run.resume:
+        reference = job.reference() if job.reference else None
+        return Progress(state=state, reference=reference, examples=examples)
+    like = {"train": state, **({"reference": state.params} if job.reference else {})}
+    saved = checkpoints.restore(None, like)
+    check_job(saved, config.run.job, checkpoints.directory)
+    examples.restore(saved.loop["examples"])
+    return Progress(
+        state=saved.state["train"],
+        reference=saved.state.get("reference"),
+        examples=examples,
+        version=int(saved.loop["version"]),
+    )
+
+
+def learn(
+    config: Config,
+    job: Job,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    tell: Callable[[int, Mapping[str, float]], None],
+    stop: Stop,
+) -> None:
+    """Make one version after another, until run.steps are made or somebody asks for a stop.
+
+    produces      metrics (to `tell`), checkpoints, the weights in `progress`
+    on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
+    """
+    measure = _held_out(job, progress.reference)
+    rates = _rates(config)
+    tell(progress.version, measure(progress.state.params))
+    saved, skipped = progress.version if config.run.resume else -1, 0
+    try:
+        while progress.version < config.run.steps and not stop.is_set():
+            start = time.perf_counter()
+            values = update(job, progress)
+            train_s = time.perf_counter() - start
+            last = progress.version == config.run.steps or stop.is_set()
+            if last or (config.eval.every and progress.version % config.eval.every == 0):
+                values |= measure(progress.state.params)
+            tell(progress.version, rates(values, train_s, time.perf_counter() - start))
+            skipped = skipped + 1 if values["train/skipped"] else 0
+            _stop_if_lost(skipped, config)
+            if config.checkpoint.every and progress.version % config.checkpoint.every == 0:
+                save(config, progress, checkpoints)
+                saved = progress.version
+    finally:
+        if saved != progress.version:
+            save(config, progress, checkpoints)
+
+
+def update(job: Job, progress: Progress) -> dict[str, float]:
+    """One update from the next examples; what the step reports of it."""
+    examples = progress.examples.take(job.batch_size)
+    progress.state, values = job.step.update(
+        progress.state, job.step.pack(examples), **_context(job, progress.reference, examples)
+    )
+    progress.version += 1
+    return values
+
+
+def _context(job: Job, reference: Params | None, examples: Sequence[Any]) -> dict[str, Any]:
+    """What a preference loss compares the examples with."""
+    context: dict[str, Any] = {} if reference is None else {"reference_params": reference}
+    if job.baseline:
+        context["mismatched"] = job.step.pack(mismatched(examples))
+    return context
+
+
+def _held_out(job: Job, reference: Params | None) -> Callable[[Params], dict[str, float]]:
+    """The evaluation: held-out examples are packed once, their keys are eval/..."""
+    batch = job.step.pack(job.split.held_out)
+    context = _context(job, reference, job.split.held_out)
+
+    def measure(params: Params) -> dict[str, float]:
+        start = time.perf_counter()
+        measured = job.step.measure(params, batch, **context)
+        told = {HELD_OUT[key]: value for key, value in measured.items() if key in HELD_OUT}
+        return told | {"time/eval_s": time.perf_counter() - start}
+
+    return measure
+
+
+def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
+    """(values of a step, seconds that it learnt, seconds in all) -> values with times and rates."""
+    device, began = jax.devices()[0], time.perf_counter()
+    peak = config.metrics.peak_flops or measured_peak_flops(device)
+    peak *= config.mesh.trainer.num_devices
+
+    def rates(values: dict[str, float], train_s: float, step_s: float) -> dict[str, float]:
+        flops = values.pop("train/flops", None)
+        utilisation = {} if flops is None else {"throughput/mfu": flops / (peak * train_s)}
+        return {
+            **values,
+            **utilisation,
+            "throughput/trained_tokens_per_s": values["train/tokens"] / step_s,
+            "time/train_s": train_s,
+            "time/step_s": step_s,
+            "time/elapsed_s": time.perf_counter() - began,
+        }
+
+    return rates
+
+
+def _tell(recorder: Recorder, console: Console, version: int, values: Mapping[str, float]) -> None:
+    recorder.log(version, values)
+    console.phase("training")
+    console.step(version, values)
+
+
+def save(config: Config, progress: Progress, checkpoints: Checkpoints) -> None:
+    """Write the train state and where the stream is."""
+    tree: dict[str, Any] = {"train": progress.state}
+    if progress.reference is not None:
+        tree["reference"] = progress.reference
+    loop = {
+        "job": config.run.job,
+        "version": progress.version,
+        "seed": config.run.seed,
+        "examples": progress.examples.state(),
+    }
+    checkpoints.save(progress.version, {"state": tree, "loop": loop})
+
+
+def _stop_if_lost(skipped: int, config: Config) -> None:
+    if skipped >= config.trainer.max_skipped_steps:
+        raise TrainingError(
+            f"{skipped} steps in a row had a non-finite loss or gradient; the weights from before "
+            "them are kept and saved. Lower algorithm.learning_rate or trainer.max_grad_norm."
+        )

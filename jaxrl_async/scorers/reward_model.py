@@ -1,0 +1,187 @@
+"""A reward model as the scorer: what it says of prompt and answer, beside a reward function.
+
+reward = function_weight * function + model_weight * model      parts: function's, and "model"
+"""
+
+import asyncio
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async.config.schema import Model, Reward
+from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
+from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, shardings
+from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.heads import head_table, load_head, sequence_scores
+from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.ports import Scorer
+from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+MODEL, FUNCTION = "model", "function"
+"""Parts of a Score: the model's number, and the function's where that names no parts itself."""
+SHORTEST = 32
+"""Tokens that a row is padded to at least."""
+
+
+class RewardModel:
+    """Scores token sequences with a decoder and a scalar head. Any thread; one program at a time
+    under `turns`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: Any,
+        mesh: Mesh,
+        *,
+        dtype: Any = jnp.float32,
+        attention: str = "auto",
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> None:
+        """params: on the mesh. turns: shared with whoever else runs programs on these devices."""
+        self._params, self._turns = params, turns
+        self._num_row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+        chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim)
+
+        def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
+            each = sequence_scores(
+                spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=chosen
+            )
+            return jnp.sum(each, axis=1)
+
+        self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def __call__(self, sequences: list[IntArray]) -> FloatArray:
+        """The score of each whole sequence: [sequences] float32.
+
+        Rows and lengths are padded to powers of two, so that few programs are compiled.
+        """
+        rows = padded(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
+        length = padded(max(map(len, sequences)), SHORTEST)
+        token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
+        for row, sequence in enumerate(sequences):
+            token_ids[row, : len(sequence)] = sequence
+            segment_ids[row, : len(sequence)] = 1
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), token_ids.shape)
+        with self._turns:
+            inputs = jax.device_put((token_ids, positions, segment_ids), self._sharding)
+            scores = np.asarray(self._scores(self._params, *inputs))  # waits
+        return scores[: len(sequences)]
+
+
+class RewardModelScorer:
+    """ports.Scorer: the model's score, added to that of another scorer where there is one.
+
+    The model runs on a thread of its own, one group after another, never on the event loop.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        *,
+        function: Scorer | None = None,
+        function_weight: float = 1.0,
+        model_weight: float = 1.0,
+    ) -> None:
+        self._model, self._function = model, function
+        self._function_weight, self._model_weight = function_weight, model_weight
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """One score per episode, of its whole token sequence.
+
+        Raises RolloutError naming the prompt where the model gives no finite number, and what the
+        function raises.
+        """
+        loop = asyncio.get_running_loop()
+        sequences = [episode.token_ids for episode in episodes]
+        given: tuple[Score, ...] = (Score(reward=0.0),) * len(episodes)
+        if self._function is not None:
+            given = await self._function(episodes, prompt)
+        values = await loop.run_in_executor(self._thread, self._model, sequences)
+        return tuple(
+            self._added(score, float(value), prompt)
+            for score, value in zip(given, values, strict=True)
+        )
+
+    def _added(self, given: Score, value: float, prompt: Prompt) -> Score:
+        if not math.isfinite(value):
+            raise RolloutError(
+                f"the reward model scored an answer to prompt {prompt.prompt_id} with {value}. "
+                "Train it again with a smaller algorithm.learning_rate, or set "
+                "model.dtype=float32."
+            )
+        if MODEL in given.parts:
+            raise RolloutError(
+                f"the reward function names a part {MODEL!r}, which is the reward model's name. "
+                "Rename the part."
+            )
+        parts = dict(given.parts)
+        if self._function is not None and not parts:
+            parts = {FUNCTION: given.reward}
+        token_rewards = given.token_rewards
+        return Score(
+            reward=self._function_weight * given.reward + self._model_weight * value,
+            parts={**parts, MODEL: value},
+            token_rewards=None if token_rewards is None else self._function_weight * token_rewards,
+        )
+
+
+def padded(count: int, least: int = 1) -> int:
+    """The power of two that holds `count`."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def load_reward_model(
+    section: Reward,
+    model: Model,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    turns: AbstractContextManager[Any] = NO_TURNS,
+) -> RewardModel:
+    """The model in reward.model, on this mesh, in model.dtype. Raises ConfigError where the folder
+    holds none or it reads other tokens than the policy."""
+    folder, dtype = Path(section.model or ""), jnp.dtype(model.dtype)
+    try:
+        spec = load_spec(folder)
+        _check_tokens(folder, spec, tokenizer)
+        where = shardings(head_table(spec, "reward"), mesh, TRAINER_RULES)
+        spec, params = load_head(folder, "reward", where, dtype)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"reward.model = {folder} is no reward model: {error} run.job=reward_model makes one, "
+            "in runs/NAME/reward_model."
+        ) from None
+    return RewardModel(spec, params, mesh, dtype=dtype, attention=model.attention, turns=turns)
+
+
+def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError where the model was trained on other token ids than the policy's."""
+    remedy = "Train it from the policy's own start, or set data.tokenizer to its tokenizer."
+    if tokenizer.vocab_size > spec.vocab:
+        raise ConfigError(
+            f"reward.model = {folder} has a vocabulary of {spec.vocab} tokens; the policy's "
+            f"tokenizer has ids up to {tokenizer.vocab_size - 1}. {remedy}"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        log.warning("%s: no tokenizer.json; that it reads the policy's tokens is unchecked", folder)
+        return
+    ours, theirs = tokenizer.hf.get_vocab(), load_tokenizer(folder).hf.get_vocab()
+    if ours != theirs:
+        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+        raise ConfigError(
+            f"reward.model = {folder} reads other tokens than the policy: {len(differing)} differ, "
+            f"the first is {differing[0]!r}. {remedy}"
+        )
