@@ -130,10 +130,10 @@ def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) ->
         "staleness={max_staleness: 2, when_too_old: drop, adapt: ess, ess_target: 0.999999}",
         "data={curriculum: frontier_first, curriculum_pool: 8, curriculum_threshold: 0.2}",
         "eval.every=0",
-        "run.steps=7",
+        "run.steps=5",
     )
     steps = metrics[1:]
-    assert [line["step"] for line in steps] == list(range(1, 8))
+    assert [line["step"] for line in steps] == list(range(1, 6))
     limits = [line["staleness/limit"] for line in steps]
     assert set(limits) == {1, 2}, "stale data weighs less than all but all"
     assert all(line["staleness/max"] <= 2 for line in steps)
@@ -141,7 +141,7 @@ def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) ->
     assert max(line["data/longest_passed_over"] for line in steps) > 0
     lines = [json.loads(s) for s in (paced / "addition/ledger.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["fate"] == "trained"]
-    assert len(trained) == 7 * 4 == len({line["prompt"] for line in trained})
+    assert len(trained) == 5 * 4 == len({line["prompt"] for line in trained})
     stale = [line for line in lines if line["fate"] == "dropped"]
     assert all(line["reason"] == "stale" and line["version"] > line["oldest"] for line in stale)
     told = sum(line.get("staleness/dropped_stale", 0) for line in steps)
