@@ -54,10 +54,17 @@ def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
         )
     drawn, width = len(kept.starts) - 1, -(-vocab // 8)
     tokens = np.repeat(np.arange(drawn), np.diff(kept.starts))
+    if (np.diff(tokens * vocab + kept.ids) <= 0).any():
+        raise DataError(
+            "a sampling mask holds token ids out of order or twice. The sampler's KeptTokens.ids "
+            "must ascend for each drawn token; correct the sampler."
+        )
+    places = tokens * width + (kept.ids >> 3)
+    firsts = np.flatnonzero(np.diff(places, prepend=-1))  # of the ids that share a byte
     flat = np.zeros(drawn * width, np.uint8)
-    np.bitwise_or.at(
-        flat, tokens * width + (kept.ids >> 3), np.uint8(1) << (kept.ids & 7).astype(np.uint8)
-    )
+    if len(firsts):
+        values = np.left_shift(1, kept.ids & 7, dtype=np.uint8, casting="unsafe")
+        flat[places[firsts]] = np.bitwise_or.reduceat(values, firsts)
     return flat.reshape(drawn, width)
 
 

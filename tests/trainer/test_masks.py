@@ -115,6 +115,9 @@ def test_masks_that_do_not_fit_are_refused():
         sequence_bits(kept_of(mask[:1]), tokens, drawn, VOCAB)
     with pytest.raises(DataError, match="ids from 0 to 28, but the vocabulary has 8"):
         mask_bits(kept_of(mask), 8)
+    twice = KeptTokens(ids=np.array([4, 4, 5], np.int32), starts=np.array([0, 2, 3], np.int32))
+    with pytest.raises(DataError, match="out of order or twice"):
+        sequence_bits(twice, tokens, drawn, VOCAB)
     mask[1, 5] = False
     with pytest.raises(DataError, match="token 5 at place 2 of an episode was drawn, but its"):
         sequence_bits(kept_of(mask), tokens, drawn, VOCAB)
