@@ -130,8 +130,8 @@ def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
         other = next((p for p in after if not np.array_equal(p.prompt_ids, pair.prompt_ids)), None)
         if other is None:
             raise DataError(
-                f"the {len(pairs)} preference pairs of the step, or held out, have one prompt only, "
-                "so that no answer belongs to another one, as kto's baseline needs. Raise "
+                f"the {len(pairs)} preference pairs of the step, or held out, have one prompt "
+                "only, so that no answer belongs to another one, as kto's baseline needs. Raise "
                 "preference.batch_size or the eval_size of the data."
             )
         made.append(
