@@ -67,7 +67,7 @@ BAD = [
     ({"prompt": "a", "completion": "b", "label": 1}, "a field is missing or is not text"),
     ({"prompt": "a", "label": True}, "a field is missing or is not text"),
     (pair_of("", "b", "c"), "the prompt has no tokens"),
-    (pair_of("a" * 10, "b" * 10, "c"), "the prompt with an answer is longer than max_tokens"),
+    (pair_of("a" * 10, "b" * 10, "c"), "the prompt with an answer is longer than a training row"),
 ]
 
 
