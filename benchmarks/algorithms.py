@@ -112,9 +112,9 @@ def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[di
 def sections_of(name: str) -> dict[str, Any]:
     """The algorithm, and what goes with it."""
     if name in VARIATIONS:
-        return {"algorithm": {**VARIATIONS[name], "group_size": 8, "groups_per_step": 4}}
+        return {"algorithm": {**VARIATIONS[name], "group_size": 8, "groups_per_step": 8}}
     given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    algorithm = {**given["algorithm"], "group_size": 8, "groups_per_step": 4}
+    algorithm = {**given["algorithm"], "group_size": 8, "groups_per_step": 8}
     if "shaping" in algorithm:  # DAPO's lengths, for these shorter answers
         algorithm["shaping"] = ["mask_truncated"]
     if isinstance(algorithm.get("aggregate"), dict):
