@@ -87,14 +87,14 @@ def test_every_loss_has_a_case():
     assert named == set(preference_loss)
 
 
-@pytest.mark.parametrize(("choice", "expected"), CASES, ids=str)
+@pytest.mark.parametrize(("choice", "expected"), CASES, ids=[str(c) for c, _ in CASES])
 def test_a_loss_is_the_papers_equation(choice, expected):
     got = preference_loss.resolve(choice)(inputs())
     np.testing.assert_allclose(got.loss, expected(*LOGPROBS, *REFERENCE, *LENGTHS), rtol=2e-5)
     assert got.loss.dtype == jnp.float32 and got.loss.shape == (PAIRS,)
 
 
-@pytest.mark.parametrize(("choice", "expected"), CASES, ids=str)
+@pytest.mark.parametrize(("choice", "expected"), CASES, ids=[str(c) for c, _ in CASES])
 def test_the_gradient_is_that_of_finite_differences(choice, expected):
     """Of the NumPy equation, in float64; relative to the largest."""
     loss, step = preference_loss.resolve(choice), 1e-5
