@@ -9,7 +9,10 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault(
+    "XLA_FLAGS",  # compiling takes most of the time: quick code generation
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
