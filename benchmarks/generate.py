@@ -46,7 +46,7 @@ def main() -> None:
             starts = [row for model in args.models for row in measure_starts(model, names)]
             report("generate --peers --starts", starts, args)
             return
-        replicas = {"1M": args.samplers or os.cpu_count() or 1, "25M": args.samplers or 1}
+        replicas = dict.fromkeys(args.models, args.samplers or os.cpu_count() or 1)
         rows = measure_peers(
             args.models, args.slots, args.repeats, names, replicas=replicas, quick=args.quick
         )
@@ -119,7 +119,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
     words.add_argument("--starts", action="store_true", help="with --peers: time to first token")
     words.add_argument(
-        "--samplers", type=int, help="ours in --peers; default: cores for 1M, else 1"
+        "--samplers", type=int, help="ours in --peers; default: one per core"
     )
     words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")
     args = options(words)
