@@ -1,14 +1,16 @@
 """How far a decode step is from what this machine allows.
 
-Measured by this script: matrix products through XLA (float32, and bfloat16 into float32) and
-through NumPy's BLAS at the shapes of a decode step of 64 rows, and the bandwidth of a copy. The
-floor of a step is its FLOPs at the better product rate plus its bytes (weights, live KV) at the
-copy's bandwidth, one after the other; a block of the engine is measured beside it, and what a block
-costs apart from its steps (gathering pages, writing back).
+Measured by this script: the matrix products of one decode step of 64 rows, with as many weights as
+the model has (so that they are read from memory, as in a step), through XLA in float32, through
+XLA in bfloat16 into float32, and through NumPy's BLAS; the peak product rate of both libraries on
+square matrices; and the bandwidth of reading and of copying. The floor of a step is the faster of
+the two float32 products plus the live keys and values at the reading bandwidth. Beside it: a step
+of the engine, and what a block costs apart from its steps (gathering pages, writing back).
 """
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -28,25 +30,32 @@ def main() -> None:
     args = options(parser(__doc__ or ""))
     repeats = 3 if args.quick else 20
     rows: list[Row] = []
+    read, copy = read_rate(repeats), copy_rate(repeats)
+    xla_peak, numpy_peak = (peak_rate(library, repeats) for library in (jnp, np))
     for model in args.models:
-        spec = MODELS[model]
-        shapes = (ROWS, spec.width, 2 * spec.mlp)
-        xla = product_rate(jnp, shapes, jnp.float32, repeats)
-        bf16 = product_rate(jnp, shapes, jnp.bfloat16, repeats)
-        other = product_rate(np, shapes, np.float32, repeats)
-        copy = copy_rate(repeats)
+        flops = step_flops(model)
+        xla, bf16, other = (
+            products_s(model, library, dtype, repeats)
+            for library, dtype in (
+                (jnp, jnp.float32),
+                (jnp, jnp.bfloat16),
+                (np, np.float32),
+            )
+        )
         step_s, fixed_s = decode_step(model, repeats)
-        flops, moved = step_flops(model), step_bytes(model)
-        floor_s = flops / max(xla, other) + moved / copy
+        floor_s = min(xla, other) + live_bytes(model) / read
         rows.append(
             {
                 "model": model,
-                "xla_gflops": xla / 1e9,
-                "xla_bf16_gflops": bf16 / 1e9,
-                "numpy_gflops": other / 1e9,
+                "xla_peak_gflops": xla_peak / 1e9,
+                "numpy_peak_gflops": numpy_peak / 1e9,
+                "read_gb_per_s": read / 1e9,
                 "copy_gb_per_s": copy / 1e9,
                 "step_mflop": flops / 1e6,
-                "step_mb": moved / 1e6,
+                "live_kv_mb": live_bytes(model) / 1e6,
+                "xla_products_ms": xla * 1e3,
+                "xla_bf16_products_ms": bf16 * 1e3,
+                "numpy_products_ms": other * 1e3,
                 "floor_ms": floor_s * 1e3,
                 "step_ms": step_s * 1e3,
                 "share_of_floor": floor_s / step_s,
@@ -67,24 +76,65 @@ def step_flops(model: str) -> float:
     return 2.0 * ROWS * each
 
 
-def step_bytes(model: str) -> float:
-    """Bytes that a step must read: all weights and the live keys and values, float32."""
+def live_bytes(model: str) -> float:
+    """Bytes of the live keys and values that a step must read, float32."""
     spec = MODELS[model]
-    layer = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    layer += 3 * spec.width * spec.mlp
-    kv = 2 * ROWS * (LIVE + BLOCK / 2) * spec.kv_heads * spec.head_dim
-    return 4.0 * (spec.layers * (layer + kv) + spec.width * spec.vocab)
+    return 8.0 * spec.layers * ROWS * (LIVE + BLOCK / 2) * spec.kv_heads * spec.head_dim
 
 
-def product_rate(library: Any, shape: tuple[int, int, int], dtype: Any, repeats: int) -> float:
-    """FLOP/s of [rows, width] @ [width, out], the best of `repeats` times twenty."""
-    rows, width, out = shape
-    a, b = library.ones((rows, width), dtype), library.ones((width, out), dtype)
+def products_s(model: str, library: Any, dtype: Any, repeats: int) -> float:
+    """Seconds of the matrix products of one step, one after the other, weights as wide as the
+    engine has them."""
+    spec = MODELS[model]
+    heads = spec.head_dim * (spec.heads + 2 * spec.kv_heads)
+    shapes = [
+        (heads, spec.width),
+        (spec.width, spec.heads * spec.head_dim),
+        (2 * spec.mlp, spec.width),
+        (spec.width, spec.mlp),
+    ] * spec.layers + [(spec.vocab, spec.width)]
+    weights = [library.ones(shape, dtype) for shape in shapes]
+    inputs = {width: library.ones((ROWS, width), dtype) for _, width in shapes}
+    if library is np:
+        return best_s(lambda: [inputs[w.shape[1]] @ w.T for w in weights], repeats, inner=4)
+
+    def chain(weights: Any, inputs: Any, steps: Any) -> Any:
+        def one(_: Any, x: Any) -> Any:
+            for w in weights:
+                y = jax.lax.dot_general(
+                    inputs[w.shape[1]] + x.astype(dtype),
+                    w,
+                    (((1,), (1,)), ((), ())),
+                    preferred_element_type=jnp.float32,
+                )
+                x = y[0, 0] * 1e-30  # the next product waits for this one
+            return x
+
+        return jax.lax.fori_loop(0, steps, one, jnp.float32(0))
+
+    compiled, steps = jax.jit(chain), 4
+    return best_s(lambda: compiled(weights, inputs, steps), repeats, inner=1) / steps
+
+
+def peak_rate(library: Any, repeats: int, size: int = 1024) -> float:
+    """FLOP/s of a product of square float32 matrices."""
+    a, b = library.ones((size, size), np.float32), library.ones((size, size), np.float32)
     product: Callable[[], Any] = lambda: a @ b  # noqa: E731
     if library is jnp:
-        compiled = jax.jit(lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32))
+        compiled = jax.jit(jnp.matmul)
         product = lambda: compiled(a, b)  # noqa: E731
-    return 2.0 * rows * width * out / best_s(product, repeats)
+    return 2.0 * size**3 / best_s(product, repeats, inner=4)
+
+
+def read_rate(repeats: int) -> float:
+    """Bytes read per second by two threads that sum 256 MiB each (NumPy's dot of an array with
+    itself)."""
+    halves = [np.ones(64 * 2**20, np.float32) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        seconds = best_s(
+            lambda: list(pool.map(lambda x: np.dot(x, x), halves)), min(repeats, 5), inner=2
+        )
+    return sum(x.nbytes for x in halves) / seconds
 
 
 def copy_rate(repeats: int) -> float:
