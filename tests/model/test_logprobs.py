@@ -104,7 +104,7 @@ def test_masked_logprobs_are_those_of_the_kept_tokens(inputs, kept, chunk, tempe
     np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
     assert logprobs[0] == entropy[0] == 0, "only one token was possible"
     whole, _ = chunked_logprobs(hidden, head, targets, chunk=chunk, temperature=temperature)
-    assert float(logprobs[1]) == pytest.approx(float(whole[1]), abs=1e-6), "all bits are no mask"
+    assert float(logprobs[1]) == pytest.approx(float(whole[1]), abs=4e-6), "all bits are no mask"
     assert (logprobs >= whole - 1e-6).all() and (logprobs - whole).max() > 0.1
 
 
