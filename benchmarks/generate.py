@@ -118,9 +118,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
     words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
     words.add_argument("--starts", action="store_true", help="with --peers: time to first token")
-    words.add_argument(
-        "--samplers", type=int, help="ours in --peers; default: one per core"
-    )
+    words.add_argument("--samplers", type=int, help="ours in --peers; default: one per core")
     words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")
     args = options(words)
     if args.quick:
