@@ -534,6 +534,48 @@ class Config(Section):
             )
         return self
 
+    def _all_is_read(self) -> None:
+        """Refuse what would silently do nothing, or what nobody can mean."""
+        algorithm, reward = self.algorithm, self.reward
+        advantage = name_of(algorithm.advantage)
+        if algorithm.kl_target is not None and not algorithm.kl_coefficient:
+            raise ValueError(
+                "algorithm.kl_target steers algorithm.kl_coefficient by factors, and that is 0. "
+                "Give it a value to start from, such as 0.01."
+            )
+        if self.reference != Reference() and not algorithm.kl_coefficient:
+            raise ValueError(
+                "the section reference is set, but algorithm.kl_coefficient=0 keeps none. Set the "
+                "coefficient, or leave the section out."
+            )
+        if self.critic.path is not None and advantage != "gae":
+            raise ValueError(
+                f"critic.path is set, but algorithm.advantage={advantage} has no critic. Set "
+                "algorithm.advantage=gae, or leave the path out."
+            )
+        if algorithm.dynamic_sampling and algorithm.group_size < 2:
+            raise ValueError(
+                "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those "
+                "of algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
+            )
+        if algorithm.supervised_coefficient and self.sampler.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"algorithm.supervised_coefficient learns at sampler.temperature "
+                f"({self.sampler.temperature}), and worked answers are learnt at 1. Set the "
+                "temperature to 1, or the coefficient to 0."
+            )
+        if reward.model is None and reward.function_weight != 1:
+            raise ValueError(
+                f"reward.function_weight ({reward.function_weight}) weighs the function against "
+                "reward.model, and there is none. Set the model, or leave the weight out."
+            )
+        if advantage == "gdpo" and (reward.function_weight, reward.model_weight) != (1, 1):
+            raise ValueError(
+                "algorithm.advantage=gdpo weighs the parts of the reward itself. Set reward."
+                "function_weight and model_weight to 1, and gdpo's weights: "
+                "{gdpo: {weights: {model: 0.5}}}."
+            )
+
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
         if self.run.job == "sft" and self.warm_start.steps:
@@ -590,7 +632,9 @@ class Config(Section):
                 f"teacher.source={self.teacher.source} and teacher.path={self.teacher.path} do not "
                 "go together: give a path exactly with teacher.source=path."
             )
-        whole = name_of(self.algorithm.kl) == "full" and self.algorithm.kl_coefficient > 0
+        self._all_is_read()
+        refers = bool(self.algorithm.kl_coefficient)
+        whole = name_of(self.algorithm.kl) == "full" and refers
         if whole and self.teacher.source != "none" and self.teacher.form == "loss":
             raise ValueError(
                 "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "

@@ -54,6 +54,7 @@ from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_mode
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.control import Bounds
+from jaxrl_async.trainer.corrections import weighs
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.own import own_advantage
@@ -396,7 +397,13 @@ def make_learner(
     teacher_spec = load_spec(Path(teacher.path)) if teacher.path is not None else policy.spec
     step = make_step(config, policy.spec, slices, updates, algorithm.learning_rate, teacher_spec)
     state = step.init(policy.params)
-    has_reference = bool(algorithm.kl_coefficient or algorithm.kl_target)
+    has_reference = algorithm.kl_coefficient > 0
+    if algorithm.anchor == "proximal" and not weighs(algorithm.correction):
+        log.warning(
+            "algorithm.anchor=proximal without a weighing correction: what lies between the policy "
+            "that drew a token and the one at the start of the step is left out. Set "
+            "algorithm.correction, such as {truncate: {cap: 5.0}}."
+        )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
         own_pass=_pass(config, policy.spec, slices, step),

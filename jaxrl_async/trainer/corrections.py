@@ -55,6 +55,12 @@ FILTERS = ("none", "opsm", "age_limit", "age_decay")
 """Corrections that carry no importance weight of their own."""
 
 
+def weighs(choices: Choices) -> bool:
+    """Whether any of the chosen corrections carries an importance weight."""
+    listed = choices if isinstance(choices, list) else [choices]
+    return any(name_of(choice) not in FILTERS for choice in listed)
+
+
 def combined(choices: Choices) -> CorrectionFn:
     """The chosen corrections as one: weights multiply, a token is truncated where any says so.
 

@@ -9,6 +9,7 @@
 Everything that changes from step to step is in `Learner.tree` (arrays) and `Learner.numbers`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ class Learner:
         self._teacher = teacher or schema.Teacher()
         self._moves = reference or schema.Reference()
         self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
-        self._mask_vocab = mask_vocab
+        self._mask_vocab, self._pairs_taken = mask_vocab, 0
         self.reference, self.teacher = companions.reference, companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
@@ -111,7 +112,11 @@ class Learner:
 
     def numbers(self) -> dict[str, float]:
         """All numbers that do."""
-        return {**_floats(self.coefficients), "steered_entropy": self._entropy}
+        return {
+            **_floats(self.coefficients),
+            "steered_entropy": self._entropy,
+            "pairs_taken": float(self._pairs_taken),
+        }
 
     def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
         """What `tree` and `numbers` gave."""
@@ -119,8 +124,15 @@ class Learner:
         self.reference = tree.get("reference", self.reference)
         self.critic_state = tree.get("critic", self.critic_state)
         self.teacher = tree.get("teacher", self.teacher)
-        self.coefficients = Coefficients(kl=numbers["kl"], entropy=numbers["entropy"])
-        self._entropy = numbers["steered_entropy"]
+        algorithm, kl, entropy = self._algorithm, *self.coefficients
+        if algorithm.kl_target is not None:
+            kl = numbers["kl"]
+        if algorithm.entropy_target is not None:
+            entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
+        self.coefficients = Coefficients(kl=kl, entropy=entropy)
+        while self._with.pairs is not None and self._pairs_taken < int(numbers["pairs_taken"]):
+            next(self._with.pairs)
+            self._pairs_taken += 1
 
     @property
     def params(self) -> Any:
@@ -167,10 +179,11 @@ class Learner:
         return {**shaped.counts, **told, **gap, **stats}
 
     def _pairs(self) -> list[Pair]:
-        pairs = self._with.pairs
-        return (
-            [] if pairs is None else [next(pairs) for _ in range(self._algorithm.supervised_batch)]
-        )
+        """The next worked answers, where some are mixed in."""
+        if self._with.pairs is None:
+            return []
+        self._pairs_taken += self._algorithm.supervised_batch
+        return [next(self._with.pairs) for _ in range(self._algorithm.supervised_batch)]
 
     def _look(
         self, batch: PackedBatch, turns: AbstractContextManager[Any]
@@ -301,35 +314,48 @@ class Learner:
 
     # ---- what follows the policy
 
-    def _after(self, stats: dict[str, float], version: int) -> None:
-        """Steer the coefficients, and let reference and teacher follow."""
-        algorithm, moves = self._algorithm, self._moves
-        if self.reference is not None:
-            stats["policy/kl_coefficient"] = float(self.coefficients.kl)
-        if self._step.recipe.has_entropy:
-            stats["policy/entropy_coefficient"] = float(self.coefficients.entropy)
-        measured = stats.get("policy/kl_reference")
-        if algorithm.kl_target is not None and measured is not None:
+    def _steer(self, stats: Mapping[str, float]) -> None:
+        """Coefficients towards their targets; a step that measured nothing leaves them."""
+        algorithm = self._algorithm
+        divergence = _measured(stats, "policy/kl_reference")
+        if algorithm.kl_target is not None and divergence is not None:
             kl = next_coefficient(
                 self.coefficients.kl,
-                measured,
+                divergence,
                 target=algorithm.kl_target,
                 horizon=algorithm.kl_horizon,
             )
             self.coefficients = self.coefficients._replace(kl=kl)
-        if algorithm.entropy_target is not None:
-            entropy, target = stats["policy/entropy"], algorithm.entropy_target
+        entropy = _measured(stats, "policy/entropy")
+        if algorithm.entropy_target is not None and entropy is not None:
+            target = algorithm.entropy_target
             self._entropy = next_entropy_coefficient(
                 self._entropy, entropy, target=target, step=algorithm.entropy_step
             )
             active = active_entropy_coefficient(self._entropy, entropy, target=target)
             self.coefficients = self.coefficients._replace(entropy=active)
+
+    def _after(self, stats: dict[str, float], version: int) -> None:
+        """Steer the coefficients, and let reference and teacher follow."""
+        moves = self._moves
+        if self.reference is not None:
+            stats["policy/kl_coefficient"] = float(self.coefficients.kl)
+        if self._step.recipe.has_entropy:
+            stats["policy/entropy_coefficient"] = float(self.coefficients.entropy)
+        if not stats.get("critic/warming"):
+            self._steer(stats)
         if self.reference is not None and moves.ema:
             self.reference = self._follow(self.reference, self.state.params, moves.ema)
         if self.reference is not None and _is_due(version, moves.refresh_every):
             self.reference = copied(self.state.params)
         if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
             self.teacher = copied(self.state.params)
+
+
+def _measured(stats: Mapping[str, float], key: str) -> float | None:
+    """The number where there is a finite one."""
+    value = stats.get(key)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _floats(coefficients: Coefficients) -> dict[str, float]:

@@ -83,7 +83,7 @@ def _try_loss(where: str, function: TokenLossFn, masked: TokenLossFn, x: TokenIn
 
 def tiny_inputs(algorithm: schema.Algorithm) -> TokenInputs:
     """Every field that a loss may look at with this algorithm, with tokens that are not learnt."""
-    refers = bool(algorithm.kl_coefficient or algorithm.kl_target)
+    refers = algorithm.kl_coefficient > 0
     whole = schema.name_of(algorithm.kl) == "full"
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
@@ -162,5 +162,4 @@ def _tiny_step() -> StepData:
         )
         for number, of_group in enumerate(rewards)
     )
-    values = tuple(tuple(np.zeros(4, np.float32) for _ in g.episodes) for g in groups)
-    return StepData(groups=groups, rewards=rewards, values=values)
+    return StepData(groups=groups, rewards=rewards)

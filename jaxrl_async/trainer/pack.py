@@ -134,6 +134,7 @@ def _of_pair(pair: Pair) -> TrainSequence:
         behavior_logprobs=np.zeros(len(token_ids), np.float32),
         versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
         advantages=np.zeros(len(token_ids), np.float32),
+        drawn=np.zeros(len(token_ids), np.bool_),
     )
 
 

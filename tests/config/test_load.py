@@ -280,3 +280,37 @@ def test_whatever_is_given_is_a_config_or_a_config_error(write, text, overrides)
         assert str(error)
     else:
         assert isinstance(dump(config), str)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.kl_target=0.1"], "kl_coefficient by factors, and that is 0"),
+        (["reference.ema=0.9"], "kl_coefficient=0 keeps none"),
+        (["critic.path=somewhere"], "has no critic"),
+        (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
+        (
+            ["algorithm.supervised_coefficient=0.1", "sampler.temperature=0.7"],
+            "worked answers are learnt at 1",
+        ),
+        (["reward.function_weight=0"], "there is none"),
+        (
+            ["algorithm.advantage=gdpo", "reward.model=x", "reward.model_weight=2"],
+            "weighs the parts",
+        ),
+        (["algorithm.kl=full", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "kl_in"),
+        (["teacher.source=path"], "do not go together"),
+        (
+            [
+                "teacher.source=self",
+                "teacher.form=loss",
+                "algorithm.kl=full",
+                "algorithm.kl_coefficient=0.1",
+            ],
+            "does that once",
+        ),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_settings_that_would_silently_do_nothing_are_refused(overrides, told):
+    assert told in refusal(CONFIGS / "addition.yaml", *overrides)

@@ -21,7 +21,15 @@ from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.shaping import shaping
 from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+from jaxrl_async.types import (
+    Episode,
+    EpisodeGroup,
+    KeptTokens,
+    Prompt,
+    Score,
+    StopReason,
+    Ticket,
+)
 
 VOCAB, ROW = 24, 16
 SPEC = ModelSpec.from_architecture(
@@ -337,3 +345,59 @@ def test_what_it_saves_makes_another_one_go_on_alike() -> None:
     assert moved(one, version=3) == moved(two, version=3)
     assert apart(one.tree()["train"].params, two.tree()["train"].params) == 0
     assert apart(one.tree()["critic"].params, two.tree()["critic"].params) == 0
+
+
+def test_a_step_with_nothing_to_learn_leaves_what_is_steered() -> None:
+    algorithm = {"kl_coefficient": 0.1, "kl_target": 0.01, "entropy_target": 1.0}
+    cut = shaping.resolve({"overlong_filter": {"max_tokens": 0}})
+    learner = learner_of(
+        algorithm=algorithm, shapings=(cut,), companions={"reference": copied(OTHER)}
+    )
+    before = learner.numbers()
+    stats = moved(learner)
+    assert stats["train/tokens"] == 0 and learner.numbers() == before
+
+
+def test_a_resumed_learner_goes_on_with_the_next_worked_answers() -> None:
+    def answers() -> Any:
+        for n in range(100):
+            yield np.full(6, n % VOCAB, np.int32), np.arange(6) >= 3
+
+    settings: dict[str, Any] = {"algorithm": {"supervised_coefficient": 1.0, "supervised_batch": 2}}
+    one = learner_of(companions={"pairs": answers()}, **settings)
+    for version in range(2):
+        moved(one, version=version)
+    two = learner_of(companions={"pairs": answers()}, **settings)
+    two.restore(jax.tree.map(jnp.copy, one.tree()), one.numbers())
+    assert moved(one, version=2) == moved(two, version=2)
+
+
+def test_worked_answers_and_sampling_masks_go_together() -> None:
+    groups = [
+        replace(
+            g,
+            episodes=tuple(
+                replace(
+                    e,
+                    kept=KeptTokens(
+                        ids=np.tile(np.arange(VOCAB, dtype=np.int32), e.num_drawn),
+                        starts=np.arange(e.num_drawn + 1, dtype=np.int32) * VOCAB,
+                    ),
+                )
+                for e in g.episodes
+            ),
+        )
+        for g in GROUPS
+    ]
+    pair = (np.arange(3, 11, dtype=np.int32), np.arange(8) >= 3)
+    settings = {"supervised_coefficient": 1.0, "supervised_batch": 2}
+    both = [
+        moved(
+            learner_of(
+                algorithm=settings, companions={"pairs": iter(lambda: pair, None)}, mask_vocab=size
+            ),
+            groups,
+        )["train/loss"]
+        for size in (None, VOCAB)
+    ]
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
