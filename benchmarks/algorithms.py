@@ -71,7 +71,7 @@ def main() -> None:
     made.add_argument("--staleness", nargs="+", type=int, default=[0, 2, 8])
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=60, help="updates of each run")
-    made.add_argument("--learning-rate", type=float, default=1e-3)
+    made.add_argument("--learning-rate", type=float, default=3e-4)
     args = options(made)
     if args.quick:
         args.only, args.staleness, args.seeds, args.steps = ["uncorrected"], [1], [0], 2

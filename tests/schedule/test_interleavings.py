@@ -6,7 +6,7 @@ driven from one thread, so that hypothesis can shrink what fails.
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -428,13 +428,14 @@ class ReusedAndLimited(Reused, Limited):
 
 @FEWER
 @given(reusing(), schedules([*EVENTS, *["aim"] * 6]))
+@example(((1, 3, 0), 2), [*[("admit", 0)] * 26, ("aim", 0)])
 def test_with_reuse_too_the_limit_may_change_at_any_time(how, schedule):
     shape, reuse = how
     machine = played(shape, schedule, ReusedAndLimited, reuse=reuse)
     for number, uses in machine.uses.items():
         assert uses[0] - machine.admitted[number].version <= machine.aimed[number]
-    for _ in range(3):
-        assert finish_a_step(machine)
+    for _ in range(3):  # a draw may find that kept groups are too old by now: their slots are free
+        assert finish_a_step(machine) or finish_a_step(machine)
 
 
 class Dropping(Machine):
