@@ -101,6 +101,15 @@ def sequence_attention(
     return function if name == "reference" else kernels.per_shard(function, mesh)
 
 
+def decoder_settings(
+    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
+) -> dict[str, Any]:
+    """Keywords of the functions over a decoder that a program on this mesh calls: dtype, attention
+    by name, and more. ConfigError as sequence_attention."""
+    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
+    return {"dtype": dtype, "attention": chosen, **more}
+
+
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
     """Why that attention cannot run on a device, and what to do; None where it can."""
     if name == "splash" and device.platform != "tpu":

@@ -16,6 +16,7 @@ from jax.scipy.special import logsumexp
 from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import Params, hidden_states, output_head
 from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.logprobs import after, before, logits_of, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
 Kind = Literal["forward", "reverse", "js"]
@@ -82,32 +83,9 @@ def _times_log(logprobs: Array, difference: Array) -> Array:
 # ---- in chunks
 
 
-def over_chunks(function: Callable[..., Any], inputs: tuple[Any, ...], *, chunk: int) -> Any:
-    """function(*inputs) over at most `chunk` tokens at once; every array has tokens on axis 0.
-
-    The backward pass computes a chunk again, so what exists inside `function` never exists for more
-    than one chunk in either pass.
-    """
-    tokens = jax.tree.leaves(inputs)[0].shape[0]
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
-        return padded.reshape(-1, chunk, *x.shape[1:])
-
-    one_chunk = jax.checkpoint(lambda parts: function(*parts))
-    parts = jax.tree.map(split, inputs)
-    if tokens <= chunk:
-        return one_chunk(jax.tree.map(lambda x: x[0], parts))
-    out = jax.lax.map(one_chunk, parts)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
-
-
 def log_softmax_of(hidden: Array, head: Array, temperature: float = 1.0) -> Array:
     """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32."""
-    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
+    return jax.nn.log_softmax(logits_of(hidden, head) / temperature, axis=-1)
 
 
 def chunked_divergence(
@@ -173,7 +151,7 @@ def chunked_over_vocab(
         output_head(spec, params),
         before(hidden_states(other_spec, other_params, *arrays, dtype=dtype, attention=attention)),
         output_head(other_spec, other_params),
-        token_ids[:, 1:].reshape(-1),
+        after(token_ids),
         kind=kind,
         beta=beta,
         chunk=chunk,
@@ -210,21 +188,6 @@ def top_logprobs(
     )
     ids, logprobs = over_chunks(one_chunk, (before(hidden),), chunk=chunk)
     return placed(ids, segment_ids), placed(logprobs, segment_ids)
-
-
-def before(hidden: Array) -> Array:
-    """[B, T, D] -> [B * (T - 1), D]: what each token but a row's first was drawn from."""
-    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
-
-
-def placed(values: Array, segment_ids: Array) -> Array:
-    """[B * (T - 1), ...] of `before` -> [B, T, ...]: 0 where a segment starts and in padding."""
-    B, T = segment_ids.shape
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    values = values.reshape(B, T - 1, *values.shape[1:])
-    follows = follows.reshape(B, T - 1, *(1 for _ in values.shape[2:]))
-    kept = jnp.where(follows, values, jnp.zeros((), values.dtype))
-    return jnp.pad(kept, ((0, 0), (1, 0), *((0, 0) for _ in values.shape[2:])))
 
 
 # ---- few outcomes and the rest

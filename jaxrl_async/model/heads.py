@@ -23,6 +23,7 @@ from jaxrl_async.model.decoder import Params, hidden_states
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import initial
+from jaxrl_async.model.logprobs import before, placed
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 Head = Literal["value", "reward"]
@@ -95,8 +96,7 @@ def token_values(
     padding. Keywords as token_scores.
     """
     scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    return jnp.pad(jnp.where(follows, scores[:, :-1], 0.0), ((0, 0), (1, 0)))
+    return placed(before(scores), segment_ids)
 
 
 def sequence_scores(

@@ -6,6 +6,7 @@ that both log-probs of a ratio are of one set of outcomes (Keep Sampling Mask: D
 DeepSeek-V3.2, arXiv:2512.02556).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,31 +40,44 @@ def chunked_logprobs(
     Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
     at once in either pass.
     """
-    tokens = hidden.shape[0]
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
-    if kept is not None:
-        kept = jnp.pad(kept, ((0, padding), (0, 0))).reshape(-1, chunk, kept.shape[1])
 
-    @jax.checkpoint
-    def one_chunk(inputs: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
-        x, target, bits = inputs
-        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
-        logits = logits / temperature
+    def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
+        logits = logits_of(x, head) / temperature
         if bits is not None:
             logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
         return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], entropy
 
-    if hidden.shape[0] == 1:
-        first = None if kept is None else kept[0]
-        logprobs, entropy = one_chunk((hidden[0], targets[0], first))
-    else:
-        logprobs, entropy = jax.lax.map(one_chunk, (hidden, targets, kept))
-    return logprobs.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
+    logprobs, entropy = over_chunks(one_chunk, (hidden, targets, kept), chunk=chunk)
+    return logprobs, entropy
+
+
+def logits_of(hidden: Array, head: Array) -> Array:
+    """hidden [..., D], head [D, V] -> [..., V] float32."""
+    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def over_chunks(function: Callable[..., Any], inputs: tuple[Any, ...], *, chunk: int) -> Any:
+    """function(*inputs) over at most `chunk` tokens at once; every array has tokens on axis 0.
+
+    The backward pass computes a chunk again, so what exists inside `function` never exists for more
+    than one chunk in either pass.
+    """
+    tokens = jax.tree.leaves(inputs)[0].shape[0]
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, chunk, *x.shape[1:])
+
+    one_chunk = jax.checkpoint(lambda parts: function(*parts))
+    parts = jax.tree.map(split, inputs)
+    if tokens <= chunk:
+        return one_chunk(jax.tree.map(lambda x: x[0], parts))
+    out = jax.lax.map(one_chunk, parts)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
 
 
 def unpacked(bits: Array, vocab: int) -> Array:
@@ -91,7 +105,6 @@ def token_logprobs(
     [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding. kept [B, T,
     ceil(vocab / 8)] uint8: at t, what token t could be drawn from; None: the whole vocabulary.
     """
-    B, T = token_ids.shape
     hidden = hidden_states(
         spec,
         params,
@@ -103,19 +116,14 @@ def token_logprobs(
         attention=attention,
     )
     logprobs, entropy = chunked_logprobs(
-        hidden[:, :-1].reshape(B * (T - 1), -1),
+        before(hidden),
         output_head(spec, params),
-        token_ids[:, 1:].reshape(-1),
+        after(token_ids),
         chunk=chunk,
         temperature=temperature,
-        kept=None if kept is None else kept[:, 1:].reshape(B * (T - 1), -1),
+        kept=None if kept is None else after(kept),
     )
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-
-    def place(values: Array) -> Array:
-        return jnp.pad(jnp.where(follows, values.reshape(B, T - 1), 0.0), ((0, 0), (1, 0)))
-
-    return place(logprobs), place(entropy)
+    return placed(logprobs, segment_ids), placed(entropy, segment_ids)
 
 
 def greedy_matches(
@@ -134,18 +142,37 @@ def greedy_matches(
     [B, T] inputs -> [B, T] bool; False where a segment starts and in padding. Where all tokens of
     an answer match, greedy decoding gives exactly this answer.
     """
-    B, T = token_ids.shape
     hidden = hidden_states(
         spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=attention
     )
     head = output_head(spec, params)
 
-    def one(inputs: tuple[Array, Array]) -> Array:
-        x, target = inputs
-        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
-        return logits[target] >= jnp.max(logits)
+    def one_chunk(x: Array, target: Array) -> Array:
+        logits = logits_of(x, head)
+        return jnp.take_along_axis(logits, target[:, None], -1)[:, 0] >= jnp.max(logits, axis=-1)
 
-    flat = hidden[:, :-1].reshape(B * (T - 1), -1)
-    matches = jax.lax.map(one, (flat, token_ids[:, 1:].reshape(-1)), batch_size=chunk)
+    inputs = (before(hidden), after(token_ids))
+    return placed(over_chunks(one_chunk, inputs, chunk=chunk), segment_ids)
+
+
+# ---- a packed batch's tokens in one list, and back
+
+
+def before(values: Array) -> Array:
+    """[B, T, ...] -> [B * (T - 1), ...]: what each token but a row's first was drawn from."""
+    return values[:, :-1].reshape(-1, *values.shape[2:])
+
+
+def after(values: Array) -> Array:
+    """[B, T, ...] -> [B * (T - 1), ...]: what is said of each token but a row's first."""
+    return values[:, 1:].reshape(-1, *values.shape[2:])
+
+
+def placed(values: Array, segment_ids: Array) -> Array:
+    """[B * (T - 1), ...] of `before` -> [B, T, ...]: 0 where a segment starts and in padding."""
+    B, T = segment_ids.shape
     follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    return jnp.pad(follows & matches.reshape(B, T - 1), ((0, 0), (1, 0)))
+    values = values.reshape(B, T - 1, *values.shape[1:])
+    follows = follows.reshape(B, T - 1, *(1 for _ in values.shape[2:]))
+    kept = jnp.where(follows, values, jnp.zeros((), values.dtype))
+    return jnp.pad(kept, ((0, 0), (1, 0), *((0, 0) for _ in values.shape[2:])))

@@ -8,7 +8,7 @@
     the same, for tokens the student teacher_advantages  an estimate: one sample of the reverse KL
     drew itself
 
-Rows are independent tokens, so that all but the last can be given to model.divergence.over_chunks;
+Rows are independent tokens, so that all but the last can be given to model.logprobs.over_chunks;
 `distill_rows` does that for a packed batch. Lumping outcomes together never raises a divergence, so
 each is a lower bound of the one above it.
 """
@@ -19,21 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import logsumexp
+from jax.typing import ArrayLike
 
 from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import Params, hidden_states, output_head
 from jaxrl_async.model.divergence import (
     Kind,
     TokenDivergence,
-    before,
     divergence_of,
     entropy_of,
     log_softmax_of,
     lumped,
-    over_chunks,
-    placed,
 )
 from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.logprobs import after, before, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
 MIN_REST = 1e-7
@@ -98,7 +97,11 @@ def with_rest(logprobs: Array) -> Array:
 
 
 def teacher_advantages(
-    student_logprobs: Array, teacher_logprobs: Array, mask: Array, *, coefficient: float = 1.0
+    student_logprobs: ArrayLike,
+    teacher_logprobs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    coefficient: float = 1.0,
 ) -> Array:
     """A_t = -coefficient (log p_S - log p_T) of the drawn token; 0 outside the mask.
 
@@ -106,7 +109,7 @@ def teacher_advantages(
     gradient with these advantages goes down the per-token reverse KL, whose one-sample estimate
     log p_S - log p_T is. student: the distribution that drew the token. No gradient goes through.
     """
-    gap = jnp.where(mask, student_logprobs - teacher_logprobs, 0.0)
+    gap = jnp.where(mask, jnp.subtract(student_logprobs, teacher_logprobs), 0.0)
     return jax.lax.stop_gradient(-coefficient * gap)
 
 
@@ -144,8 +147,6 @@ def distill_rows(
         apart = measure(*_outcomes(student, ids, logprobs))
         return TokenDivergence(drawn, entropy_of(student), apart)
 
-    k = teacher_ids.shape[-1]
-    known = (teacher_ids[:, 1:].reshape(-1, k), teacher_logprobs[:, 1:].reshape(-1, k))
-    inputs = (before(hidden), token_ids[:, 1:].reshape(-1), *known)
+    inputs = (before(hidden), *(after(a) for a in (token_ids, teacher_ids, teacher_logprobs)))
     found = over_chunks(one_chunk, inputs, chunk=chunk)
     return TokenDivergence(*(placed(values, segment_ids) for values in found))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.mesh import NO_TURNS
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
@@ -42,14 +42,14 @@ class LogprobPass:
         """temperature: the sampler's (0 counts as 1); top_k: what `top` gives."""
         self.spec, self._micro_rows, self._top_k = spec, micro_rows, top_k
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
-        self._settings = {
-            "dtype": dtype,
-            "attention": sequence_attention(
-                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
-            ),
-            "chunk": chunk,
-            "temperature": temperature or 1.0,
-        }
+        self._settings = decoder_settings(
+            mesh,
+            spec.head_dim,
+            dtype=dtype,
+            attention=attention,
+            chunk=chunk,
+            temperature=temperature or 1.0,
+        )
         self._logprobs = jax.jit(self._logprobs_of, out_shardings=self._rows)
         self._top = jax.jit(self._top_of, out_shardings=self._rows)
 

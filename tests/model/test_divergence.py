@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
-from jaxrl_async.model.divergence import chunked_over_vocab, over_chunks, top_logprobs
-from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.divergence import chunked_over_vocab, top_logprobs
+from jaxrl_async.model.logprobs import over_chunks, token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 
 VOCAB = 19
