@@ -58,10 +58,10 @@ from jaxrl_async.trainer.corrections import weighs
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.own import own_advantage
-from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, SamplingParams
@@ -323,13 +323,7 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
     """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
-        policy = Policy.from_pretrained(
-            config.model.path,
-            mesh=slices.trainer,
-            rules=TRAINER_RULES,
-            dtype=dtype,
-            tokenizer=tokenizer,
-        )
+        policy = _load(config, config.model.path, slices, tokenizer)
     else:
         spec = ModelSpec.from_architecture(
             config.model.architecture, _rounded(tokenizer.vocab_size)
@@ -353,7 +347,6 @@ def make_step(
     spec: ModelSpec,
     slices: Slices,
     total_steps: int,
-    learning_rate: float,
     teacher_spec: ModelSpec | None = None,
 ) -> TrainStep:
     """The compiled update of the policy."""
@@ -362,21 +355,20 @@ def make_step(
         slices.trainer,
         TRAINER_RULES,
         algorithm=config.algorithm,
-        row_length=config.row_length,
         total_steps=total_steps,
-        learning_rate=learning_rate,
         temperature=config.sampler.temperature,
         teacher=config.teacher,
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
-        **_learning(config),
+        **learning(config),
     )
 
 
-def _learning(config: Config) -> dict[str, Any]:
+def learning(config: Config) -> dict[str, Any]:
     """What everything that learns has in common."""
     return {
         "trainer": config.trainer,
+        "row_length": config.row_length,
         "dtype": jnp.dtype(config.model.dtype),
         "param_dtype": jnp.dtype(config.model.param_dtype),
         "remat": config.model.remat,
@@ -395,9 +387,13 @@ def make_learner(
     algorithm, teacher = config.algorithm, config.teacher
     updates = config.run.steps * algorithm.epochs * algorithm.minibatches
     teacher_spec = load_spec(Path(teacher.path)) if teacher.path is not None else policy.spec
-    step = make_step(config, policy.spec, slices, updates, algorithm.learning_rate, teacher_spec)
+    step = make_step(config, policy.spec, slices, updates, teacher_spec)
     state = step.init(policy.params)
-    has_reference = algorithm.kl_coefficient > 0
+    reference = None
+    if algorithm.kl_coefficient > 0:
+        reference = reference_params(
+            config, "reference.path", config.reference.path, policy, slices
+        )
     if algorithm.anchor == "proximal" and not weighs(algorithm.correction):
         log.warning(
             "algorithm.anchor=proximal without a weighing correction: what lies between the policy "
@@ -407,7 +403,7 @@ def make_learner(
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
         own_pass=_pass(config, policy.spec, slices, step),
-        reference=_reference(config, policy, slices, state) if has_reference else None,
+        reference=reference,
         pairs=warm_start_pairs(config, tokenizer) if mixes else None,
         **_teacher(config, policy, slices, step, state),
         **_critic(config, policy, slices, updates),
@@ -443,34 +439,43 @@ def _pass(
     )
 
 
-def _advisor(config: Config, path: str, policy: Policy, slices: Slices, key: str) -> Policy:
-    """Another policy on the trainer's slice, with the same vocabulary."""
-    other = Policy.from_pretrained(
+def _load(config: Config, path: str, slices: Slices, tokenizer: Tokenizer | None = None) -> Policy:
+    """A policy's directory on the trainer's slice. Raises CheckpointError."""
+    return Policy.from_pretrained(
         path,
         mesh=slices.trainer,
         rules=TRAINER_RULES,
         dtype=jnp.dtype(config.model.param_dtype),
+        tokenizer=tokenizer,
     )
-    if other.spec.vocab != policy.spec.vocab:
-        raise ConfigError(
-            f"{key}={path} has a vocabulary of {other.spec.vocab} tokens and the policy one of "
-            f"{policy.spec.vocab}: their log-probs cannot be compared. Choose a model of the same "
-            "family, with the same tokenizer."
-        )
-    return other
 
 
-def _reference(config: Config, policy: Policy, slices: Slices, state: TrainState) -> Any:
-    path = config.reference.path
+def reference_params(
+    config: Config, key: str, path: str | None, policy: Policy, slices: Slices
+) -> Any:
+    """Frozen weights of the policy's kind, from a directory that `key` names or the policy's own.
+
+    Raises CheckpointError, ConfigError.
+    """
     if path is None:
-        return copied(state.params)
-    other = _advisor(config, path, policy, slices, "reference.path")
+        return copied(policy.params)
+    other = _load(config, path, slices)
     if other.spec != policy.spec:
         raise ConfigError(
-            f"reference.path={path} is a model of another shape than the policy: a reference is an "
-            "older policy. A model of another shape can be a teacher (teacher.path)."
+            f"{key}={path} is another kind of model than the policy: {other.spec} and "
+            f"{policy.spec}. A reference is an older policy, with the same config.json; null takes "
+            "the policy at the start. A model of another shape can be a teacher (teacher.path)."
         )
     return other.params
+
+
+def _check_shared_vocabulary(policy: Policy, spec: ModelSpec, setting: str) -> None:
+    if spec.vocab != policy.spec.vocab:
+        raise ConfigError(
+            f"{setting} has a vocabulary of {spec.vocab} tokens and the policy one of "
+            f"{policy.spec.vocab}: they do not speak of the same tokens. Choose a model of the "
+            "same family, with the same tokenizer."
+        )
 
 
 def _teacher(
@@ -483,8 +488,9 @@ def _teacher(
         spec, params = policy.spec, copied(state.params)
     else:
         assert section.path is not None
-        other = _advisor(config, section.path, policy, slices, "teacher.path")
+        other = _load(config, section.path, slices)
         spec, params = other.spec, other.params
+        _check_shared_vocabulary(policy, spec, f"teacher.path={section.path}")
     if section.top_k >= spec.vocab:
         raise ConfigError(
             f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
@@ -503,20 +509,15 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
-        if spec.vocab != policy.spec.vocab:
-            raise ConfigError(
-                f"critic.path={section.path} has a vocabulary of {spec.vocab} tokens and the "
-                f"policy one of {policy.spec.vocab}. Choose a model with the policy's tokenizer."
-            )
+        _check_shared_vocabulary(policy, spec, f"critic.path={section.path}")
     critic = CriticStep(
         spec,
         slices.trainer,
         TRAINER_RULES,
         learning_rate=section.learning_rate,
-        row_length=config.row_length,
         total_steps=updates,
         clip=section.clip,
-        **_learning(config),
+        **learning(config),
     )
     return {"critic": critic, "critic_state": critic.init(params)}
 
@@ -530,12 +531,19 @@ def warm_start(
     if not section.steps:
         return policy
     console.phase("warm start", "compiling")
-    step = make_step(config, policy.spec, slices, section.steps, section.learning_rate)
+    step = SupervisedStep(
+        policy.spec,
+        slices.trainer,
+        TRAINER_RULES,
+        learning_rate=section.learning_rate,
+        total_steps=section.steps,
+        **learning(config),
+    )
     state = step.init(policy.params)
     pairs = warm_start_pairs(config, tokenizer)
     for number in range(1, section.steps + 1):
-        batch = pack_pairs([next(pairs) for _ in range(section.batch_size)], config.row_length)
-        state, stats = step.update(state, batch, objective="supervised")
+        batch = step.pack([next(pairs) for _ in range(section.batch_size)])
+        state, stats = step.update(state, batch)
         console.phase("warm start", f"{number}/{section.steps}, loss {stats['train/loss']:.3f}")
     return Policy(policy.spec, state.params, policy.tokenizer)
 

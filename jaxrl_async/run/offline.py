@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, Mesh
@@ -33,15 +32,16 @@ from jaxrl_async.run.assemble import (
     CACHE_FOLDER,
     claim_devices,
     keep_compiled_programs,
+    learning,
     make_policy,
     make_tokenizer,
+    reference_params,
     warm_start,
 )
 from jaxrl_async.run.checkpoint import Checkpoints, check_job
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import measured_peak_flops
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.trainer.learner import copied
 from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
 from jaxrl_async.trainer.supervised import SupervisedStep
@@ -155,7 +155,9 @@ def preference(config: Config, paths: Paths, slices: Slices, console: Console) -
         params=policy.params,
         split=split,
         batch_size=section.batch_size,
-        reference=functools.partial(_reference, config, policy, slices)
+        reference=functools.partial(
+            reference_params, config, "preference.reference", section.reference, policy, slices
+        )
         if needs_reference(loss)
         else None,
         baseline=needs_baseline(loss),
@@ -200,14 +202,9 @@ JOBS: dict[str, Callable[[Config, Paths, Slices, Console], Job]] = {
 def _settings(config: Config) -> dict[str, Any]:
     """What every step is made with."""
     return {
-        "trainer": config.trainer,
+        **learning(config),
         "learning_rate": config.algorithm.learning_rate,
-        "row_length": config.row_length,
         "total_steps": config.run.steps,
-        "dtype": jnp.dtype(config.model.dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-        "remat": config.model.remat,
-        "attention": config.model.attention,
     }
 
 
@@ -219,20 +216,6 @@ def _start(config: Config, tokenizer: Tokenizer, slices: Slices, console: Consol
     """The policy at the start; a resumed run needs its shapes only."""
     policy = make_policy(config, tokenizer, slices)
     return policy if config.run.resume else warm_start(config, policy, slices, tokenizer, console)
-
-
-def _reference(config: Config, policy: Policy, slices: Slices) -> Params:
-    """The frozen reference, on the trainer's slice. Raises CheckpointError, ConfigError."""
-    path, dtype = config.preference.reference, jnp.dtype(config.model.param_dtype)
-    if path is None:
-        return copied(policy.params)
-    loaded = Policy.from_pretrained(path, mesh=slices.trainer, rules=TRAINER_RULES, dtype=dtype)
-    if loaded.spec != policy.spec:
-        raise ConfigError(
-            f"preference.reference = {path} is another kind of model than the policy: "
-            f"{loaded.spec} and {policy.spec}. Give one with the same config.json, or null."
-        )
-    return loaded.params
 
 
 def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_TURNS, Rules
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.aggregate import token_mean
@@ -94,18 +94,14 @@ class CriticStep:
     ) -> None:
         """clip: of value_loss. The other arguments as TrainStep's."""
         self._spec, self._clip, self._row_length = spec, clip, row_length
-        self._decoder = {
-            "dtype": dtype,
-            "remat": remat,
-            "attention": sequence_attention(
-                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
-            ),
-        }
+        self._decoder = decoder_settings(
+            mesh, spec.head_dim, dtype=dtype, attention=attention, remat=remat
+        )
         self._updater = Updater(
             head_table(spec, "value"),
             mesh,
             rules,
-            {"critic": self._loss},
+            self._loss,
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,

@@ -25,6 +25,7 @@ from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
 from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.entropy import active_entropy_coefficient, next_entropy_coefficient
 from jaxrl_async.trainer.kl import next_coefficient
 from jaxrl_async.trainer.losses import TokenInputs
@@ -174,7 +175,7 @@ class Learner:
         if learnt.returns is not None:
             returns = with_advantages(batch, learnt.returns).advantages
         stats = self._update(batch, columns, found.get("values"), returns, version, turns)
-        stats["train/flops"] += len(found) * forward_flops(self._step.spec, batch) if found else 0.0
+        stats["train/flops"] += len(found) * forward_flops(self._step.spec, batch)
         self._after(stats, version)
         return {**shaped.counts, **told, **gap, **stats}
 
@@ -232,15 +233,13 @@ class Learner:
     def _advised(
         self, batch: PackedBatch, found: Mapping[str, FloatArray]
     ) -> tuple[PackedBatch, dict[str, float]]:
-        """Advantages with the teacher's: -coefficient (log behavior - log teacher) per token.
-
-        On-policy distillation (Lu and Thinking Machines 2025), as trainer/distill.py says.
-        """
+        """Advantages with the teacher's, distill.teacher_advantages."""
         if "teacher" not in found:
             return batch, {}
         section = self._teacher
-        gap = np.where(batch.mask, batch.behavior_logprobs - found["teacher"], np.float32(0))
-        gap = np.where(np.isfinite(gap), gap, np.float32(0))  # a sampler that told no log-prob
+        drew, teacher = batch.behavior_logprobs, found["teacher"]
+        told = batch.mask & np.isfinite(drew - teacher)  # a foreign sampler may tell no log-prob
+        gap = -np.asarray(teacher_advantages(drew, teacher, told))
         advantages = section.rewards * batch.advantages - section.coefficient * gap
         mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
         return (
@@ -301,13 +300,9 @@ class Learner:
         if warming:
             told = self._step.measure(self.state.params, batch, columns=columns, **how)
             reports.append({**told, "train/skipped": 0.0, "train/flops": 0.0})
-        stats = reports[0] if len(reports) == 1 else mean_report(reports)
-        extra = (
-            {} if not of_critic else of_critic[0] if len(of_critic) == 1 else mean_critic(of_critic)
-        )
         return {
-            **stats,
-            **extra,
+            **mean_report(reports),
+            **mean_report(of_critic, tokens="critic/tokens"),
             "train/updates": 0.0 if warming else float(len(reports)),
             **({"critic/warming": float(warming)} if self._with.critic is not None else {}),
         }
@@ -384,13 +379,6 @@ def covariance_rank(
         places[order] = np.arange(len(order))
         rank[mask] = places / len(order)
     return rank
-
-
-def mean_critic(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """mean_report for the critic's, by its own tokens."""
-    renamed = [{**r, "train/tokens": r.get("critic/tokens", 0.0)} for r in reports]
-    merged = mean_report(renamed)
-    return {k: v for k, v in merged.items() if k != "train/tokens"}
 
 
 def _moved_average(reference: Any, params: Any, ema: float) -> Any:

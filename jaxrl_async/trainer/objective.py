@@ -162,11 +162,6 @@ def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, A
     return token, corrected.truncated, corrected.weights * jnp.exp(corrected.log_ratio)
 
 
-def likelihood(logprobs: Array, weights: Array) -> Array:
-    """Sum of weights * -log policy where there is a weight: a supervised part of the batch."""
-    return -jnp.sum(jnp.where(weights > 0, weights * logprobs, 0.0))
-
-
 def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
     """The same as policy_objective for maximum likelihood of given tokens alone."""
     loss = _weighted(x, weights, cross_entropy(x).loss)
@@ -193,12 +188,16 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
     return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
 
 
-def mean_report(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_report(
+    reports: Sequence[Mapping[str, float]], tokens: str = "train/tokens"
+) -> dict[str, float]:
     """One report of several updates on parts of one step, by the kind of each metric.
 
-    Means are over tokens: each update weighs as many as it learnt.
+    Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`.
     """
-    weights = [r.get("train/tokens", 0.0) for r in reports]
+    if len(reports) == 1:
+        return dict(reports[0])
+    weights = [r.get(tokens, 0.0) for r in reports]
 
     def reduction(key: str, value: float, weight: float) -> Any:
         kind = metric_of(key).kind

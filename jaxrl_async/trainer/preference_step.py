@@ -20,7 +20,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.data.preferences import PreferencePair
 from jaxrl_async.errors import DataError
 from jaxrl_async.mesh import NO_TURNS, Rules
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, sequence_scores
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
@@ -73,13 +73,19 @@ class PreferenceStep:
         ConfigError."""
         self._spec = spec
         self._loss_of = preference_loss.resolve(loss)
-        self._decoder = _decoder(spec, mesh, dtype, remat, attention)
-        self._decoder["chunk"] = trainer.logprob_chunk
+        self._decoder = decoder_settings(
+            mesh,
+            spec.head_dim,
+            dtype=dtype,
+            attention=attention,
+            remat=remat,
+            chunk=trainer.logprob_chunk,
+        )
         self._updater = Updater(
             weight_table(spec),
             mesh,
             rules,
-            {"preference": self._objective},
+            self._objective,
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,
@@ -198,12 +204,14 @@ class RewardStep:
     ) -> None:
         """margin: by how much the chosen answer is to be better. The others as TrainStep's."""
         self._spec, self._margin, self._row_length = spec, margin, row_length
-        self._decoder = _decoder(spec, mesh, dtype, remat, attention)
+        self._decoder = decoder_settings(
+            mesh, spec.head_dim, dtype=dtype, attention=attention, remat=remat
+        )
         self._updater = Updater(
             head_table(spec, "reward"),
             mesh,
             rules,
-            {"preference": self._objective},
+            self._objective,
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,
@@ -287,11 +295,6 @@ def pair_rows(trainer: schema.Trainer, row_length: int, num_row_shards: int) -> 
     """rows_per_micro_batch, but two at least: both answers of a pair may be as long as a row."""
     tokens = max(trainer.micro_batch_tokens, 2 * row_length)
     return rows_per_micro_batch(tokens, row_length, num_row_shards)
-
-
-def _decoder(spec: ModelSpec, mesh: Mesh, dtype: Any, remat: str, attention: str) -> dict[str, Any]:
-    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim)
-    return {"dtype": dtype, "remat": remat, "attention": chosen}
 
 
 def _inputs(micro: dict[str, Array]) -> tuple[Array, Array, Array]:

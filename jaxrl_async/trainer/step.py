@@ -7,7 +7,7 @@ What is learnt is objective.py's, how it is added up update.py's. Shapes never c
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,16 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_TURNS
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import Kind, TokenDivergence, chunked_over_vocab
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.trainer.aggregate import aggregate, token_mean
+from jaxrl_async.trainer.aggregate import aggregate
 from jaxrl_async.trainer.distill import distill_rows
 from jaxrl_async.trainer.losses import TokenInputs
 from jaxrl_async.trainer.objective import (
     Coefficients,
     Totals,
-    likelihood,
     make_recipe,
     policy_objective,
     supervised_objective,
@@ -35,8 +34,6 @@ from jaxrl_async.trainer.objective import (
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
-
-Objective = Literal["policy", "supervised"]
 
 
 class DeviceBatch(NamedTuple):
@@ -92,40 +89,34 @@ class TrainStep:
         teacher: schema.Teacher | None = None,
         teacher_spec: ModelSpec | None = None,
         num_lags: int = 0,
-        learning_rate: float | None = None,
         temperature: float = 1.0,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         remat: str = "none",
         attention: str = "auto",
     ) -> None:
-        """learning_rate: null takes the algorithm's; temperature: the sampler's (0 counts as 1).
+        """temperature: the sampler's (0 counts as 1); teacher_spec: null is the policy's.
 
-        teacher_spec: null is the policy's; num_lags: lags whose divergence is reported.
+        num_lags: lags whose divergence is reported.
         Raises ConfigError where the algorithm names an unknown function or argument, and where the
         attention cannot run on the mesh.
         """
         self.spec, self._row_length, self._num_lags = spec, row_length, num_lags
-        self._decoder = {
-            "dtype": dtype,
-            "attention": sequence_attention(
-                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
-            ),
-            "chunk": trainer.logprob_chunk,
-        }
+        self._decoder = decoder_settings(
+            mesh, spec.head_dim, dtype=dtype, attention=attention, chunk=trainer.logprob_chunk
+        )
         self._remat, self._temperature = remat, temperature or 1.0
         self.recipe = make_recipe(algorithm, teacher)
         self._teacher = (teacher or schema.Teacher(), teacher_spec or spec)
         self._supervised_coefficient = algorithm.supervised_coefficient
         self._aggregate = aggregate.resolve(algorithm.aggregate)
-        peak = algorithm.learning_rate if learning_rate is None else learning_rate
         self._updater = Updater(
             weight_table(spec),
             mesh,
             rules,
-            {"policy": self._policy_loss, "supervised": self._supervised_loss},
+            self._policy_loss,
             trainer=trainer,
-            learning_rate=peak,
+            learning_rate=algorithm.learning_rate,
             total_steps=total_steps,
             param_dtype=param_dtype,
         )
@@ -150,7 +141,6 @@ class TrainStep:
         coefficients: Coefficients | None = None,
         reference_params: Params | None = None,
         teacher_params: Params | None = None,
-        objective: Objective = "policy",
         turns: AbstractContextManager[Any] = NO_TURNS,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on the whole batch; the state given is donated.
@@ -162,9 +152,9 @@ class TrainStep:
         train/skipped is 1. The report's keys are explained in metrics.metric.METRICS.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
-        micros = self._micros(batch, columns or Columns(), objective)
+        micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
-        state, stats = self._updater.update(state, micros, context, turns, objective)
+        state, stats = self._updater.update(state, micros, context, turns)
         return state, stats | self._sizes(batch, len(micros), reference_params is not None)
 
     def measure(
@@ -180,7 +170,7 @@ class TrainStep:
         turns: AbstractContextManager[Any] = NO_TURNS,
     ) -> dict[str, float]:
         """What `update` would report of the policy's objective; nothing is learnt."""
-        micros = self._micros(batch, columns or Columns(), "policy")
+        micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
         with turns:
             return self._updater.measure(params, micros, context)
@@ -205,12 +195,9 @@ class TrainStep:
         on_device = Coefficients(*(np.float32(c) for c in numbers))
         return Context(np.int32(version), on_device, reference_params, teacher_params)
 
-    def _micros(
-        self, batch: PackedBatch, columns: Columns, objective: Objective
-    ) -> list[DeviceBatch]:
-        weights = token_mean(batch) if objective == "supervised" else self._aggregate(batch)
-        extra: dict[str, Any] = {"weights": weights, **columns._asdict()}
-        if self._supervised_coefficient and objective == "policy":
+    def _micros(self, batch: PackedBatch, columns: Columns) -> list[DeviceBatch]:
+        extra: dict[str, Any] = {"weights": self._aggregate(batch), **columns._asdict()}
+        if self._supervised_coefficient:
             extra["supervised_weights"] = supervised_weights(batch, self._supervised_coefficient)
         parts: dict[str, Any] = {
             k: split(v, self.micro_rows, 0) for k, v in extra.items() if v is not None
@@ -244,19 +231,13 @@ class TrainStep:
         )
         if micro.supervised_weights is None:
             return loss, totals
-        part = likelihood(x.policy_logprobs, micro.supervised_weights)
-        count = jnp.sum(micro.supervised_weights > 0)
-        told = jax.lax.stop_gradient((part, jnp.sum(micro.supervised_weights)))
-        totals.means["supervised/loss"] = told
-        totals.sums["supervised/tokens"] = count
-        totals.sums["train/loss"] += told[0]
+        given = x._replace(mask=micro.supervised_weights > 0)
+        part, of_part = supervised_objective(given, micro.supervised_weights)
+        count = jnp.sum(micro.supervised_weights)
+        totals.means["supervised/loss"] = (of_part.sums["train/loss"], count)
+        totals.sums["supervised/tokens"] = of_part.sums["train/tokens"]
+        totals.sums["train/loss"] += of_part.sums["train/loss"]
         return loss + part, totals
-
-    def _supervised_loss(
-        self, params: Params, micro: DeviceBatch, context: Context
-    ) -> tuple[Array, Totals]:
-        found = self._outputs(params, micro, 1.0)
-        return supervised_objective(_token_inputs(found, micro, False), micro.weights)
 
     def _inputs(self, params: Params, micro: DeviceBatch, context: Context) -> TokenInputs:
         """Of one pass over the policy, with the divergence that needs whole distributions."""

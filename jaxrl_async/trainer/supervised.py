@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_TURNS, Rules
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.trainer.aggregate import token_mean
@@ -52,18 +52,14 @@ class SupervisedStep:
     ) -> None:
         """The arguments as TrainStep's. Raises ConfigError."""
         self._spec, self._row_length, self._remat = spec, row_length, remat
-        self._decoder: dict[str, Any] = {
-            "dtype": dtype,
-            "attention": sequence_attention(
-                attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim
-            ),
-            "chunk": trainer.logprob_chunk,
-        }
+        self._decoder = decoder_settings(
+            mesh, spec.head_dim, dtype=dtype, attention=attention, chunk=trainer.logprob_chunk
+        )
         self._updater = Updater(
             weight_table(spec),
             mesh,
             rules,
-            {"supervised": self._objective},
+            self._objective,
             trainer=trainer,
             learning_rate=learning_rate,
             total_steps=total_steps,

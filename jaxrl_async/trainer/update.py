@@ -6,9 +6,8 @@
 Two programs, compiled once each. The state is donated, and so is the sum.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -56,18 +55,15 @@ class Updater:
         table: Any,
         mesh: Mesh,
         rules: Rules,
-        objectives: Mapping[str, Objective],
+        objective: Objective,
         *,
         trainer: schema.Trainer,
         learning_rate: float,
         total_steps: int,
         param_dtype: Any = jnp.float32,
     ) -> None:
-        """table: of Weights, which says shapes, shardings and what decays.
-
-        objectives: what can be learnt, by name; the first is what `update` takes.
-        """
-        self._objectives, self._param_dtype = dict(objectives), param_dtype
+        """table: of Weights, which says shapes, shardings and what decays."""
+        self._objective, self._param_dtype = objective, param_dtype
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
@@ -91,25 +87,17 @@ class Updater:
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
         self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
-        self._accumulate = {
-            name: jax.jit(
-                partial(self._accumulate_one, objective),
-                donate_argnums=(1,),
-                out_shardings=(sums, self.replicated),
-            )
-            for name, objective in self._objectives.items()
-        }
+        self._accumulate = jax.jit(
+            self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
+        )
         self._apply = jax.jit(
             self._apply_sum,
             donate_argnums=(0,),
             out_shardings=(self.state_shardings, self.replicated),
         )
         self._measure = jax.jit(
-            lambda *args: self._objective_of(None)(*args)[1], out_shardings=self.replicated
+            lambda *args: self._objective(*args)[1], out_shardings=self.replicated
         )
-
-    def _objective_of(self, name: str | None) -> Objective:
-        return self._objectives[name or next(iter(self._objectives))]
 
     def init(self, params: Params) -> TrainState:
         """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
@@ -123,20 +111,18 @@ class Updater:
         micros: Sequence[Any],
         context: Any,
         turns: AbstractContextManager[Any] = NO_TURNS,
-        objective: str | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
 
         turns: held for each program, until it has run, where a sampler shares the devices.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
         """
-        accumulate = self._accumulate[objective or next(iter(self._accumulate))]
         totals: list[Totals] = []
         with turns:
             sums = self._zeros()
         for index, micro in enumerate(micros):
             with turns:
-                sums, total = accumulate(state.params, sums, self.put(micro), context)
+                sums, total = self._accumulate(state.params, sums, self.put(micro), context)
                 if turns is not NO_TURNS or self.is_full(index):
                     jax.block_until_ready(sums)
             totals.append(total)
@@ -167,10 +153,10 @@ class Updater:
         return jax.tree.map(lambda p: jnp.array(p, self._param_dtype, copy=True), params)
 
     def _accumulate_one(
-        self, objective: Objective, params: Params, sums: GradSum, micro: Any, context: Any
+        self, params: Params, sums: GradSum, micro: Any, context: Any
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(objective, has_aux=True)
+        gradient = jax.value_and_grad(self._objective, has_aux=True)
         (loss, totals), grads = gradient(params, micro, context)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
         return GradSum(grads, sums.loss + loss), totals

@@ -115,7 +115,7 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         }
     )
     return compiled(
-        step._updater._accumulate["policy"],
+        step._updater._accumulate,
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,

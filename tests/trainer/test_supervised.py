@@ -87,3 +87,14 @@ def test_the_loss_is_that_of_each_answer_alone_and_a_step_lowers_it(params):
     assert stats["train/tokens"] == 36 and stats["train/skipped"] == 0
     before, after = (step.measure(p, batch)["train/loss"] for p in (params, state.params))
     assert before == pytest.approx(stats["train/loss"], rel=1e-6) and after < before - 0.01
+
+
+def test_updates_learn_the_answers(params):
+    step = step_of(32)
+    batch = step.pack(pairs_of(params))
+    state, losses = step.init(params), []
+    for _ in range(15):
+        state, stats = step.update(state, batch)
+        losses.append(stats["train/loss"])
+    assert losses[-1] < 0.5 * losses[0]
+    assert stats["train/learning_rate"] == pytest.approx(1e-2)
