@@ -40,5 +40,9 @@ class Closed(JaxrlError, RuntimeError):
     """The part was closed while somebody waited on it: the run is stopping."""
 
 
+class Preempted(JaxrlError, InterruptedError):
+    """The run was told to end by SIGTERM; everything is saved, and a resumed run goes on."""
+
+
 class MissingExtraError(JaxrlError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""

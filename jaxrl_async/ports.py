@@ -3,7 +3,7 @@
 from asyncio import Future
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_async.types import (
     Completion,
@@ -12,6 +12,7 @@ from jaxrl_async.types import (
     Episode,
     EpisodeGroup,
     IntArray,
+    Partial,
     Prompt,
     Request,
     Score,
@@ -29,6 +30,17 @@ class Generate(Protocol):
         Queuing is atomic (no plan sees half of them), so that the same requests given to an idle
         sampler always run on the same schedule. Cancelling a future frees its slot.
         """
+        ...
+
+
+@runtime_checkable
+class SavesProgress(Protocol):
+    """A Generate whose half-drawn requests can be saved: its submit_many takes Partials, too."""
+
+    seed: int  # Partials of another seed are refused
+
+    def progress(self) -> tuple[Partial, ...]:
+        """All requests under way that have drawn something; blocks until between two blocks."""
         ...
 
 
@@ -56,6 +68,19 @@ class Env(Protocol):
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """Answer the policy's last turn."""
+        ...
+
+
+@runtime_checkable
+class SavesState(Protocol):
+    """An environment that a resumed run can go on with. One without starts its episode over."""
+
+    def state(self) -> Any:
+        """Where it is, between two replies: plain values, lists, mappings and arrays."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Go on where `state` was taken; called once, before the first reply."""
         ...
 
 

@@ -2,10 +2,11 @@
 
     --help           every field with its unit, range and default
     --print-config   the resolved configuration, as YAML
-    --resume         continue from the newest checkpoint of the run (run.resume=true)
+    --resume         continue from the newest good checkpoint of the run (run.resume=true)
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
-stderr; 2 a bad command line or configuration; 130 a second Ctrl-C.
+stderr; 2 a bad command line or configuration; 75 told to end by SIGTERM, with everything saved
+within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C.
 """
 
 import importlib
@@ -13,11 +14,16 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_async.config.load import dump, help_text, load
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, Preempted
+from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
 )
+
+
+RESUME = ("run.resume=true", "run.overwrite=false")
+"""What --resume stands for: an example's run.overwrite is for new runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{wrong}\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        overrides = [*words[1:], *(["run.resume=true"] if "--resume" in flags else [])]
+        overrides = [*words[1:], *(RESUME if "--resume" in flags else [])]
         config = load(words[0], overrides)
         if "--print-config" in flags:
             print(dump(config), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
         importlib.import_module("jaxrl_async.run.loop").train(config)
+    except Preempted as error:
+        print(error, file=sys.stderr)
+        return PREEMPTED_CODE
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

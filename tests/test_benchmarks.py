@@ -13,7 +13,17 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["generate", "train_step", "end_to_end", "weight_transfer", "limits", "swap"]
+    "name",
+    [
+        "generate",
+        "train_step",
+        "end_to_end",
+        "weight_transfer",
+        "limits",
+        "swap",
+        "checkpoint",
+        "chaos",
+    ],
 )
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     file = tmp_path / "result.json"
@@ -31,6 +41,11 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     columns, _, *lines = done.stdout.splitlines()[2:]
     assert columns.split()[0] == "model" and len(lines) == len(result["rows"]) > 0
     if name in ("limits", "swap"):
+        return
+    if name == "chaos":
+        (row,) = result["rows"]
+        assert row["same_metrics"] and row["same_weights"] and row["kills"] == 2
+        assert row["audit_problems"] == 0
         return
     for row in result["rows"]:
         timed = [v for k, v in row.items() if k.startswith(("median_", "least_", "most_"))]

@@ -5,11 +5,14 @@
  "use": 1}
 {"fate": "dropped", "group": 6, "prompt": 18, "reason": "failed"}
 {"fate": "retired", "group": 5, "version": 6, "uses": 1}
+{"fate": "resumed", "version": 7, "next_group": 9}
 
 `version` is what was live at admission, or what the step improved; `oldest` is of the group's
 tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
 signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
-buffer.reuse; one that grows too old before is retired after so many `uses`.
+buffer.reuse; one that grows too old before is retired after so many `uses`. A resumed run moves
+the lines from after its checkpoint to ledger.superseded.jsonl and goes on with `resumed`: from
+next_group on, numbers are given anew. `python -m jaxrl_async.audit RUN` adds everything up.
 """
 
 import json
@@ -25,13 +28,17 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self._file: TextIO | None = None
+        self.lines = 0  # in the file
         if path is not None:
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("a+", encoding="utf-8", buffering=1)
+            self._file.seek(0)
+            self.lines = sum(1 for _ in self._file)
 
     def write(self, fate: str, **facts: Any) -> None:
         """One line: the fate (admitted, trained, dropped, retired) and its facts."""
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
+            self.lines += 1
 
     def close(self) -> None:
         """Idempotent; what is written afterwards is lost."""

@@ -18,12 +18,9 @@ old by the draw is dropped there.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict
@@ -56,6 +53,25 @@ class BufferStats:
     mean_dropped_tokens: float = 0.0  # the same of dropped ones: compare, to see a bias by length
     admit_wait_s: float = 0.0  # rollouts on the gate, since the start
     draw_wait_s: float = 0.0  # the trainer on groups, since the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferState:
+    """What a checkpoint keeps of a buffer, read at one moment."""
+
+    next_group: int  # number of the next ticket
+    next_untaken: int  # one more than the highest number trained on
+    pending: tuple[Ticket, ...] = ()  # admitted, neither finished nor given back
+    ready: tuple[EpisodeGroup, ...] = ()  # finished, not taken
+    kept: tuple[tuple[EpisodeGroup, int], ...] = ()  # to be used again, and uses so far
+    trained: int = 0
+    reused: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    resampled: int = 0
+    kept_tokens: tuple[int, int] = (0, 0)  # total, episodes
+    dropped_tokens: tuple[int, int] = (0, 0)
+    limit: int | None = None  # staleness aimed at; null: as configured
+    ledger_lines: int = 0
 
 
 class ReplayBuffer:
@@ -231,7 +247,7 @@ class ReplayBuffer:
         those that are active stay, and max_staleness bounds them as ever. Where what is too old is
         dropped, older groups are dropped at the next draw.
         """
-        least = least_limit(self._per_step, self._lookahead, self._reuse) if self._waits else 0
+        least = self._least_limit()
         assert least <= limit <= self._max_staleness, f"{limit} is not within {least} and the bound"
         with self._changed:
             self._limit = limit
@@ -277,37 +293,52 @@ class ReplayBuffer:
                 draw_wait_s=self._draw_wait_s,
             )
 
-    def state(self) -> dict[str, NDArray[np.int64]]:
-        """What a resumed run needs: live version, next group, counters. Groups that are active now
-        are not in it: a resumed run draws them afresh."""
+    def state(self, *, active: bool = True) -> BufferState:
+        """What a resumed run needs. active: with the groups that are there now; without, a resumed
+        run draws anew all that no step has used, under the same numbers."""
         with self._changed:
-            return {
-                "version": np.array(self._live, np.int64),
-                "next_group": np.array(self._next_untaken, np.int64),
-                "trained": np.array(self._trained, np.int64),
-                "drops": np.array([self._drops[d] for d in Drop], np.int64),  # in Drop's order
-            }
+            ready = tuple(self._ready.values()) if active else ()
+            pending = (t for n, t in self._pending.items() if n not in self._ready)
+            kept = ((group, self._uses[n]) for n, group in self._kept.items())
+            return BufferState(
+                next_group=self._next_group if active else self._next_untaken,
+                next_untaken=self._next_untaken,
+                pending=tuple(pending) if active else (),
+                ready=ready,
+                kept=tuple(kept) if active else (),
+                trained=self._trained,
+                reused=self._reused,
+                dropped={str(reason): count for reason, count in self._drops.items()},
+                resampled=self._resampled if active else 0,
+                kept_tokens=self._kept_tokens.state,
+                dropped_tokens=self._dropped_tokens.state,
+                limit=self._limit,
+                ledger_lines=self._ledger.lines,
+            )
 
-    def restore(
-        self,
-        *,
-        version: ArrayLike,
-        next_group: ArrayLike,
-        trained: ArrayLike = 0,
-        drops: ArrayLike = (),
-    ) -> None:
-        """Continue at the trainer's `version`, before the first admit: restore(**state).
+    def restore(self, state: BufferState, version: int) -> None:
+        """Continue at the trainer's `version`, before the first admit.
 
-        Tickets start again at next_group with this version, so that nothing is from the future.
+        All samplers draw from `version` then, so that nothing is from the future, and no slot
+        waits for weights to be live. Whoever owns the pending groups puts or fails them as ever.
         """
         with self._changed:
             assert not self._pending and not self._taken, "restore before anything is admitted"
-            self._live = int(np.asarray(version))
-            self._next_group = self._next_untaken = int(np.asarray(next_group))
-            self._trained = int(np.asarray(trained))
-            counts = np.asarray(drops, np.int64).tolist()
-            self._drops = Counter({d: n for d, n in zip(Drop, counts, strict=False) if n})
-            self._admitted = self._trained + sum(counts)
+            self._live, self._next_group = version, state.next_group
+            tickets = [*state.pending, *(g.ticket for g in state.ready)]
+            self._pending = {t.group: t for t in sorted(tickets, key=lambda t: t.group)}
+            self._ready = {g.ticket.group: g for g in state.ready}
+            self._kept = {g.ticket.group: g for g, _ in state.kept}
+            self._uses = {g.ticket.group: uses for g, uses in state.kept}
+            self._next_untaken = state.next_untaken
+            self._trained, self._reused = state.trained, state.reused
+            self._drops = Counter({Drop(name): count for name, count in state.dropped.items()})
+            self._resampled = state.resampled
+            self._kept_tokens = _Mean(*state.kept_tokens)
+            self._dropped_tokens = _Mean(*state.dropped_tokens)
+            self._admitted = self._trained + sum(self._drops.values()) + len(self._pending)
+        if state.limit is not None:
+            self.set_limit(max(self._least_limit(), min(state.limit, self._max_staleness)))
 
     # ---- under the lock
 
@@ -316,6 +347,11 @@ class ReplayBuffer:
             return len(self._pending) + len(self._kept)
         left = sum(self._reuse - self._uses[n] for n in self._kept)
         return len(self._pending) * self._reuse + sum(self._taken.values()) + left
+
+    def _least_limit(self) -> int:
+        if not self._waits:
+            return 0
+        return least_limit(self._per_step, self._lookahead, self._reuse)
 
     def _free_slots(self) -> int:
         return may_admit(self._active(), self._capacity, self._reuse if self._waits else 1)
@@ -412,8 +448,12 @@ class ReplayBuffer:
 class _Mean:
     """Running mean of whole numbers; 0 of none."""
 
-    def __init__(self) -> None:
-        self._total = self._count = 0
+    def __init__(self, total: int = 0, count: int = 0) -> None:
+        self._total, self._count = total, count
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return self._total, self._count
 
     def add(self, values: Iterable[int]) -> None:
         for value in values:

@@ -457,6 +457,12 @@ class Checkpoint(Section):
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    verify: bool = True
+    """Compare every file with its checksum before a checkpoint is read; one that differs gives way
+    to the one before it."""
+    grace_s: float = Field(25.0, gt=0)
+    """Seconds after SIGTERM in which the run saves and ends (exit code 75); then it ends without.
+    Keep it below the job controller's own limit, which is 30 on Kubernetes by default."""
 
 
 class Metrics(Section):

@@ -328,6 +328,7 @@ METRICS: tuple[Metric, ...] = (
         ("weights/swap_pause_s", "s", "Longest pause of decoding for a weight swap."),
         ("buffer/active", "groups", "Groups admitted and not released: in flight or waiting."),
         ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),
+        ("checkpoint/failed", "saves", "1 where the checkpoint before could not be written."),
         ("memory/host_bytes", "bytes", "Resident memory of the process."),
         ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device."),
         ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device."),

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +32,10 @@ class Recorder:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._board = _open_board(run_dir / "tensorboard", resume_step) if tensorboard else None
         for name in (METRICS_FILE, SAMPLES_FILE):
-            _set_aside(run_dir / name, resume_step)
+            set_aside(
+                run_dir / name,
+                lambda _, line: resume_step is None or line.get("step", 0) <= resume_step,
+            )
         self._lock = threading.Lock()
         self._metrics = (run_dir / METRICS_FILE).open("ab")
         self._samples = (run_dir / SAMPLES_FILE).open("ab")
@@ -129,17 +132,15 @@ def _last_line(path: Path) -> tuple[dict[str, Any], int]:
     return pairs[-1][1] or {}, sum(len(raw) for raw, _ in pairs[:-1])
 
 
-def _set_aside(path: Path, resume_step: int | None) -> None:
-    """Move lines after resume_step, and torn ones, to *.superseded.jsonl."""
+def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
+    """Move the lines that `keep` (number from 0, object) says no to, and torn ones, to
+    *.superseded.jsonl."""
     if not path.exists():
         return
-    pairs = _parsed(path)
-    kept = [
-        raw
-        for raw, line in pairs
-        if line is not None and (resume_step is None or line.get("step", 0) <= resume_step)
-    ]
-    moved = [raw for raw, _ in pairs if raw not in set(kept)]
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    for number, (raw, line) in enumerate(_parsed(path)):
+        (kept if line is not None and keep(number, line) else moved).append(raw)
     if moved:
         with path.with_name(path.stem + SUPERSEDED).open("ab") as aside:
             aside.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw in moved)

@@ -7,14 +7,14 @@ next turn goes on where the last one ended.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Env, Generate
+from jaxrl_async.ports import Env, Generate, SavesProgress, SavesState
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.types import (
     NOT_DRAWN,
@@ -22,6 +22,7 @@ from jaxrl_async.types import (
     Episode,
     IntArray,
     KeptTokens,
+    Partial,
     Prompt,
     Request,
     SamplingParams,
@@ -49,6 +50,28 @@ class Turn:
 
     completion: Completion
     reply: IntArray  # [reply] int32
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """An episode under way, on the loop's thread: what a checkpoint keeps of it."""
+
+    env: Env
+    waiting: "asyncio.Future[Completion] | None" = None  # for the policy's next turn
+    turns: list[Turn] = field(default_factory=list)
+    stop: StopReason | None = None  # where the episode is over
+    env_state: Any = None  # after the last reply, of a ports.SavesState environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedEpisode:
+    """The same as data."""
+
+    turns: tuple[Turn, ...] = ()
+    stop: StopReason | None = None
+    completion: Completion | None = None  # of the next turn, where the environment is to answer it
+    partial: Partial | None = None  # of the next turn, where it is being drawn
+    env_state: Any = None  # as in Progress
 
 
 def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason) -> Episode:
@@ -92,16 +115,28 @@ def _joined_experts(completions: Sequence[Completion]) -> IntArray | None:
     return np.concatenate(experts) if experts and len(experts) == len(completions) else None
 
 
+def request_id(label: str, member: int, turn: int) -> str:
+    """Of the request for one turn; `label` is the group's part ("g5")."""
+    return f"{label}/m{member}/t{turn}"
+
+
 def make_request(
     label: str, prompt: Prompt, member: int, turn: int, token_ids: IntArray, limits: Limits
 ) -> Request:
-    """The request for one turn; `label` is the group's part of its id ("g5").
+    """The request for one turn.
 
     Randomness is keyed by the prompt's place in the stream, the member, and each token's place in
-    the sequence, so that a later turn never draws the numbers of an earlier one again.
+    the sequence, so that a later turn never draws the numbers of an earlier one again. Raises
+    RolloutError where there is no room.
     """
+    if len(token_ids) >= limits.max_length:
+        raise RolloutError(
+            f"prompt {prompt.prompt_id} has {len(token_ids)} tokens, which leaves no room for an "
+            f"answer in {limits.max_length}. Raise sampler.max_length or lower "
+            "data.max_prompt_tokens."
+        )
     return Request(
-        request_id=f"{label}/m{member}/t{turn}",
+        request_id=request_id(label, member, turn),
         token_ids=token_ids,
         max_new_tokens=min(limits.max_new_tokens, limits.max_length - len(token_ids)),
         sampling=limits.sampling,
@@ -132,22 +167,97 @@ def check_told(completion: Completion, limits: Limits) -> None:
         )
 
 
-def first_requests(label: str, prompt: Prompt, group_size: int, limits: Limits) -> list[Request]:
-    """The first turn of each member of a group. Raises RolloutError where there is no room."""
-    if len(prompt.token_ids) >= limits.max_length:
-        raise RolloutError(
-            f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, which leaves no room "
-            f"for an answer in {limits.max_length}. Raise sampler.max_length or lower "
-            "data.max_prompt_tokens."
-        )
-    return [make_request(label, prompt, m, 0, prompt.token_ids, limits) for m in range(group_size)]
+def saved_episode(progress: Progress, partial: Partial | None) -> SavedEpisode:
+    """An episode under way as data. partial: what the sampler has drawn of its next turn."""
+    turns, waiting, completion = tuple(progress.turns), progress.waiting, None
+    if progress.stop is not None:
+        return SavedEpisode(turns=turns, stop=progress.stop)
+    if turns and not isinstance(progress.env, SavesState):
+        return SavedEpisode()  # its environment cannot go on: it starts over
+    if waiting is not None and waiting.done() and not waiting.cancelled():
+        completion = None if waiting.exception() else waiting.result()
+    return SavedEpisode(
+        turns=turns,
+        completion=completion,
+        partial=None if completion is not None else partial,
+        env_state=progress.env_state,
+    )
+
+
+def resumed_progress(saved: SavedEpisode, env: Env) -> Progress:
+    """Where the episode was, in an environment made anew; nobody has asked for its next turn."""
+    if saved.env_state is not None and isinstance(env, SavesState):
+        env.restore(saved.env_state)
+    waiting = None
+    if saved.completion is not None:
+        waiting = asyncio.get_running_loop().create_future()
+        waiting.set_result(saved.completion)
+    return Progress(
+        env=env,
+        waiting=waiting,
+        turns=list(saved.turns),
+        stop=saved.stop,
+        env_state=saved.env_state,
+    )
+
+
+def resumed_request(
+    saved: SavedEpisode, label: str, prompt: Prompt, member: int, limits: Limits, seed: int | None
+) -> Request | Partial | None:
+    """What to ask the sampler for, to go on with a saved episode: the rest of a turn, a whole one,
+    or nothing. seed: of the sampler; null: it cannot go on with half a turn."""
+    if saved.stop is not None or saved.completion is not None:
+        return None
+    so_far = assemble_episode(prompt.token_ids, saved.turns, StopReason.EOS).token_ids
+    request = make_request(label, prompt, member, len(saved.turns), so_far, limits)
+    partial = saved.partial
+    fits = (
+        partial is not None
+        and partial.seed == seed
+        and len(partial.token_ids) < request.max_new_tokens
+        and np.array_equal(partial.request.token_ids, so_far)
+        and (not request.extras or partial.full_logprobs is not None)
+    )
+    return replace(partial, request=request) if fits and partial is not None else request
+
+
+def begin(
+    generate: Generate,
+    make_env: MakeEnv,
+    groups: Sequence[tuple[str, Prompt, Sequence[SavedEpisode]]],
+    limits: Limits,
+) -> list[tuple[Progress, ...]]:
+    """Queue what every episode of these groups needs next, in one call; where each of them is.
+
+    groups: label, prompt, and where its episodes were: SavedEpisode() is one that starts. Raises
+    RolloutError where a prompt leaves no room, and what submit_many raises.
+    """
+    seed = generate.seed if isinstance(generate, SavesProgress) else None
+    begun, asking = [], []
+    wishes: list[Any] = []
+    for label, prompt, episodes in groups:
+        members = tuple(resumed_progress(saved, make_env(prompt)) for saved in episodes)
+        for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
+            wish = resumed_request(saved, label, prompt, m, limits, seed)
+            if wish is not None:
+                wishes.append(wish)
+                asking.append(member)
+        begun.append(members)
+    for member, future in zip(asking, generate.submit_many(wishes), strict=True):
+        member.waiting = future
+    return begun
+
+
+def cancel(progress: Progress) -> None:
+    """Nobody waits for this episode any more: its slot is free at the next block."""
+    if progress.waiting is not None:
+        progress.waiting.cancel()
 
 
 async def play_episode(
     generate: Generate,
-    env: Env,
     prompt: Prompt,
-    first: Awaitable[Completion],
+    progress: Progress,
     *,
     label: str,
     member: int,
@@ -156,7 +266,7 @@ async def play_episode(
 ) -> Episode:
     """Play one member to its end.
 
-    consumes      the first turn's completion, then one per turn
+    consumes      the completion that `progress` waits for, then one per turn
     waits for     the sampler, and the environment
     produces      an Episode; `spent_s` is told the seconds that each reply took
     on failure    the environment's exception; RolloutError where it makes no progress, or where
@@ -166,10 +276,12 @@ async def play_episode(
     a reply that leaves no room for a further token; it is left out: nothing is learnt from it.
     """
     clock = asyncio.get_running_loop().time
-    turns: list[Turn] = []
+    turns, env = progress.turns, progress.env
     length = len(prompt.token_ids)
-    completion = await first
-    while True:
+    length += sum(len(t.completion.token_ids) + len(t.reply) for t in turns)
+    while progress.stop is None:
+        assert progress.waiting is not None, "somebody has asked for the next turn"
+        completion = await progress.waiting
         check_told(completion, limits)
         length += len(completion.token_ids)
         reply: IntArray = np.zeros(0, np.int32)
@@ -179,14 +291,16 @@ async def play_episode(
             answer = await env.step(prompt, completion)
             spent_s(clock() - started)
             reply, done = np.asarray(answer.token_ids, np.int32), answer.done
+            progress.env_state = env.state() if isinstance(env, SavesState) else None
         room = limits.max_length - length - len(reply)
         if room < 0 or (room == 0 and not done):
             turns.append(Turn(completion=completion, reply=reply[:0]))
-            stop = completion.stop if done else StopReason.LENGTH
-            return assemble_episode(prompt.token_ids, turns, stop)
+            progress.stop = completion.stop if done else StopReason.LENGTH
+            break
         turns.append(Turn(completion=completion, reply=reply))
         if done:
-            return assemble_episode(prompt.token_ids, turns, completion.stop)
+            progress.stop = completion.stop
+            break
         if not len(reply) and not len(completion.token_ids):
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: neither the policy nor the environment adds a token. "
@@ -195,35 +309,28 @@ async def play_episode(
         length += len(reply)
         so_far = assemble_episode(prompt.token_ids, turns, completion.stop).token_ids
         request = make_request(label, prompt, member, len(turns), so_far, limits)
-        completion = await generate.submit_many([request])[0]
+        progress.waiting = generate.submit_many([request])[0]
+    return assemble_episode(prompt.token_ids, turns, progress.stop)
 
 
 async def play_group(
     generate: Generate,
-    make_env: MakeEnv,
     prompt: Prompt,
-    first: Sequence[Awaitable[Completion]],
+    members: Sequence[Progress],
     *,
     label: str,
     limits: Limits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Episode, ...]:
-    """All members of a group, each in an environment of its own; `first` are their first turns.
+    """All members of a group, from where each of them is.
 
     The first failure cancels the other members and is raised.
     """
     return await all_or_none(
         play_episode(
-            generate,
-            make_env(prompt),
-            prompt,
-            turn,
-            label=label,
-            member=m,
-            limits=limits,
-            spent_s=spent_s,
+            generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s
         )
-        for m, turn in enumerate(first)
+        for m, member in enumerate(members)
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.rollout.episode import Limits, all_or_none, first_requests, play_group
+from jaxrl_async.rollout.episode import Limits, SavedEpisode, all_or_none, begin, cancel, play_group
 from jaxrl_async.types import Episode, IntArray, Prompt, SamplingParams, Score, StopReason
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -67,15 +67,13 @@ async def evaluate(
         max_new_tokens=max_new_tokens,
         max_length=max_length,
     )
-    requests = [first_requests(f"eval/{i}", p, 1, limits)[0] for i, p in enumerate(prompts)]
-    futures = generate.submit_many(requests)
+    told = [(f"eval/{i}", p, (SavedEpisode(),)) for i, p in enumerate(prompts)]
+    begun = begin(generate, make_env, told, limits)
     busy = asyncio.Semaphore(SCORED_AT_ONCE)
 
     async def one(index: int) -> tuple[Episode, Score]:
-        prompt = prompts[index]
-        first = [futures[index]]
-        label = f"eval/{index}"
-        episodes = await play_group(generate, make_env, prompt, first, label=label, limits=limits)
+        label, prompt, _ = told[index]
+        episodes = await play_group(generate, prompt, begun[index], label=label, limits=limits)
         async with busy:
             (score,) = await scorer(episodes, prompt)
         return episodes[0], score
@@ -83,8 +81,8 @@ async def evaluate(
     try:
         played = await all_or_none(one(i) for i in range(len(prompts)))
     finally:
-        for future in futures:
-            future.cancel()
+        for (member,) in begun:
+            cancel(member)
     return summarize(prompts, played, decode=decode, num_samples=num_samples)
 
 

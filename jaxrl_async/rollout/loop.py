@@ -10,23 +10,69 @@ The gate sets how many groups are under way; the loop holds no bound of its own.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError
-from jaxrl_async.ports import Gate, Generate, Scorer
+from jaxrl_async.ports import Gate, Generate, SavesProgress, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.rollout.episode import Limits, first_requests, play_group
-from jaxrl_async.types import Completion, Drop, EpisodeGroup, Prompt, SamplingParams, Ticket
+from jaxrl_async.rollout.episode import (
+    Limits,
+    Progress,
+    SavedEpisode,
+    Turn,
+    begin,
+    cancel,
+    play_group,
+    request_id,
+    saved_episode,
+)
+from jaxrl_async.types import (
+    Drop,
+    EpisodeGroup,
+    Partial,
+    Prompt,
+    SamplingParams,
+    Ticket,
+)
 
 log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
 """Longest stay in one call of the gate, seconds: so long may a cancelled loop take to end."""
+PROGRESS_S = 30.0
+"""Longest wait for the loop to say what is under way, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Playing:
+    """A group under way."""
+
+    ticket: Ticket
+    prompt: Prompt
+    members: tuple[Progress, ...]
+
+    @property
+    def label(self) -> str:
+        """The group's part of its requests' ids."""
+        return f"g{self.ticket.group}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """The same as data."""
+
+    ticket: Ticket
+    prompt: Prompt
+    episodes: tuple[SavedEpisode, ...]
+
+
+SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, Turn)
+"""Records that a checkpoint holds of the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +107,11 @@ class RolloutLoop:
         make_env: MakeEnv = SingleTurn,
         max_failures: int = 8,
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
+        resumed: Sequence[SavedGroup] = (),
     ) -> None:
         """`max_failures` groups that fail in a row end the run. observe: told of each scored group
-        before the gate is, whatever becomes of it."""
+        before the gate is, whatever becomes of it. resumed: groups that a checkpoint holds, whose
+        tickets are the gate's already."""
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer
@@ -79,6 +127,9 @@ class RolloutLoop:
         )
         self._make_env = make_env
         self._max_failures, self._observe = max_failures, observe
+        self._resumed = tuple(resumed)
+        self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._first_cause: Exception | None = None  # of the failures in a row
         self._failures_in_a_row = 0
         self._groups = self._failures = self._active = 0
@@ -105,20 +156,86 @@ class RolloutLoop:
                       cause; Closed ends it quietly; nothing stays in flight, also when cancelled
         """
         running: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as tasks:
-                while burst := await self._next_burst():
-                    for ticket, prompt, first in burst:
-                        task = tasks.create_task(self._play(ticket, prompt, first))
+                burst = self._begin(self._resumed) if self._resumed else []
+                while burst or (burst := await self._next_burst()):
+                    for group in burst:
+                        task = tasks.create_task(self._play(group))
                         running.add(task)
                         task.add_done_callback(running.discard)
-                        task.add_done_callback(partial(_cancel, first))
+                        task.add_done_callback(partial(_cancel, group))
+                    burst = []
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
+        finally:
+            self._loop = None
 
-    async def _next_burst(self) -> list[tuple[Ticket, Prompt, "list[asyncio.Future[Completion]]"]]:
+    def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
+        """All groups under way as data, from any other thread; blocks until between two blocks.
+
+        The sampler is asked first: what it ends meanwhile is found in the episodes. Raises
+        RolloutError after timeout_s.
+        """
+        drawn, loop = self._drawn(), self._loop
+        if loop is None:
+            return self._saved(drawn)
+        found: Future[tuple[SavedGroup, ...]] = Future()
+        try:
+            loop.call_soon_threadsafe(lambda: found.set_result(self._saved(drawn)))
+            return found.result(timeout_s)
+        except (RuntimeError, TimeoutError):
+            if self._loop is None:  # it has ended meanwhile
+                return self._saved(drawn)
+            raise RolloutError(
+                f"the rollouts did not say within {timeout_s:.0f} s what is under way: an "
+                "environment or a scorer blocks their event loop. Let it await, or use a thread."
+            ) from None
+
+    def _drawn(self) -> dict[str, Partial]:
+        if not isinstance(self._generate, SavesProgress):
+            return {}
+        try:
+            return {p.request.request_id: p for p in self._generate.progress()}
+        except Exception as error:
+            log.warning(
+                "the sampler does not say what it has drawn (%s): a run resumed from here draws "
+                "the turns under way from their start",
+                _tell(error),
+            )
+            return {}
+
+    def _saved(self, drawn: Mapping[str, Partial]) -> tuple[SavedGroup, ...]:
+        return tuple(
+            SavedGroup(
+                ticket=group.ticket,
+                prompt=group.prompt,
+                episodes=tuple(
+                    saved_episode(member, drawn.get(request_id(group.label, m, len(member.turns))))
+                    for m, member in enumerate(group.members)
+                ),
+            )
+            for group in self._playing.values()
+        )
+
+    def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
+        """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
+        told = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
+        try:
+            begun = begin(self._generate, self._make_env, told, self._limits)
+        except Closed:
+            return []
+        burst = [
+            Playing(ticket=g.ticket, prompt=g.prompt, members=members)
+            for g, members in zip(groups, begun, strict=True)
+        ]
+        self._playing |= {group.ticket.group: group for group in burst}
+        return burst
+
+    async def _next_burst(self) -> list[Playing]:
         """Wait for tickets; queue the first turns of all their groups at once. Empty: closed."""
         tickets: tuple[Ticket, ...] = ()
         while not tickets:
@@ -129,23 +246,13 @@ class RolloutLoop:
                 return []
             finally:
                 self._gate_wait_s += time.monotonic() - started
-        burst = [(ticket, self._next_prompt()) for ticket in sorted(tickets, key=lambda t: t.group)]
-        requests = [
-            request
-            for ticket, prompt in burst
-            for request in first_requests(
-                f"g{ticket.group}", prompt, self._group_size, self._limits
-            )
-        ]
-        try:
-            futures = self._generate.submit_many(requests)
-        except Closed:
-            return []
-        each = self._group_size
-        return [
-            (ticket, prompt, list(futures[i * each : (i + 1) * each]))
-            for i, (ticket, prompt) in enumerate(burst)
-        ]
+        fresh = (SavedEpisode(),) * self._group_size
+        return self._begin(
+            [
+                SavedGroup(ticket=ticket, prompt=self._next_prompt(), episodes=fresh)
+                for ticket in sorted(tickets, key=lambda t: t.group)
+            ]
+        )
 
     def _next_prompt(self) -> Prompt:
         prompt = next(self._prompts, None)
@@ -155,39 +262,36 @@ class RolloutLoop:
             )
         return prompt
 
-    async def _play(
-        self, ticket: Ticket, prompt: Prompt, first: "Sequence[asyncio.Future[Completion]]"
-    ) -> None:
+    async def _play(self, playing: Playing) -> None:
         """Play, score and hand in one group.
 
-        consumes      a ticket, its prompt, the first turns that are already queued
+        consumes      a ticket, its prompt, the turns that are already queued
         waits for     the sampler, the environments, the scorer
         produces      an EpisodeGroup into the gate
         on failure    the ticket goes back (Drop.FAILED) and is counted; too many in a row are fatal
         """
         self._active += 1
         try:
-            group = await self._make_group(ticket, prompt, first)
+            group = await self._make_group(playing)
             self._observe(group)
             self._gate.put(group)
+            del self._playing[playing.ticket.group]
             self._groups += 1
             self._failures_in_a_row = 0
         except Closed:
             return
         except Exception as error:
-            self._forgive(ticket, prompt, error)
+            self._forgive(playing.ticket, playing.prompt, error)
         finally:
             self._active -= 1
 
-    async def _make_group(
-        self, ticket: Ticket, prompt: Prompt, first: "Sequence[asyncio.Future[Completion]]"
-    ) -> EpisodeGroup:
+    async def _make_group(self, playing: Playing) -> EpisodeGroup:
+        prompt = playing.prompt
         episodes = await play_group(
             self._generate,
-            self._make_env,
             prompt,
-            first,
-            label=f"g{ticket.group}",
+            playing.members,
+            label=playing.label,
             limits=self._limits,
             spent_s=self._count_env,
         )
@@ -201,7 +305,7 @@ class RolloutLoop:
                 f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
                 f"{len(episodes)} episodes. It must give one each, in order."
             )
-        return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=ticket)
+        return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=playing.ticket)
 
     def _count_env(self, seconds: float) -> None:
         self._env_s += seconds
@@ -220,13 +324,13 @@ class RolloutLoop:
                 "environment or the reward."
             ) from cause
         log.warning("group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _tell(error))
-        with contextlib.suppress(Closed):
-            self._gate.fail(ticket, prompt, Drop.FAILED)
+        del self._playing[ticket.group]
+        self._gate.fail(ticket, prompt, Drop.FAILED)
 
 
-def _cancel(futures: "Sequence[asyncio.Future[Completion]]", _: object) -> None:
-    for future in futures:
-        future.cancel()
+def _cancel(group: Playing, _: object) -> None:
+    for member in group.members:
+        cancel(member)
 
 
 def _tell(error: BaseException | None) -> str:

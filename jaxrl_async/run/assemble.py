@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.data.addition import addition_tokenizer
@@ -34,7 +35,7 @@ from jaxrl_async.mesh import (
     shardings,
 )
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.recorder import Recorder, set_aside
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import load_spec
@@ -42,8 +43,8 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
-from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.checkpoint import Checkpoints, check_job
+from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop, SavedGroup
+from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
 from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
@@ -110,7 +111,9 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     slices = make_slices(config.mesh)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
-    checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
+    checkpoints = Checkpoints(
+        paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
+    )
 
     tokenizer = make_tokenizer(config)
     scorer, judge = make_scorers(config, tokenizer, slices, turns)
@@ -120,35 +123,36 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     held_out = eval_prompts(config.data, tokenizer)
     prompts = make_stream(config.data, tokenizer, config.run.seed)
 
-    version, next_group = 0, 0
-    if not config.run.resume:
+    resumes = config.run.resume and checkpoints.can_resume()
+    if not resumes:
         policy = warm_start(config, policy, slices, tokenizer, console)
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
-    if config.run.resume:
+    version, was = 0, RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
+    numbers = None
+    if resumes:
         saved = checkpoints.restore(None, learner.tree())
-        check_job(saved, config.run.job, checkpoints.directory)
+        check_resumed(saved, config, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
-        version, next_group = int(saved.loop["version"]), int(saved.loop["next_group"])
         prompts.restore(saved.loop["prompts"])
-    recorder = Recorder(
-        paths.root,
-        tensorboard=config.metrics.tensorboard,
-        resume_step=version if config.run.resume else None,
-    )
+        assert saved.rollouts is not None, "every checkpoint of rl has them"
+        version, was = saved.step, loads(saved.rollouts, ROLLOUT_KINDS)
+        numbers = saved.loop["trainer"]
+    resume_step = version if config.run.resume else None
+    recorder = Recorder(paths.root, tensorboard=config.metrics.tensorboard, resume_step=resume_step)
+    ledger = reopened(paths.ledger, was.buffer, version, config.run.resume)
     buffer = ReplayBuffer(
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         when_too_old=config.staleness.when_too_old,
         overcommit=config.staleness.overcommit,
-        version=version,
-        next_group=next_group,
         reuse=config.buffer.reuse,
         rank=RANKS[config.buffer.select],
         has_signal=has_signal if config.algorithm.dynamic_sampling else None,
         max_resampled=config.algorithm.max_resampled,
-        ledger=Ledger(paths.ledger),
+        ledger=ledger,
     )
+    buffer.restore(was.buffer, version)
     pushes = [
         Push(
             shardings(weight_table(policy.spec), slices.trainer, TRAINER_RULES),
@@ -191,6 +195,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         keep_mask=keep_mask,
         keep_routing=config.algorithm.keep_routing,
         observe=prompts.observe,
+        resumed=was.groups,
         **limits,
     )
     observer = Observer(
@@ -217,8 +222,9 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             **limits,
         ),
         report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
-        save=functools.partial(save, checkpoints, prompts, config.run.seed),
+        save=functools.partial(save, config, checkpoints, prompts, buffer, rollouts),
         should_stop=stop.is_set,
+        should_hurry=lambda: stop.preempted,
     )
     trainer = Trainer(
         learner=learner,
@@ -228,7 +234,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         outlets=outlets,
         total_steps=config.run.steps,
         version=version,
-        next_group=next_group,
+        resumed=numbers,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         max_skipped_steps=config.trainer.max_skipped_steps,
@@ -648,22 +654,70 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
 # ---- checkpoints
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsState:
+    """All that lies between two updates: the buffer, and the groups that are being played."""
+
+    buffer: BufferState
+    groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
+
+
+ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
+
+
+def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:
+    """Read while everything runs. active: with what is ready or being drawn.
+
+    The rollouts are read first: what they finish meanwhile is found in the buffer. Who was admitted
+    meanwhile, with the highest numbers, has no prompt yet and is admitted again by a resumed run.
+    """
+    playing = {g.ticket.group: g for g in (rollouts.progress() if active else ())}
+    state = buffer.state(active=active)
+    known = tuple(t for t in state.pending if t.group in playing)
+    fresh = [t.group for t in state.pending if t.group not in playing]
+    state = replace(state, pending=known, next_group=min([state.next_group, *fresh]))
+    return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in known))
+
+
 def save(
+    config: Config,
     checkpoints: Checkpoints,
     prompts: PromptStream | Curriculum,
-    seed: int,
+    buffer: ReplayBuffer,
+    rollouts: RolloutLoop,
     learner: Learner,
     version: int,
-    next_group: int,
+    numbers: Mapping[str, int],
 ) -> None:
-    """Write all that learns and where the loop is. Prompts in flight are admitted again on
-    resume."""
+    """Write the whole run: what learns, the buffer, what is being drawn, and where everything is.
+
+    At max_staleness 0 what is being drawn is left out: drawn anew it is the same, bit for bit,
+    while half of it on its own would run on another schedule.
+    """
+    active = config.staleness.max_staleness > 0
+    state = rollouts_state(buffer, rollouts, active=active)
     loop = {
         "job": "rl",
         "version": version,
-        "next_group": next_group,
-        "seed": seed,
+        "config": dump(config),
         "numbers": learner.numbers(),
-        "prompts": prompts.state(next_group),
+        "trainer": dict(numbers),
+        "prompts": prompts.state(state.buffer.next_group),
     }
-    checkpoints.save(version, {"state": learner.tree(), "loop": loop})
+    items = {"state": learner.tree(), "loop": loop, "rollouts": dumps(state)}
+    checkpoints.save(version, items)
+
+
+def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Ledger:
+    """The ledger; of a resumed run, without what is from after its checkpoint."""
+    if not resumes:
+        return Ledger(path)
+    set_aside(
+        path,
+        lambda number, line: (
+            number < state.ledger_lines and line.get("group", -1) < state.next_group
+        ),
+    )
+    ledger = Ledger(path)
+    ledger.write("resumed", version=version, next_group=state.next_group)
+    return ledger

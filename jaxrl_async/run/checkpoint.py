@@ -1,23 +1,37 @@
 """Checkpoints of a run: asynchronous, atomic, the newest N kept. The only file that imports orbax.
 
-One checkpoint is one folder, named by its version, with two items: `state`, a pytree of device
-arrays, and `loop`, a JSON object (where the loop was). Orbax writes into a temporary folder and
-renames it, so that a killed run leaves the earlier checkpoints readable.
+One checkpoint is one folder, named by its version: `state`, a pytree of device arrays; `loop`, a
+JSON object (where the loop was); and, of rl, `rollouts`, records as bytes (the replay buffer and
+what was being drawn). Orbax writes into a temporary folder and renames it, so that a killed run
+leaves the earlier checkpoints readable. Then CHECKSUMS is put in, with the digest of every file:
+what was torn or changed later is not read.
 """
 
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import yaml
+from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
+from jaxrl_async.config.load import dump
+from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 
-STATE, LOOP = "state", "loop"
+STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
+CHECKSUMS = "checksums.json"
+"""Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
+SCHEMA = 2
+"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
 
 log = logging.getLogger(__name__)
 
@@ -29,36 +43,48 @@ class Saved:
     step: int
     state: Any  # like the abstract state asked for, on its shardings
     loop: dict[str, Any]  # JSON object
+    rollouts: NDArray[np.uint8] | None = None  # of codec.dumps
 
 
 class Checkpoints:
     """The checkpoints in one folder. One thread may use it at a time."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
-        self.directory = directory.absolute()
+    def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
+        """verify: compare checksums before a checkpoint is read."""
+        self.directory, self._verify = directory.absolute(), verify
         self._orbax = v1.training.Checkpointer(
             self.directory,
             preservation_policy=v1.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
-        self._pending: Any = None
+        self._pending: Future[None] | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int, items: Mapping[str, Any]) -> None:
-        """Start to write {"state": pytree of jax arrays, "loop": JSON object} and return.
+        """Start to write {"state": pytree of jax arrays, "loop": JSON object, and maybe "rollouts":
+        bytes} and return.
 
         The arrays are copied off the devices before it returns: they may be donated at once. A save
         under way is finished first, and its failure raised here. The same step again replaces it.
         """
-        assert set(items) == {STATE, LOOP}, (
-            f"a checkpoint has the items state and loop, not {set(items)}"
-        )
+        assert {STATE, LOOP} <= set(items) <= {STATE, LOOP, ROLLOUTS}, f"unknown in {set(items)}"
         self.wait()
+        rest = {k: {"bytes": v} if k == ROLLOUTS else v for k, v in items.items()}
+        rest[LOOP] = {**items[LOOP], "schema": SCHEMA}
         try:
-            self._pending = self._orbax.save_checkpointables_async(
-                step, dict(items), force=True, overwrite=True
-            )
+            writing = self._orbax.save_checkpointables_async(step, rest, force=True, overwrite=True)
         except Exception as error:
             raise self._write_error(error) from error
+        self._pending = self._finisher.submit(self._finish, step, writing)
+
+    def _finish(self, step: int, writing: Any) -> None:
+        """On a thread of its own: once orbax is done, add the checksums."""
+        writing.result()
+        folder = self.directory / str(step)
+        text = json.dumps(checksums(folder), indent=0)
+        fresh = folder / (CHECKSUMS + ".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(folder / CHECKSUMS)
 
     def wait(self) -> None:
         """Block until the save under way lies on disk. Raises CheckpointError where it failed."""
@@ -76,6 +102,13 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Newest step that has a complete checkpoint; None where there is none."""
         return max(self.steps(), default=None)
+
+    def can_resume(self) -> bool:
+        """Whether there is a checkpoint; logs where there is none."""
+        if self.latest() is None:
+            log.warning("%s: no checkpoint yet; the run starts from its beginning", self.directory)
+            return False
+        return True
 
     def restore(self, step: int | None, abstract: Any) -> Saved:
         """Read the checkpoint of `step` (None: the newest) onto the shardings of `abstract`.
@@ -118,6 +151,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._finisher.shutdown()
             try:
                 self._orbax.close()
             except Exception as error:
@@ -130,6 +164,8 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, like: Any) -> Saved:
+        if self._verify:
+            check_files(self.directory / str(step))
         saved, wanted = self._saved_shapes(step), _shapes(like)
         # What is saved and not wanted, or of another shape, is certainly another run's; what is
         # wanted and not found may just as well be torn.
@@ -140,8 +176,14 @@ class Checkpoints:
             )
         if missing := mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
-        items = self._orbax.load_checkpointables(step, {STATE: like, LOOP: None})
-        return Saved(step=step, state=items[STATE], loop=items[LOOP])
+        metadata = self._orbax.checkpointables_metadata(step).metadata
+        asked = {STATE: like, LOOP: None}
+        if ROLLOUTS in metadata:
+            size = metadata[ROLLOUTS]["bytes"].shape
+            asked[ROLLOUTS] = {"bytes": np.empty(size, np.uint8)}
+        items = self._orbax.load_checkpointables(step, asked)
+        rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
+        return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
 
     def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         return _shapes(self._orbax.checkpointables_metadata(step).metadata[STATE])
@@ -153,15 +195,75 @@ class Checkpoints:
         )
 
 
-def check_job(saved: Saved, job: str, folder: Path) -> None:
-    """Raise CheckpointError where another kind of job made the checkpoint."""
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder, by path relative to it."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
+    return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError where a file is not what it was when the checkpoint was written, or is a link
+    to somewhere else."""
+    for path in folder.rglob("*"):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise OSError(f"{path} is a link out of the checkpoint")
+    try:
+        wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        log.warning("%s has no %s: the run was killed before it was there", folder, CHECKSUMS)
+        return
+    found = checksums(folder)
+    for name in sorted(wanted.keys() | (found.keys() - {CHECKSUMS + ".tmp"})):
+        if name not in found:
+            raise OSError(f"{folder / name} is missing")
+        if wanted.get(name) != found[name]:
+            raise OSError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
+    """Raise CheckpointError where another kind of job, or an older version, made the checkpoint;
+    log what the configuration has changed since."""
     made_by = saved.loop.get("job", "rl")
-    if made_by != job:
+    if made_by != config.run.job:
         raise CheckpointError(
-            f"{folder}: its checkpoints are of run.job={made_by}, and this is run.job={job}. "
-            "Resume with the configuration that made them, or choose another run.name; a finished "
-            "run's weights are taken over by model.path=.../policy."
+            f"{folder}: its checkpoints are of run.job={made_by}, and this is "
+            f"run.job={config.run.job}. Resume with the configuration that made them, or choose "
+            "another run.name; a finished run's weights are taken over by model.path=.../policy."
         )
+    if saved.loop.get("schema", 1) != SCHEMA:
+        raise CheckpointError(
+            f"{folder / str(saved.step)} is of checkpoint schema {saved.loop.get('schema', 1)}, "
+            f"and this version of jaxrl_async reads {SCHEMA}. Resume with the version that wrote "
+            "it; a finished run's weights are taken over by model.path=.../policy."
+        )
+    if changed := changed_keys(saved.loop.get("config", ""), dump(config)):
+        log.warning("resumed with other settings than before: %s", ", ".join(changed))
+
+
+def changed_keys(before: str, after: str) -> list[str]:
+    """Dotted keys of two YAML configurations whose values differ, with both values."""
+    old, new = (flat(yaml.safe_load(text) or {}) for text in (before, after))
+    return [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in ("run.resume", "run.overwrite")
+    ]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:

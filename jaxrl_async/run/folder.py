@@ -1,10 +1,16 @@
 """The run folder: where everything of a run lies."""
 
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,25 @@ def prepare(config: Config | Run) -> Paths:
         paths.root.rename(free_name(paths.root))
     paths.root.mkdir(parents=True, exist_ok=True)
     return paths
+
+
+@contextmanager
+def claimed(paths: Paths) -> Iterator[None]:
+    """Hold the run's folder: a second process that trains into it would spoil both.
+
+    Raises ConfigError where another process holds it. The lock goes with the process.
+    """
+    with (paths.root / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{paths.root}: another process is training this run. Wait for it, stop it, or "
+                "choose another run.name."
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): see that no other run uses it", file.name, error)
+        yield
 
 
 def free_name(path: Path) -> Path:

@@ -30,8 +30,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Parts, assemble
-from jaxrl_async.run.folder import Paths, prepare
-from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.folder import Paths, claimed, prepare
+from jaxrl_async.run.signals import Stop, preempted
 
 JOIN_S = 60.0
 """Longest wait for a thread to end after everything it waits on was closed, seconds."""
@@ -71,7 +71,7 @@ def train(config: Config) -> None:
     paths = prepare(config)
     console = Console(config.run.steps)
     work = run_rl if config.run.job == "rl" else offline.run
-    with Stop() as stop, console:
+    with Stop(grace_s=config.checkpoint.grace_s) as stop, console, claimed(paths):
         console.phase("preparing")
         weights = work(config, paths, stop, console)
         report = write_report(paths.root)
@@ -100,6 +100,8 @@ def run_rl(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
     finally:
         parts.recorder.close()
         parts.checkpoints.close()
+    if stop.preempted:
+        raise preempted(stop, parts.trainer.version)
     console.phase("writing the policy and the report")
     return parts.save_policy()
 

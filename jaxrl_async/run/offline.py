@@ -38,10 +38,10 @@ from jaxrl_async.run.assemble import (
     reference_params,
     warm_start,
 )
-from jaxrl_async.run.checkpoint import Checkpoints, check_job
+from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import measured_peak_flops
-from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
 from jaxrl_async.trainer.supervised import SupervisedStep
@@ -90,7 +90,9 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
     config = config.model_copy(update={"mesh": trainer_only(config.mesh)})
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
-    with Checkpoints(paths.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(
+        paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
+    ) as checkpoints:
         job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
         progress = begin(config, job, checkpoints)
         recorder = Recorder(
@@ -109,6 +111,8 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
             )
         finally:
             recorder.close()
+    if stop.preempted:
+        raise preempted(stop, progress.version)
     console.phase("writing the weights and the report")
     return job.write(progress.state.params)
 
@@ -230,12 +234,12 @@ def begin(config: Config, job: Job, checkpoints: Checkpoints) -> Progress:
     """At the start, or, with run.resume, where the newest readable checkpoint was taken."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
-    if not config.run.resume:
+    if not config.run.resume or not checkpoints.can_resume():
         reference = job.reference() if job.reference else None
         return Progress(state=state, reference=reference, examples=examples)
     like = {"train": state, **({"reference": state.params} if job.reference else {})}
     saved = checkpoints.restore(None, like)
-    check_job(saved, config.run.job, checkpoints.directory)
+    check_resumed(saved, config, checkpoints.directory)
     examples.restore(saved.loop["examples"])
     return Progress(
         state=saved.state["train"],
@@ -268,7 +272,9 @@ def learn(
             values = update(job, progress)
             train_s = time.perf_counter() - start
             last = progress.version == config.run.steps or stop.is_set()
-            if last or (config.eval.every and progress.version % config.eval.every == 0):
+            if stop.preempted:
+                pass  # no time to evaluate
+            elif last or (config.eval.every and progress.version % config.eval.every == 0):
                 values |= measure(progress.state.params)
             tell(progress.version, rates(values, train_s, time.perf_counter() - start))
             skipped = skipped + 1 if values["train/skipped"] else 0
@@ -348,7 +354,7 @@ def save(config: Config, progress: Progress, checkpoints: Checkpoints) -> None:
     loop = {
         "job": config.run.job,
         "version": progress.version,
-        "seed": config.run.seed,
+        "config": dump(config),
         "examples": progress.examples.state(),
     }
     checkpoints.save(progress.version, {"state": tree, "loop": loop})

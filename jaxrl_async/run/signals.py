@@ -1,17 +1,31 @@
-"""Ctrl-C once: finish the step, save, exit 0. Ctrl-C twice: out, at once."""
+"""Ctrl-C once: finish the step, save, exit 0. SIGTERM: the same in a hurry, exit 75. A second
+signal: out, at once."""
 
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from jaxrl_async.errors import Preempted
+
 EXIT_CODE = 130
 """Of a run that was told to stop twice: 128 + SIGINT, as shells count."""
+PREEMPTED_CODE = 75
+"""Of a run that was told to end by SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 log = logging.getLogger(__name__)
+
+
+def preempted(stop: "Stop", version: int) -> Preempted:
+    """What a run that was told to end by SIGTERM raises once everything is saved."""
+    return Preempted(
+        f"SIGTERM: version {version} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
+        "--resume goes on from there."
+    )
 
 
 class Stop:
@@ -25,9 +39,13 @@ class Stop:
         self,
         signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM),
         *,
+        grace_s: float | None = None,
         end_process: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._signals, self._end_process = signals, end_process
+        """grace_s: after SIGTERM, until the process ends with PREEMPTED_CODE come what may."""
+        self._signals, self._grace_s, self._end_process = signals, grace_s, end_process
+        self._timer: threading.Timer | None = None
+        self.asked_at_s = 0.0  # time.monotonic() of the first signal
         self._event = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self.reason = ""
@@ -45,6 +63,8 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
@@ -56,15 +76,28 @@ class Stop:
         """Whether a stop was asked for. Any thread may look."""
         return self._event.is_set()
 
+    @property
+    def preempted(self) -> bool:
+        """Whether it was SIGTERM that asked: somebody else needs the machine, soon."""
+        return self.reason == "SIGTERM"
+
     def request(self, reason: str) -> None:
         """Ask for a stop after the current step; the first reason is kept."""
         if not self._event.is_set():
-            self.reason = reason
+            self.reason, self.asked_at_s = reason, time.monotonic()
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a stop was asked for, or timeout_s went by; whether it was."""
         return self._event.wait(timeout_s)
+
+    def _end_late(self) -> None:
+        os.write(
+            2,
+            f"\nSIGTERM: not saved within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
+            "--resume goes on from the newest checkpoint\n".encode(),
+        )
+        self._end_process(PREEMPTED_CODE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -73,6 +106,10 @@ class Stop:
             self._end_process(EXIT_CODE)
             return
         self.request(name)
+        if self.preempted and self._grace_s is not None:
+            self._timer = threading.Timer(self._grace_s, self._end_late)
+            self._timer.daemon = True
+            self._timer.start()
         # os.write, not print or logging: a handler may run in the middle of either.
         os.write(
             2, f"\n{name}: stopping after this step and saving; once more ends at once\n".encode()

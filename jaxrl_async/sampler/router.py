@@ -77,7 +77,9 @@ class Router:
         """Counters of all samplers: sums, the largest pause and error, mean shares."""
         return add_stats([s.stats() for s in self.samplers])
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[asyncio.Future[Completion]]":
+    def submit_many(
+        self, requests: Sequence[Request | Partial]
+    ) -> "list[asyncio.Future[Completion]]":
         """ports.Generate: each sampler gets its share in one call."""
         return self._dealt(requests, lambda sampler, share: sampler.submit_many(share))
 
@@ -89,6 +91,15 @@ class Router:
         """Complete all requests, in order; blocks."""
         futures = self._dealt(requests, lambda sampler, share: sampler.start_many(share))
         return [f.result() for f in futures]
+
+    @property
+    def seed(self) -> int:
+        """Of every sampler."""
+        return int(self.samplers[0].seed)
+
+    def progress(self) -> tuple[Partial, ...]:
+        """As Sampler.progress, of all samplers."""
+        return tuple(p for sampler in self.samplers for p in sampler.progress())
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """As Sampler.save, wherever the request is. Raises RolloutError where it is nowhere."""
@@ -114,7 +125,9 @@ class Router:
         ]
 
     def _dealt(
-        self, requests: Sequence[Request], submit: Callable[[Any, list[Request]], list[Any]]
+        self,
+        requests: Sequence[Request | Partial],
+        submit: Callable[[Any, list[Request | Partial]], list[Any]],
     ) -> list[Any]:
         """Futures of all requests in order; groups (equal tokens, one after another) together."""
         with self._lock:
@@ -134,7 +147,8 @@ class Router:
                 future.add_done_callback(lambda _, index=index: self._answered(index, 1))
         return futures
 
-    def _deal(self, requests: Sequence[Request]) -> list[int]:
+    def _deal(self, given: Sequence[Request | Partial]) -> list[int]:
+        requests = [r.request if isinstance(r, Partial) else r for r in given]
         chosen: list[int] = []
         start = 0
         while start < len(requests):

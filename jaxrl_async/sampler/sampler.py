@@ -39,6 +39,9 @@ from jaxrl_async.types import Completion, IntArray, Partial, Request, StopReason
 
 log = logging.getLogger(__name__)
 
+PROGRESS_S = 30.0
+"""Longest wait of `progress` for the end of a block, seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
@@ -175,8 +178,8 @@ class Sampler:
         served."""
         return [f.result() for f in self.start_many(requests)]
 
-    def start_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Queue all requests at once, in order; futures for threads."""
+    def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
+        """Queue all requests at once, in order; futures for threads. As submit_many."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._enqueue(requests, futures, None)
         return futures
@@ -185,13 +188,24 @@ class Sampler:
         """Complete one request; cancelling the task frees its slot at the next block."""
         return await self.submit_many([request])[0]
 
-    def submit_many(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
-        """Queue all requests at once, in order; futures of the running event loop
-        (ports.Generate)."""
+    def submit_many(
+        self, requests: Sequence[Request | Partial]
+    ) -> list[asyncio.Future[Completion]]:
+        """Queue all requests at once, in order; futures of the running event loop (ports.Generate).
+
+        A Partial in place of a request goes on where it was saved, as in `resume`.
+        """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         self._enqueue(requests, futures, loop)
         return futures
+
+    def progress(self) -> tuple[Partial, ...]:
+        """All requests under way that have drawn something (ports.SavesProgress), without KV;
+        blocks until between two blocks. What is done by then is in its future already. Raises
+        TimeoutError where no block ends for PROGRESS_S."""
+        found: tuple[Partial, ...] = self._on_thread(self._progress, PROGRESS_S)
+        return found
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """A request under way as data, between two blocks; blocks until then.
@@ -208,22 +222,7 @@ class Sampler:
         RolloutError for one of another seed (its random numbers would be others), and for one that
         may draw no further token.
         """
-        for saved in partials:
-            if saved.seed != self.seed:
-                raise RolloutError(
-                    f"request {saved.request.request_id} was saved by a sampler of seed "
-                    f"{saved.seed}, this one has {self.seed}: it would not go on with the same "
-                    "tokens. Give this sampler that seed."
-                )
-            if len(saved.token_ids) >= self._max_new(saved.request):
-                raise RolloutError(
-                    f"request {saved.request.request_id} has drawn {len(saved.token_ids)} tokens, "
-                    f"and may draw {self._max_new(saved.request)} here: nothing is left to do. "
-                    "Raise its max_new_tokens, or sampler.max_new_tokens and sampler.max_length."
-                )
-        futures: list[Future[Completion]] = [Future() for _ in partials]
-        self._enqueue([p.request for p in partials], futures, None, partials)
-        return [f.result() for f in futures]
+        return [f.result() for f in self.start_many(partials)]
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
         """Continue one saved prefix in `count` ways; blocks. Its KV is restored once and shared."""
@@ -238,13 +237,11 @@ class Sampler:
         return self._stats
 
     def _enqueue(
-        self,
-        requests: Sequence[Request],
-        futures: Sequence[Any],
-        loop: Any,
-        partials: Sequence[Partial | None] | None = None,
+        self, requests: Sequence[Request | Partial], futures: Sequence[Any], loop: Any
     ) -> None:
         now = self._clock()
+        partials = [self._checked(r) if isinstance(r, Partial) else None for r in requests]
+        wishes = [r.request if isinstance(r, Partial) else r for r in requests]
         sequences = [
             Sequence_(
                 request=request,
@@ -252,9 +249,7 @@ class Sampler:
                 owner=_Waiter(request=request, queued_at=now, future=future, loop=loop),
                 partial=partial,
             )
-            for request, future, partial in zip(
-                requests, futures, partials or [None] * len(requests), strict=True
-            )
+            for request, future, partial in zip(wishes, futures, partials, strict=True)
         ]
         self.start()
         with self._lock:
@@ -265,7 +260,23 @@ class Sampler:
             self._incoming.extend(sequences)
         self._wake.set()
 
-    def _on_thread(self, command: Callable[[], Any]) -> Any:
+    def _checked(self, saved: Partial) -> Partial:
+        """A saved request that this sampler can go on with. Raises RolloutError."""
+        if saved.seed != self.seed:
+            raise RolloutError(
+                f"request {saved.request.request_id} was saved by a sampler of seed {saved.seed}, "
+                f"this one has {self.seed}: it would not go on with the same tokens. Give this "
+                "sampler that seed."
+            )
+        if len(saved.token_ids) >= self._max_new(saved.request):
+            raise RolloutError(
+                f"request {saved.request.request_id} has drawn {len(saved.token_ids)} tokens, "
+                f"and may draw {self._max_new(saved.request)} here: nothing is left to do. "
+                "Raise its max_new_tokens, or sampler.max_new_tokens and sampler.max_length."
+            )
+        return saved
+
+    def _on_thread(self, command: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """Run something on the sampler's thread between two blocks, and wait for its result."""
         future: Future[Any] = Future()
         self.start()
@@ -274,7 +285,7 @@ class Sampler:
                 raise self.error or Closed("the sampler is closed")
             self._commands.append((command, future))
         self._wake.set()
-        return future.result()
+        return future.result(timeout_s)
 
     def _max_new(self, request: Request) -> int:
         """Tokens to draw at most: the request's wish within what the slot can hold. Raises
@@ -413,6 +424,14 @@ class Sampler:
             _resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
             self._count(cancelled=1)
         return partial
+
+    def _progress(self) -> tuple[Partial, ...]:
+        self._hand_out()
+        batch = self._batch
+        with self._turns:
+            placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
+        waiting = [s.partial for s in batch.queue if s.partial is not None]
+        return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
 
     def _find(self, request_id: str) -> Sequence_ | None:
         return next(

@@ -8,14 +8,15 @@ Live(version) <────────────── WeightChannel <──�
                                         report (metrics), save (checkpoint), evaluate
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, TrainingError
+from jaxrl_async.errors import CheckpointError, Closed, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
 from jaxrl_async.trainer.control import Bounds, Pace, next_pace
@@ -23,9 +24,15 @@ from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
+STOP_S = 0.5
+"""How often a trainer that waits for groups looks whether it is to stop, seconds."""
+MAX_FAILED_SAVES = 3
+"""Checkpoints in a row that may fail."""
 LIVE_TIMEOUT_S = 600.0
 """Longest wait for a sampler to take new weights before an evaluation, seconds (compiles
 included)."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +43,9 @@ class Outlets:
     report: Callable[
         [int, Mapping[str, float], Sequence[EpisodeGroup]], None
     ]  # version, metrics, groups
-    save: Callable[
-        [Learner, int, int], None
-    ]  # learner, version, next group to admit after a resume
+    save: Callable[[Learner, int, Mapping[str, int]], None]  # learner, version, `Trainer.numbers`
     should_stop: Callable[[], bool]
+    should_hurry: Callable[[], bool] = lambda: False  # stopping, with no time to evaluate
 
 
 class Trainer:
@@ -56,7 +62,7 @@ class Trainer:
         outlets: Outlets,
         total_steps: int,
         version: int = 0,
-        next_group: int = 0,
+        resumed: Mapping[str, int] | None = None,
         eval_every: int = 10,
         save_every: int = 0,
         max_skipped_steps: int = 3,
@@ -64,14 +70,20 @@ class Trainer:
         turns: Any = NO_TURNS,
         clock: Clock = time.perf_counter,
     ) -> None:
+        """resumed: `numbers` of the trainer that saved this version; null: a new run."""
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
-        self.version, self._next_group, self._total_steps = version, next_group, total_steps
+        self.version, self._total_steps = version, total_steps
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
+        self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._probe, self._turns, self._clock = probe, turns, clock
-        self._saved_version = -1
+        self._saved_version = -1 if resumed is None else version
         self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
+        if resumed is not None:
+            self._skipped_in_row = resumed["skipped"]
+            if pacing is not None:
+                self._pace = Pace(limit=resumed["limit"], rest=resumed["rest"])
 
     def run(self) -> None:
         """Make one version after another.
@@ -83,6 +95,8 @@ class Trainer:
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
         self._outlets.report(self.version, self._outlets.evaluate(), ())
+        if self._save_every:
+            self._save()  # the warm start, if nothing else
         self._source.resume()
         try:
             while self.version < self._total_steps and not self._outlets.should_stop():
@@ -91,15 +105,23 @@ class Trainer:
             if not self._outlets.should_stop():
                 raise
         finally:
-            self._save()
+            self._save(last=True)
+
+    def numbers(self) -> dict[str, int]:
+        """What a checkpoint keeps of the trainer, beside learner and version."""
+        pace = {"limit": self._pace.limit, "rest": self._pace.rest}
+        return {**pace, "skipped": self._skipped_in_row}
 
     def _one_step(self) -> None:
         start = self._clock()
-        draw = self._source.draw(self.version)
+        draw = self._draw()
+        if draw is None:
+            return
         values = self._learn(draw)
         trained = self._clock()
         last = self.version == self._total_steps or self._outlets.should_stop()
         evaluates = last or (self._eval_every > 0 and self.version % self._eval_every == 0)
+        evaluates = evaluates and not self._outlets.should_hurry()
         if evaluates:  # nothing new starts until the evaluation has run on exactly this version
             self._source.pause()
         self._publish()
@@ -113,6 +135,7 @@ class Trainer:
             "time/wait_data_s": draw.waited_s,
             "time/train_s": trained - start - draw.waited_s,
             "time/publish_s": published - trained,
+            **self._told_of_saves(),
             "trainer/idle_share": 1.0 - (trained - start - draw.waited_s) / step_s,
         }
         self._outlets.report(self.version, values, draw.groups)
@@ -122,6 +145,19 @@ class Trainer:
             self._source.resume()
         self._stop_if_lost()
 
+    def _draw(self) -> Draw | None:
+        """The next step's groups; None where somebody asks for a stop meanwhile."""
+        waited_s = 0.0
+        while not self._outlets.should_stop():
+            start = self._clock()
+            try:
+                draw = self._source.draw(self.version, STOP_S)
+            except TimeoutError:
+                waited_s += self._clock() - start
+            else:
+                return replace(draw, waited_s=waited_s + draw.waited_s)
+        return None
+
     def _learn(self, draw: Draw) -> dict[str, float]:
         """One update from the groups drawn: metrics of the data and of the step."""
         stats = self.learner.learn(draw.groups, self.version, self._turns)
@@ -129,7 +165,6 @@ class Trainer:
         values |= drop_measures(draw.dropped, trained=len(draw.groups))
         values |= {**stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
-        self._next_group = max(self._next_group, *(1 + g.ticket.group for g in draw.groups))
         self.version += 1
         return values
 
@@ -150,10 +185,28 @@ class Trainer:
                 logprobs = self.learner.probe(self._probe)
             self._publisher.publish(self.version, self.learner.params, logprobs)
 
-    def _save(self) -> None:
-        if self._saved_version != self.version:
-            self._outlets.save(self.learner, self.version, self._next_group)
-            self._saved_version = self.version
+    def _save(self, *, last: bool = False) -> None:
+        """A checkpoint of this version. One that fails is counted, and tried again when the next
+        is due; several in a row, or the last one, end the run."""
+        if self._saved_version == self.version:
+            return
+        start = self._clock()
+        try:
+            self._outlets.save(self.learner, self.version, self.numbers())
+        except CheckpointError as error:
+            self._failed_saves += 1
+            if last or self._failed_saves >= MAX_FAILED_SAVES:
+                raise
+            log.error("%s The run goes on; the next checkpoint is tried when it is due.", error)
+        else:
+            self._failed_saves, self._saved_version = 0, self.version
+        self._save_s = self._clock() - start
+
+    def _told_of_saves(self) -> dict[str, float]:
+        """Of the save after the step before; nothing where there was none."""
+        save_s, self._save_s = self._save_s, 0.0
+        failed = {"checkpoint/failed": 1.0} if self._failed_saves and save_s else {}
+        return {"time/save_s": save_s, **failed} if save_s else {}
 
     def _stop_if_lost(self) -> None:
         if self._skipped_in_row >= self._max_skipped:

@@ -3,12 +3,12 @@
 import json
 import threading
 
-import numpy as np
 import pytest
 
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import reward_variance
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_group, make_prompt
@@ -224,14 +224,51 @@ def test_after_a_restore_tickets_go_on_with_the_trainers_version():
     b.fail(tickets[0], make_prompt(), Drop.FAILED)
     put_all(b, tickets[1:3])
     b.draw(0, 0)
-    saved = {k: np.asarray(v) for k, v in b.state().items()}
-    assert all(v.dtype == np.int64 for v in saved.values())
     resumed = buffer(2, 1)
-    resumed.restore(**{**saved, "version": 1})
+    resumed.restore(b.state(active=False), 1)
     assert [(t.group, t.version) for t in resumed.admit(0)] == [(n, 1) for n in range(3, 7)]
     assert resumed.stats().trained == 2 and resumed.stats().dropped == {"failed": 1}
     with pytest.raises(AssertionError):
-        resumed.restore(**saved)
+        resumed.restore(b.state(), 1)
+
+
+def test_everything_that_is_active_comes_back_where_it_was():
+    b = buffer(2, 3, reuse=2)
+    tickets = b.admit(0)
+    put_all(b, tickets[:3])
+    assert numbers(b.draw(0, 0).groups) == [0, 1]
+    state = loads(dumps(b.state()), [BufferState])
+    resumed = buffer(2, 3, reuse=2)
+    resumed.restore(state, 1)
+    was, now = b.stats(), resumed.stats()
+    assert (now.in_flight, now.ready, now.kept) == (was.in_flight, was.ready, was.kept) == (1, 1, 2)
+    assert (now.admitted, now.trained) == (was.admitted, was.trained)
+    assert now.mean_kept_tokens == was.mean_kept_tokens
+    assert [t.group for t in resumed.admit(0)] == [4]  # the slots of the step are free
+    put_all(resumed, tickets[3:])
+    assert numbers(resumed.draw(1, 0).groups) == [2, 3]
+    assert numbers(resumed.draw(2, 0).groups) == [0, 1], "each for its second and last time"
+
+
+def test_without_what_is_active_numbers_start_after_the_highest_that_was_used():
+    b = buffer(1, 3, lookahead=2)
+    tickets = b.admit(0)
+    put_all(b, tickets[1:2])
+    assert numbers(b.draw(0, 0).groups) == [1]
+    put_all(b, tickets[:1])
+    assert numbers(b.draw(1, 0).groups) == [0]
+    resumed = buffer(1, 3, lookahead=2)
+    resumed.restore(b.state(active=False), 2)
+    assert [t.group for t in resumed.admit(0)] == [2, 3]
+
+
+def test_a_restored_limit_holds_within_the_new_bound():
+    b = buffer(1, 4)
+    b.set_limit(2)
+    resumed, narrower = buffer(1, 4), buffer(1, 1)
+    resumed.restore(b.state(), 0)
+    narrower.restore(b.state(), 0)
+    assert (resumed.stats().capacity, narrower.stats().capacity) == (3, 2)
 
 
 def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
@@ -313,11 +350,8 @@ def test_drops_of_every_reason_survive_a_restore():
     (ticket,) = b.admit(0)
     b.put(make_group(ticket, [0]))
     resumed = buffer(1)
-    resumed.restore(**b.state())
+    resumed.restore(b.state(), 0)
     assert resumed.stats().dropped == {"no_signal": 1}
-    resumed = buffer(1)
-    resumed.restore(**{**b.state(), "drops": [1, 0, 2, 0]})  # of a checkpoint from before that one
-    assert resumed.stats().dropped == {"stale": 1, "failed": 2}
 
 
 def test_a_group_is_used_again_until_its_uses_are_spent_and_its_slots_are_freed_use_by_use():

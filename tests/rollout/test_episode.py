@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.env import SingleTurn
-from jaxrl_async.rollout.episode import Limits, Turn, assemble_episode, first_requests, play_group
+from jaxrl_async.rollout.episode import (
+    Limits,
+    SavedEpisode,
+    Turn,
+    assemble_episode,
+    begin,
+    play_group,
+)
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
@@ -86,10 +93,9 @@ def play(script, make_env=SingleTurn, size=1, **change):
     generate = ScriptedGenerate(script)
 
     async def go():
-        first = generate.submit_many(first_requests("g5", PROMPT, size, limits(**change)))
-        return await play_group(
-            generate, make_env, PROMPT, first, label="g5", limits=limits(**change)
-        )
+        told = [("g5", PROMPT, [SavedEpisode()] * size)]
+        (members,) = begin(generate, make_env, told, limits(**change))
+        return await play_group(generate, PROMPT, members, label="g5", limits=limits(**change))
 
     return asyncio.run(go()), generate
 
@@ -168,10 +174,11 @@ def test_one_failing_member_cancels_the_others():
     generate = ScriptedGenerate({"g5/m0/t0": None, "g5/m1/t0": ValueError("boom")})
 
     async def go():
-        first = generate.submit_many(first_requests("g5", PROMPT, 2, limits()))
+        told = [("g5", PROMPT, [SavedEpisode()] * 2)]
+        (members,) = begin(generate, SingleTurn, told, limits())
         with pytest.raises(ValueError, match="boom"):
-            await play_group(generate, SingleTurn, PROMPT, first, label="g5", limits=limits())
-        return first[0].cancelled()
+            await play_group(generate, PROMPT, members, label="g5", limits=limits())
+        return members[0].waiting.cancelled()
 
     assert asyncio.run(go())
 

@@ -1,6 +1,7 @@
 """The rollout loop: bursts, order, failures, the end."""
 
 import asyncio
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -9,10 +10,20 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.types import Completion, Drop, Prompt, SamplingParams, Score, StopReason, Ticket
+from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop
+from jaxrl_async.types import (
+    Completion,
+    Drop,
+    Partial,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    Ticket,
+)
 
 
 def prompts():
@@ -258,3 +269,158 @@ def test_rollouts_need_no_jax():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- saved and resumed
+
+
+class SavingGenerate(EchoGenerate):
+    """One whose requests can be saved: the first members have drawn a 7, the others nothing."""
+
+    seed = 5
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.asked, self.silent = [], False
+
+    def submit_many(self, requests):
+        self.asked += requests
+        return super().submit_many([getattr(r, "request", r) for r in requests])
+
+    def progress(self):
+        if self.silent:
+            raise RuntimeError("asleep")
+        under_way = [r for r, f in zip(self.asked, self.futures, strict=True) if not f.done()]
+        return tuple(
+            Partial(
+                request=r,
+                token_ids=np.array([7], np.int32),
+                logprobs=np.zeros(1, np.float32),
+                versions=np.zeros(1, np.int32),
+                seed=self.seed,
+            )
+            for r in under_way
+            if "/m0/" in r.request_id
+        )
+
+
+def saved_while(generate, gate, until, **change):
+    """Play until `until(loop)`, read what is under way from another thread, and end the loop."""
+    loop = make_loop(gate, generate, **change)
+    found = []
+
+    async def go():
+        running = asyncio.create_task(loop.run())
+        while not until(loop):
+            await asyncio.sleep(0.001)
+        found.append(await asyncio.to_thread(loop.progress))
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(go())
+    return loads(dumps(found[0]), SAVED_KINDS), loop
+
+
+def test_groups_under_way_are_saved_and_a_resumed_loop_goes_on_with_what_was_drawn():
+    gate, slow = ScriptedGate(2), SavingGenerate(never=("g0", "g1"))
+    saved, loop = saved_while(slow, gate, lambda loop: slow.asked)
+    assert [g.ticket.group for g in saved] == [0, 1]
+    assert [[e.partial is not None for e in g.episodes] for g in saved] == [[True, False]] * 2
+    assert [g.prompt.position for g in saved] == [0, 1]
+    assert [g.ticket for g in loop.progress()] == [g.ticket for g in saved], "also when it is over"
+
+    gate, generate = ScriptedGate(1), SavingGenerate()
+    gate.given, gate.total = 2, 3
+    stream = prompts()
+    for _ in range(2):
+        next(stream)
+    asyncio.run(make_loop(gate, generate, stream=stream, resumed=saved).run())
+    assert generate.calls[0] == ["g0/m0/t0", "g0/m1/t0", "g1/m0/t0", "g1/m1/t0"]
+    assert [isinstance(r, Partial) for r in generate.asked[:4]] == [True, False] * 2
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 1, 2]
+    assert {g.prompt.position for g in gate.put_groups} == {0, 1, 2}
+
+
+def test_members_that_are_done_are_not_played_again():
+    gate, generate = ScriptedGate(1), SavingGenerate(delay=lambda r: 9.0 * ("/m1/" in r.request_id))
+    saved, _ = saved_while(
+        generate, gate, lambda loop: generate.futures and generate.futures[0].done()
+    )
+    (group,) = saved
+    done, waiting = group.episodes
+    assert waiting.partial is None and waiting.stop is None
+    assert done.stop is StopReason.EOS or done.completion is not None
+
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    assert again.calls == [["g0/m1/t0"]]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0]] * 2
+
+
+def test_a_group_that_waits_for_its_scorer_is_scored_after_a_resume():
+    class Stuck(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            self.asked = True
+            await asyncio.sleep(60)
+
+    gate, scorer, generate = ScriptedGate(1), Stuck(), SavingGenerate()
+    saved, _ = saved_while(generate, gate, lambda loop: hasattr(scorer, "asked"), scorer=scorer)
+    assert [e.stop for e in saved[0].episodes] == [StopReason.EOS] * 2
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    assert again.calls in ([], [[]]) and len(gate.put_groups) == 1
+
+
+def test_what_the_sampler_does_not_tell_is_drawn_again_with_a_warning(caplog):
+    gate, generate = ScriptedGate(1), SavingGenerate(never=("g0",))
+    generate.silent = True
+    saved, _ = saved_while(generate, gate, lambda loop: generate.asked)
+    assert [e.partial for e in saved[0].episodes] == [None, None]
+    assert "asleep" in caplog.text
+
+
+class Counting:
+    """Two turns; remembers how many there were, and can be saved."""
+
+    def __init__(self, prompt):
+        self.turns = 0
+
+    async def step(self, prompt, completion):
+        self.turns += 1
+        reply = np.array([5] * self.turns, np.int32)
+        return Reply(token_ids=reply[: 0 if self.turns == 2 else None], done=self.turns == 2)
+
+    def state(self):
+        return {"turns": self.turns}
+
+    def restore(self, state):
+        self.turns = state["turns"]
+
+
+class Forgetful(Counting):
+    """The same without."""
+
+    state = restore = None
+
+
+@pytest.mark.parametrize("env", [Counting, Forgetful])
+def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
+    gate = ScriptedGate(1)
+    generate = SavingGenerate(delay=lambda r: 9.0 * r.request_id.endswith("t1"))
+    saved, _ = saved_while(generate, gate, lambda loop: len(generate.asked) == 4, make_env=env)
+    goes_on = env is Counting
+    assert [len(e.turns) for e in saved[0].episodes] == [int(goes_on)] * 2
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved, make_env=env).run())
+    turn = 1 if goes_on else 0
+    assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2

@@ -15,8 +15,17 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.config.load import dump
+from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.run.checkpoint import Checkpoints, mismatch
+from jaxrl_async.run.checkpoint import (
+    CHECKSUMS,
+    SCHEMA,
+    Checkpoints,
+    Saved,
+    check_resumed,
+    mismatch,
+)
 
 # Orbax abandons coroutines when a read or write fails, which the tests here make happen on purpose.
 pytestmark = [
@@ -73,7 +82,8 @@ def test_what_was_saved_comes_back_with_its_types(tmp_path):
         save(checkpoints, 3)
         assert checkpoints.restore(None, make_state(0)).step == 3
         saved = checkpoints.restore(3, make_state(0))
-    assert saved.loop == {"version": 3, "seen": [1, 2]}
+    assert saved.loop == {"version": 3, "seen": [1, 2], "schema": SCHEMA}
+    assert saved.rollouts is None
     assert isinstance(saved.state, State)
     assert jax.tree.structure(saved.state) == jax.tree.structure(make_state(3))
     same(saved.state, make_state(3))
@@ -126,6 +136,63 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before_with_a_warning(tmp_path, 
         assert checkpoints.restore(None, make_state(0)).step == 2
 
 
+def test_bytes_of_any_size_come_back(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, 70_001).astype(np.uint8)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        loop = {"version": 1}
+        checkpoints.save(1, {"state": make_state(1), "loop": loop, "rollouts": data})
+        np.testing.assert_array_equal(checkpoints.restore(None, make_state(0)).rollouts, data)
+
+
+@pytest.mark.parametrize("item", ["state", "loop"])
+def test_one_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, caplog, item):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    files = [f for f in (tmp_path / "c" / "2" / item).rglob("*") if f.parent.name == "d"]
+    largest = max(files, key=lambda f: f.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with Checkpoints(tmp_path / "c") as checkpoints, caplog.at_level(logging.WARNING):
+        assert checkpoints.restore(None, make_state(0)).step == 1
+    assert "checksum differs" in caplog.text and largest.name in caplog.text
+
+
+def test_a_checkpoint_that_was_killed_before_its_checksums_is_read_with_a_warning(tmp_path, caplog):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+    (tmp_path / "c" / "1" / CHECKSUMS).unlink()
+    with Checkpoints(tmp_path / "c") as checkpoints, caplog.at_level(logging.WARNING):
+        assert checkpoints.restore(None, make_state(0)).step == 1
+    assert CHECKSUMS in caplog.text
+
+
+def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1)
+    outside = tmp_path / "outside"
+    (tmp_path / "c" / "1" / "loop").rename(outside)
+    (tmp_path / "c" / "1" / "loop").symlink_to(outside)
+    with (
+        Checkpoints(tmp_path / "c") as checkpoints,
+        pytest.raises(CheckpointError, match="link out of the checkpoint"),
+    ):
+        checkpoints.restore(None, make_state(0))
+
+
+def test_what_a_resumed_run_changes_is_told(tmp_path, caplog):
+    before, now = Config(), Config(run={"steps": 7, "resume": True}, sampler={"slots": 8})
+    loop = {"job": "rl", "schema": SCHEMA, "config": dump(before)}
+    saved = Saved(step=1, state=None, loop=loop)
+    check_resumed(saved, now, tmp_path)
+    assert "run.steps 100 -> 7" in caplog.text and "sampler.slots" in caplog.text
+    assert "resume" not in caplog.text.replace("resumed with", "")
+    for wrong, said in (({"job": "sft"}, "run.job=sft"), ({"schema": 1}, "schema 1")):
+        with pytest.raises(CheckpointError, match=said):
+            check_resumed(Saved(step=1, state=None, loop={**loop, **wrong}), now, tmp_path)
+
+
 def test_a_folder_that_lost_its_arrays_gives_way_too(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -176,6 +243,8 @@ FAILING_SAVE = """
 import os, shutil, sys
 from pathlib import Path
 import numpy as np
+from jaxrl_async.config.load import dump
+from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.run.checkpoint import Checkpoints
 

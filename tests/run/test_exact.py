@@ -20,7 +20,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import Limits, first_requests, play_group
+from jaxrl_async.rollout.episode import Limits, SavedEpisode, begin, play_group
 from jaxrl_async.run.exact import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -81,10 +81,9 @@ def played(params) -> dict[str, EpisodeGroup]:
             sampling=sampling, stop_token_ids=tuple(range(8)), max_new_tokens=8,
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
-        first = sampler.submit_many(first_requests(f"g{number}", prompt, 4, limits))
-        episodes = await play_group(
-            sampler, Twice, prompt, first, label=f"g{number}", limits=limits
-        )
+        told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
+        (members,) = begin(sampler, Twice, told, limits)
+        episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=ticket)

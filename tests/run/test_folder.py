@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.folder import prepare
+from jaxrl_async.run.folder import claimed, prepare
 
 
 def run(tmp_path, **values):
@@ -66,3 +66,11 @@ def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "runs" / "demo").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):
         prepare(run(tmp_path))
+
+
+def test_only_one_process_trains_a_run(tmp_path):
+    paths = prepare(run(tmp_path))
+    with claimed(paths), pytest.raises(ConfigError, match="another process"), claimed(paths):
+        pass
+    with claimed(paths):
+        pass

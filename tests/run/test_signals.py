@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.run.signals import EXIT_CODE, Stop
+from jaxrl_async.run.signals import EXIT_CODE, PREEMPTED_CODE, Stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,3 +86,32 @@ def test_a_process_told_twice_exits_with_130_even_while_busy():
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 130
+
+
+def test_sigterm_is_a_preemption_and_ctrl_c_is_not():
+    for number, preempted in ((signal.SIGTERM, True), (signal.SIGINT, False)):
+        with Stop() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.wait(10) and stop.preempted is preempted
+
+
+def test_the_grace_period_ends_a_run_that_does_not(capfd):
+    codes, late = [], threading.Event()
+
+    def end(code):
+        codes.append(code)
+        late.set()
+
+    with Stop(grace_s=0.01, end_process=end) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(10) and late.wait(10)
+    assert codes == [PREEMPTED_CODE]
+    assert "checkpoint.grace_s" in capfd.readouterr().err
+
+
+def test_a_run_that_ends_in_time_is_left_alone():
+    codes = []
+    with Stop(grace_s=60, end_process=codes.append) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(10)
+    assert codes == [] and stop._timer.finished.is_set()

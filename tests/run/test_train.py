@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl_async.audit import audit_run
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import Preempted
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.policy import Policy
@@ -253,3 +256,39 @@ def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None
     last = read_lines(metrics)[-1]["step"]
     assert (tmp_path / "addition" / "checkpoints" / str(last)).is_dir()
     assert (tmp_path / "addition" / "policy" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One process, so that nothing is compiled twice: the signal comes while step 3 is drawn."""
+    wishes = ["staleness.max_staleness=2", "sampler.block=2", "checkpoint.every=0", "eval.every=9"]
+    metrics = tmp_path / "addition" / "metrics.jsonl"
+
+    def end() -> None:
+        while len(read_lines(metrics)) < 3:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    with pytest.raises(Preempted, match="was saved"):
+        run(tmp_path, *wishes, "run.steps=1000", "run.overwrite=false")
+    ending.join()
+    assert not (tmp_path / "addition" / "policy").exists()
+    stopped = read_lines(metrics)[-1]["step"]
+    before = audit_run(tmp_path / "addition")
+    assert before.problems == () and before.active > 0
+    resumed = ["run.resume=true", "run.overwrite=false", f"run.steps={stopped + 3}"]
+    lines, _ = run(tmp_path, *wishes, *resumed, "mesh.samplers=2")
+    assert [x["step"] for x in lines] == list(range(stopped + 4))
+    after = audit_run(tmp_path / "addition")
+    assert after.problems == () and after.resumed == 1 and after.steps == stopped + 3
+    assert "mesh.samplers 1 -> 2" in caplog.text
+    ledger = read_lines(tmp_path / "addition" / "ledger.jsonl")
+    mark = next(i for i, x in enumerate(ledger) if x["fate"] == "resumed")
+    admitted = {x["group"] for x in ledger[:mark] if x["fate"] == "admitted"}
+    done = {x["group"] for x in ledger[:mark] if x["fate"] != "admitted"}
+    later = {x["group"] for x in ledger[mark:] if x["fate"] == "trained"}
+    assert (admitted - done) & later, "groups from before the signal are trained on after it"

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.buffer.staleness import least_limit, memory_bound
 from jaxrl_async.testing.fakes import make_group, make_prompt
@@ -111,7 +111,8 @@ class Machine:
             self._ends(number, "lost")
         self.flying = {}
         self.buffer = self._make(0, 0)
-        self.buffer.restore(version=self.version, next_group=1 + max(self.admitted, default=-1))
+        number = 1 + max(self.admitted, default=-1)
+        self.buffer.restore(BufferState(next_group=number, next_untaken=number), self.version)
         self.live, self.paused = self.version, False
 
     def _ends(self, number, fate):

@@ -1,11 +1,12 @@
 """The trainer's loop, on scripted parts: order of events, evaluation, skipped steps, stopping."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl_async.errors import Closed, TrainingError
+from jaxrl_async.errors import CheckpointError, Closed, TrainingError
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
@@ -41,10 +42,13 @@ class Script:
         skipped: tuple[int, ...] = (),
         stop_after: int = 10**9,
         ess: tuple[float, ...] = (),
+        failing_saves: Sequence[int] = (),
+        hurries: bool = False,
     ) -> None:
         self.events: list[str] = []
         self.reports: dict[int, dict[str, float]] = {}
         self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
+        self.failing_saves, self.hurries = failing_saves, hurries
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
         self.events.append(f"learn {version}")
@@ -73,12 +77,18 @@ class Script:
     def wait_live(self, version: int, timeout_s: float) -> None:
         self.events.append(f"live {version}")
 
+    def save(self, learner: Any, version: int, numbers: Any) -> None:
+        if version in self.failing_saves:
+            raise CheckpointError("the disk is full.")
+        self.events.append(f"save {version}")
+
     def trainer(self, **settings: Any) -> Trainer:
         outlets = Outlets(
             evaluate=lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5},
             report=lambda v, values, groups: self.reports.update({v: dict(values)}),
-            save=lambda learner, version, nxt: self.events.append(f"save {version} next {nxt}"),
+            save=self.save,
             should_stop=lambda: max(self.reports, default=0) >= self.stop_after,
+            should_hurry=lambda: self.hurries and max(self.reports) + 1 >= self.stop_after,
         )
         return Trainer(
             learner=self,  # type: ignore[arg-type]
@@ -98,7 +108,7 @@ def test_an_evaluation_runs_on_exactly_the_version_it_is_reported_for() -> None:
         *["learn 1", "pause", "publish 2", "live 2", "evaluate", "resume"],
         *["learn 2", "publish 3"],
         *["learn 3", "pause", "publish 4", "live 4", "evaluate"],
-        "save 4 next 4",
+        "save 4",
     ]
     assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 2, 4]
 
@@ -107,7 +117,7 @@ def test_skipped_steps_in_a_row_stop_the_run_after_saving() -> None:
     script = Script(skipped=(1, 2, 3))
     with pytest.raises(TrainingError, match="3 steps in a row"):
         script.trainer(total_steps=9, max_skipped_steps=3).run()
-    assert script.events[-1] == "save 4 next 4"
+    assert script.events[-1] == "save 4"
     assert [script.reports[v]["train/skipped"] for v in (1, 2, 3, 4)] == [0, 1, 1, 1]
 
 
@@ -121,24 +131,58 @@ def test_a_stop_finishes_the_step_publishes_and_saves() -> None:
     script = Script(stop_after=2)
     script.trainer(total_steps=100, eval_every=0).run()
     assert max(script.reports) == 2
-    assert script.events[-1] == "save 2 next 2"
+    assert script.events[-1] == "save 2"
 
 
 def test_checkpoints_come_every_so_many_steps_and_once_at_the_end() -> None:
     script = Script()
     script.trainer(total_steps=5, save_every=2, eval_every=0).run()
     saves = [e for e in script.events if e.startswith("save")]
-    assert saves == ["save 2 next 2", "save 4 next 4", "save 5 next 5"]
+    assert saves == ["save 0", "save 2", "save 4", "save 5"]
 
 
-def test_a_resumed_run_never_admits_a_number_again_when_an_older_group_comes_last() -> None:
+def test_a_resumed_trainer_does_not_write_its_checkpoint_again() -> None:
     script = Script()
-    order = iter([3, 1, 2])
-    script.draw = lambda version, timeout_s=None: Draw(  # type: ignore[method-assign]
-        groups=(group(next(order), version),), dropped=(), waited_s=0.0
-    )
-    script.trainer(total_steps=3, eval_every=0).run()
-    assert script.events[-1] == "save 3 next 4"
+    numbers = script.trainer().numbers()
+    script.trainer(total_steps=4, version=2, save_every=2, eval_every=0, resumed=numbers).run()
+    assert [e for e in script.events if e.startswith("save")] == ["save 4"]
+
+
+def test_a_checkpoint_that_fails_is_counted_and_the_next_one_is_tried() -> None:
+    script = Script(failing_saves=(2,))
+    script.trainer(total_steps=5, save_every=2, eval_every=0).run()
+    assert [e for e in script.events if e.startswith("save")] == ["save 0", "save 4", "save 5"]
+    assert [v for v, r in script.reports.items() if "checkpoint/failed" in r] == [3]
+    assert [v for v, r in script.reports.items() if "time/save_s" in r] == [1, 3, 5]
+
+
+def test_several_that_fail_in_a_row_or_the_last_one_end_the_run() -> None:
+    script = Script(failing_saves=range(3, 20))
+    with pytest.raises(CheckpointError, match="disk"):
+        script.trainer(total_steps=19, save_every=1, eval_every=0).run()
+    assert max(script.reports) == 5
+    script = Script(failing_saves=(3,))
+    with pytest.raises(CheckpointError, match="disk"):
+        script.trainer(total_steps=3, eval_every=0).run()
+
+
+def test_in_a_hurry_nothing_is_evaluated_and_all_is_saved() -> None:
+    script = Script(stop_after=3, hurries=True)
+    script.trainer(total_steps=100, eval_every=1).run()
+    assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 1, 2]
+    assert script.events[-1] == "save 3"
+
+
+def test_a_stop_is_heard_while_the_trainer_waits_for_groups() -> None:
+    script = Script()
+
+    def late(version: int, timeout_s: float | None = None) -> Draw:
+        script.stop_after = 0
+        raise TimeoutError
+
+    script.draw = late  # type: ignore[method-assign]
+    script.trainer().run()
+    assert script.events[-1] == "save 0" and list(script.reports) == [0]
 
 
 def test_the_limit_follows_the_effective_sample_size_before_the_weights_are_published() -> None:

@@ -1,0 +1,100 @@
+"""Carriers to bytes and back, for checkpoints: JSON for the structure, one buffer for all arrays.
+
+    8 bytes: length of the JSON │ JSON │ arrays, one after another
+
+Only the dataclasses and enums that the reader names can come out; there is no pickle.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async import types
+
+Bytes = NDArray[np.uint8]
+
+KIND = "!"
+"""Key that marks a JSON object as something else than a mapping, and says what."""
+CARRIERS: tuple[type, ...] = tuple(
+    kind
+    for kind in vars(types).values()
+    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum))
+)
+"""The records of types.py, and their enums."""
+
+
+def dumps(tree: Any) -> Bytes:
+    """Records, enums, arrays, tuples, lists, mappings with str keys and plain values as bytes.
+
+    TypeError names anything else.
+    """
+    arrays: list[NDArray[Any]] = []
+    text = json.dumps(_encoded(tree, arrays)).encode()
+    head = np.array([len(text)], "<u8").tobytes()
+    parts = [head, text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def loads(data: Bytes, kinds: Sequence[type] = ()) -> Any:
+    """What dumps was given. kinds: records beside those of types.py. ValueError for other bytes."""
+    known = {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
+    raw = np.ascontiguousarray(data, np.uint8).tobytes()
+    size = int(np.frombuffer(raw[:8], "<u8")[0]) if len(raw) >= 8 else -1
+    if not 0 <= size <= len(raw) - 8:
+        raise ValueError("not a record of this program: its head is torn")
+    try:
+        return _decoded(json.loads(raw[8 : 8 + size]), memoryview(raw)[8 + size :], known, [0])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"not a record of this program: {error}") from None
+
+
+def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    if isinstance(value, Enum):
+        return {KIND: type(value).__name__, "value": value.value}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray):
+        assert not value.dtype.hasobject, "arrays of objects cannot be saved"
+        arrays.append(value)
+        return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        told = {name: _encoded(field, arrays) for name, field in fields.items()}
+        return {KIND: type(value).__name__, "fields": told}
+    if isinstance(value, tuple):
+        return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
+    if isinstance(value, list):
+        return [_encoded(v, arrays) for v in value]
+    if isinstance(value, Mapping) and KIND not in value and all(isinstance(k, str) for k in value):
+        return {k: _encoded(v, arrays) for k, v in value.items()}
+    raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
+
+
+def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
+    """`at` is where the next array starts: they lie in the order in which they were met."""
+    if isinstance(value, list):
+        return [_decoded(v, buffer, known, at) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(KIND)
+    if kind is None:
+        return {k: _decoded(v, buffer, known, at) for k, v in value.items()}
+    if kind == "tuple":
+        return tuple(_decoded(v, buffer, known, at) for v in value["items"])
+    if kind == "array":
+        dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
+        start, at[0] = at[0], at[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if dtype.hasobject or at[0] > len(buffer):
+            raise ValueError("not a record of this program: an array is torn")
+        return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
+    record = known[kind]
+    if issubclass(record, Enum):
+        return record(value["value"])
+    return record(**{k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()})

@@ -1,0 +1,93 @@
+"""Records as bytes: what comes back equals what went in, and nothing else comes out."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.testing.fakes import make_group
+from jaxrl_async.types import Drop, KeptTokens, StopReason, Ticket
+
+ARRAYS = arrays.arrays(
+    st.sampled_from([np.int32, np.float32, np.bool_, np.uint8, np.int64]),
+    arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats()
+    | st.text()
+    | st.sampled_from([*StopReason, *Drop])
+    | st.builds(Ticket, group=st.integers(0, 99), version=st.integers(0, 9))
+    | st.builds(KeptTokens, ids=ARRAYS, starts=ARRAYS)
+    | ARRAYS
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text().filter(lambda k: k != "!"), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, np.ndarray):
+        equal = np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        return a.dtype == b.dtype and a.shape == b.shape and equal
+    if isinstance(a, KeptTokens):
+        return same(a.ids, b.ids) and same(a.starts, b.starts)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    return type(a) is type(b) and (a == b or a != a)
+
+
+@given(TREES)
+def test_what_goes_in_comes_out(tree):
+    assert same(tree, loads(dumps(tree)))
+
+
+def test_a_group_comes_back_whole():
+    group = make_group(Ticket(group=3, version=1), [1, 1, 2], [2])
+    back = loads(dumps((group,)))[0]
+    assert back.ticket == group.ticket and back.scores == group.scores
+    assert back.oldest_version == 1 and back.newest_version == 2
+    for mine, theirs in zip(group.episodes, back.episodes, strict=True):
+        assert same(mine.token_ids, theirs.token_ids) and same(mine.versions, theirs.versions)
+        assert mine.stop is theirs.stop
+
+
+@dataclass(frozen=True)
+class Stranger:
+    x: int
+
+
+def test_only_kinds_that_the_reader_names_come_out():
+    data = dumps(Stranger(1))
+    assert loads(data, [Stranger]) == Stranger(1)
+    with pytest.raises(ValueError, match="Stranger"):
+        loads(data)
+    for thing in (object(), {1, 2}, {1: 2}, {"!": 1}, b"raw"):
+        with pytest.raises(TypeError, match="cannot be saved"):
+            dumps(thing)
+
+
+@given(st.binary(max_size=60), st.integers(0, 80), st.integers(0, 255))
+def test_other_bytes_are_refused_and_nothing_worse(raw, place, value):
+    good = dumps({"a": np.arange(4), "b": Ticket(group=1, version=2)}).copy()
+    good[place % len(good)] = value
+    for data in (np.frombuffer(raw, np.uint8), good, good[: place % len(good)]):
+        try:
+            loads(data)
+        except (ValueError, RecursionError) as error:
+            assert not isinstance(error, json.JSONDecodeError) or str(error)
