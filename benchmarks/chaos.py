@@ -39,6 +39,11 @@ TINY = (
     "eval.every=10",
     "checkpoint={every: 1, keep: 2}",
 )
+REWARD = """
+def many_digits(prompt, completion, reference):
+    return sum(c.isdigit() for c in completion) / 16
+"""
+"""A reward that a random policy gets some of, so that every update moves the weights."""
 START_SHARE = 0.15
 """Share of the kills that come while the process starts."""
 
@@ -137,7 +142,9 @@ def last_step(metrics: Path) -> int:
 def process(folder: Path, name: str, settings: list[str]) -> "subprocess.Popen[bytes]":
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxrl_async.train", str(ROOT / "configs" / "addition.yaml")]
-    place = [f"run.dir={folder}", f"run.name={name}"]
+    reward = folder / "reward.py"
+    reward.write_text(REWARD, encoding="utf-8")
+    place = [f"run.dir={folder}", f"run.name={name}", f"reward.function={reward}:many_digits"]
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             [*command, *TINY, *place, *settings],

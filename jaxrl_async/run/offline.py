@@ -264,7 +264,8 @@ def learn(
     """
     measure = _held_out(job, progress.reference)
     rates = _rates(config)
-    tell(progress.version, measure(progress.state.params))
+    if progress.version == 0 or _is_due(config, progress.version):
+        tell(progress.version, measure(progress.state.params))
     saved, skipped = progress.version if config.run.resume else -1, 0
     try:
         while progress.version < config.run.steps and not stop.is_set():
@@ -272,9 +273,7 @@ def learn(
             values = update(job, progress)
             train_s = time.perf_counter() - start
             last = progress.version == config.run.steps or stop.is_set()
-            if stop.preempted:
-                pass  # no time to evaluate
-            elif last or (config.eval.every and progress.version % config.eval.every == 0):
+            if (last or _is_due(config, progress.version)) and not stop.preempted:
                 values |= measure(progress.state.params)
             tell(progress.version, rates(values, train_s, time.perf_counter() - start))
             skipped = skipped + 1 if values["train/skipped"] else 0
@@ -285,6 +284,11 @@ def learn(
     finally:
         if saved != progress.version:
             save(config, progress, checkpoints)
+
+
+def _is_due(config: Config, version: int) -> bool:
+    """Whether a run that never stops evaluates this version, beside the first and the last."""
+    return config.eval.every > 0 and version % config.eval.every == 0
 
 
 def update(job: Job, progress: Progress) -> dict[str, float]:

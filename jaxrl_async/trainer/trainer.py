@@ -94,7 +94,8 @@ class Trainer:
         produces      weights for the samplers, metrics, checkpoints
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
-        self._outlets.report(self.version, self._outlets.evaluate(), ())
+        if self.version == 0 or self._evaluation_is_due():  # resumed elsewhere: as if never stopped
+            self._outlets.report(self.version, self._outlets.evaluate(), ())
         if self._save_every:
             self._save()  # the warm start, if nothing else
         self._source.resume()
@@ -120,8 +121,7 @@ class Trainer:
         values = self._learn(draw)
         trained = self._clock()
         last = self.version == self._total_steps or self._outlets.should_stop()
-        evaluates = last or (self._eval_every > 0 and self.version % self._eval_every == 0)
-        evaluates = evaluates and not self._outlets.should_hurry()
+        evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
         if evaluates:  # nothing new starts until the evaluation has run on exactly this version
             self._source.pause()
         self._publish()
@@ -144,6 +144,9 @@ class Trainer:
         if evaluates and not last:
             self._source.resume()
         self._stop_if_lost()
+
+    def _evaluation_is_due(self) -> bool:
+        return self._eval_every > 0 and self.version % self._eval_every == 0
 
     def _draw(self) -> Draw | None:
         """The next step's groups; None where somebody asks for a stop meanwhile."""
