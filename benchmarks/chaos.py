@@ -140,7 +140,6 @@ def last_step(metrics: Path) -> int:
 
 
 def process(folder: Path, name: str, settings: list[str]) -> "subprocess.Popen[bytes]":
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxrl_async.train", str(ROOT / "configs" / "addition.yaml")]
     reward = folder / "reward.py"
     reward.write_text(REWARD, encoding="utf-8")
@@ -150,7 +149,7 @@ def process(folder: Path, name: str, settings: list[str]) -> "subprocess.Popen[b
             [*command, *TINY, *place, *settings],
             stdout=log,
             stderr=log,
-            env={**env, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
 
 

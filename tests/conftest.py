@@ -1,8 +1,11 @@
 """Forced host devices for every test: set before anything imports JAX."""
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +16,11 @@ os.environ.setdefault(
     "XLA_FLAGS",  # compiling takes most of the time: quick code generation
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
 )
+# What one test file, or a process that it starts, has compiled need not be compiled again.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="jaxrl-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

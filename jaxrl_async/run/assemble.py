@@ -123,13 +123,14 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     held_out = eval_prompts(config.data, tokenizer)
     prompts = make_stream(config.data, tokenizer, config.run.seed)
 
-    resumes = config.run.resume and checkpoints.can_resume()
-    if not resumes:
+    resume_asked = config.run.resume
+    config = resuming_if_possible(config, checkpoints)
+    if not config.run.resume:
         policy = warm_start(config, policy, slices, tokenizer, console)
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
     version, was = 0, RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
     numbers = None
-    if resumes:
+    if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
         check_resumed(saved, config, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
@@ -137,9 +138,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         assert saved.rollouts is not None, "every checkpoint of rl has them"
         version, was = saved.step, loads(saved.rollouts, ROLLOUT_KINDS)
         numbers = saved.loop["trainer"]
-    resume_step = version if config.run.resume else None
-    recorder = Recorder(paths.root, tensorboard=config.metrics.tensorboard, resume_step=resume_step)
-    ledger = reopened(paths.ledger, was.buffer, version, config.run.resume)
+    recorder = Recorder(
+        paths.root,
+        tensorboard=config.metrics.tensorboard,
+        resume_step=version if resume_asked else None,
+    )
+    ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
     buffer = ReplayBuffer(
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
@@ -303,7 +307,10 @@ def make_samplers(
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """JAX's persistent compilation cache, shared by all runs in the folder."""
+    """JAX's persistent compilation cache, shared by all runs in the folder; without effect where
+    JAX_COMPILATION_CACHE_DIR says another."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -706,6 +713,14 @@ def save(
     }
     items = {"state": learner.tree(), "loop": loop, "rollouts": dumps(state)}
     checkpoints.save(version, items)
+
+
+def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
+    """The same, without run.resume where there is no checkpoint yet, which is logged."""
+    if not config.run.resume or checkpoints.latest() is not None:
+        return config
+    log.warning("%s: no checkpoint yet; the run starts from its beginning", checkpoints.directory)
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
 
 
 def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Ledger:

@@ -103,13 +103,6 @@ class Checkpoints:
         """Newest step that has a complete checkpoint; None where there is none."""
         return max(self.steps(), default=None)
 
-    def can_resume(self) -> bool:
-        """Whether there is a checkpoint; logs where there is none."""
-        if self.latest() is None:
-            log.warning("%s: no checkpoint yet; the run starts from its beginning", self.directory)
-            return False
-        return True
-
     def restore(self, step: int | None, abstract: Any) -> Saved:
         """Read the checkpoint of `step` (None: the newest) onto the shardings of `abstract`.
 

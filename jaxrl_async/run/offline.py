@@ -36,6 +36,7 @@ from jaxrl_async.run.assemble import (
     make_policy,
     make_tokenizer,
     reference_params,
+    resuming_if_possible,
     warm_start,
 )
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
@@ -93,12 +94,14 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
     with Checkpoints(
         paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
     ) as checkpoints:
+        resume_asked = config.run.resume
+        config = resuming_if_possible(config, checkpoints)
         job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
         progress = begin(config, job, checkpoints)
         recorder = Recorder(
             paths.root,
             tensorboard=config.metrics.tensorboard,
-            resume_step=progress.version if config.run.resume else None,
+            resume_step=progress.version if resume_asked else None,
         )
         try:
             learn(
@@ -234,7 +237,7 @@ def begin(config: Config, job: Job, checkpoints: Checkpoints) -> Progress:
     """At the start, or, with run.resume, where the newest readable checkpoint was taken."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
-    if not config.run.resume or not checkpoints.can_resume():
+    if not config.run.resume:
         reference = job.reference() if job.reference else None
         return Progress(state=state, reference=reference, examples=examples)
     like = {"train": state, **({"reference": state.params} if job.reference else {})}
