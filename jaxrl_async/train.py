@@ -51,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a path that is too long, not permitted or not there; a full disk
+        print(
+            f"{type(error).__name__}: {error}. Look whether the path is right, permitted and not "
+            "on a full disk.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -32,7 +32,7 @@ class Run(Section):
     job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
     """What is trained: a policy by rewards, by given answers or by preferences; or a reward
     model."""
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
     """Name of the run; its folder is DIR/NAME."""
     dir: str = "runs"
     """Folder that holds runs, and beside them JAX's persistent compilation cache."""

@@ -19,6 +19,7 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
@@ -37,7 +38,7 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
-from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Scorer
@@ -49,9 +50,10 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router import Router
-from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
 from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
 from jaxrl_async.scorers.rewards import make_scorer
+from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.corrections import weighs
@@ -63,6 +65,7 @@ from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.trial import check_algorithm
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -108,6 +111,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
+    check_algorithm(config.algorithm, config.teacher)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
@@ -117,7 +121,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
+    check_frozen(config)
+    kv_plan(policy.spec, config.sampler, jnp.dtype(config.model.dtype))
     held_out = eval_prompts(config.data, tokenizer)
+    if is_own(config.reward.function):
+        where = f"reward.function = {config.reward.function!r}"
+        try_once(judge, held_out[0], tokenizer.encode, where)
     prompts = make_stream(config.data, tokenizer, config.run.seed)
 
     version, next_group = 0, 0
@@ -467,6 +476,17 @@ def reference_params(
             "the policy at the start. A model of another shape can be a teacher (teacher.path)."
         )
     return other.params
+
+
+def check_frozen(config: Config) -> None:
+    """Look at every directory of frozen weights before anything is trained. CheckpointError."""
+    refers = config.algorithm.kl_coefficient > 0
+    paths = [config.teacher.path, config.reference.path if refers else None]
+    for path in [*paths, config.preference.reference]:
+        if path is not None:
+            check_params(path, load_spec(Path(path)))
+    if config.critic.path is not None:
+        load_spec(Path(config.critic.path))
 
 
 def _check_shared_vocabulary(policy: Policy, spec: ModelSpec, setting: str) -> None:
