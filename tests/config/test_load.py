@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,15 @@ def test_all_problems_come_in_one_message(write):
         assert expected in message
 
 
+LETTERS = "abcdefghi"
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in pairwise(LETTERS)
+)
+BOMB_KEY = "[&a [1], " + ", ".join(
+    f"&{new} [{','.join([f'*{old}'] * 9)}]" for old, new in pairwise(LETTERS)
+) + "]"  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -146,6 +156,12 @@ def test_all_problems_come_in_one_message(write):
         ("run: {seed: 2001-99-99}\n", "not valid YAML"),
         ("a: " + "[" * 5000, "not valid YAML"),
         (b"run: \xff\n", "not UTF-8"),
+        (BOMB, "more than 10,000 keys and values"),
+        ("run: {? [a]: b}\n", "line 1: not valid YAML: a key that is no text"),
+        (f"run: {{? {BOMB_KEY} : b}}\n", "not valid YAML: a key that is no text"),
+        ("#" * (2**18 + 1), "longer than 262,144 bytes"),
+        ('run: {dir: "a\\0"}', "run.dir = 'a\\x00' is not allowed"),
+        ("run: {name: .hidden}", "is not allowed; it must be text like"),
         (b"run: {seed: " + b"9" * 5000 + b"}", "not valid YAML"),
         ("run: {seed: 0x" + "f" * 5000 + "}", "a very long number"),
         ("run: {steps: true}", "run.steps = true is not allowed"),
@@ -203,6 +219,11 @@ def test_shapings_are_a_list_of_names_and_settings(write):
     assert load(path, []).algorithm.shaping == ("mask_truncated",)
     config = load(path, ["algorithm.shaping=[{cap: {low: 0, high: 1}}, mask_truncated]"])
     assert config.algorithm.shaping == ({"cap": {"low": 0, "high": 1}}, "mask_truncated")
+
+
+def test_of_very_many_problems_the_first_are_told(write):
+    message = refusal(write("".join(f"key{i}: 1\n" for i in range(4000))))
+    assert message.startswith("more than 20 problems") and message.count("is not a setting") == 20
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -306,11 +327,14 @@ ANYTHING = (
     YAMLS | TREES.map(lambda t: yaml.safe_dump(t).encode("utf-8", "replace")) | mutated_trees()
     | mutated_bytes()
 )  # fmt: skip
+OVERRIDES = st.lists(
+    st.text(max_size=20) | st.tuples(KEYS, SCALARS).map(lambda pair: f"{pair[0]}={pair[1]}"),
+    max_size=3,
+)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=ANYTHING, overrides=st.lists(st.one_of(st.text(max_size=20), st.tuples(KEYS, SCALARS).map(
-    lambda pair: f"{pair[0]}={pair[1]}")), max_size=3))  # fmt: skip
+@given(text=ANYTHING, overrides=OVERRIDES)
 @example(text=b"run: {name: \xed\xa0\x80}", overrides=[])
 @example(text=b"", overrides=["run.dir=\udcff", "algorithm.loss=\ud800"])
 def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overrides):
