@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl_async.config.schema import Choice, Choices, Config, Section
+from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
 from jaxrl_async.errors import ConfigError
 
 MAX_BYTES = 2**18
@@ -340,7 +340,8 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
 
 
 def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
-    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {_allowed(target)}."
+    most = f" and at most {MAX_WHOLE}" if isinstance(value, int) and value > MAX_WHOLE else ""
+    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {_allowed(target)}{most}."
 
 
 def _unknown(path: KeyPath) -> str:
@@ -479,7 +480,7 @@ def _range(limits: Sequence[Any]) -> list[str]:
         f"{sign} {getattr(limit, name)}"
         for limit in limits
         for name, sign in signs.items()
-        if getattr(limit, name, None) is not None
+        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which goes without saying
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MAX_WHOLE = 2**31 - 1
+"""Largest whole number of a setting."""
+Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Choice = str | dict[str, dict[str, Any]]
 """A registered function by name, or {name: {argument: value}}."""
 Choices = Choice | list[Choice]
@@ -145,7 +147,7 @@ class Addition(Section):
 
     digits: Annotated[int, Field(ge=1, le=9)] = 4
     """Largest number of digits of a summand."""
-    eval_size: Positive = 256
+    eval_size: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Held-out problems; never trained on."""
     worked_share: float = Field(1.0, ge=0, le=1)
     """Share of the warm start's and sft's answers that are written out, not the sum at once."""
