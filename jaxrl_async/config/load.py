@@ -7,7 +7,6 @@ Needs no JAX and knows no part.
 """
 
 import itertools
-import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,8 +141,9 @@ def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
         raise ConfigError(
-            f"{where}{place}: not valid YAML: {error.problem or error.context}."
+            f"{where}{place}: not valid YAML: {error.problem or error.context}.{hint}"
         ) from None
     except ConfigError:
         raise
@@ -317,8 +317,8 @@ def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
 def _is_encodable(text: str) -> bool:
     """Whether a text can be written down, or name a file."""
     try:
-        return b"\0" not in os.fsencode(text)
-    except ValueError:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
         return False
 
 
@@ -340,8 +340,10 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
 
 
 def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
-    most = f" and at most {MAX_WHOLE}" if isinstance(value, int) and value > MAX_WHOLE else ""
-    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {_allowed(target)}{most}."
+    allowed = _allowed(target)
+    if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
+        allowed += f" and at most {MAX_WHOLE}"
+    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {allowed}."
 
 
 def _unknown(path: KeyPath) -> str:

@@ -123,6 +123,11 @@ class Architecture(Section):
                 f"model.architecture.heads ({self.heads}) must be a multiple of "
                 f"model.architecture.kv_heads ({self.kv_heads})."
             )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.architecture.head_dim ({self.head_dim}) must be even: rotary embeddings "
+                f"turn pairs. Set it to {self.head_dim + 1}."
+            )
         return self
 
 

@@ -169,7 +169,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
                     return
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
-                if len(line) > MAX_LINE_BYTES:
+                if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_LINE_BYTES)
                     yield number, Bad.LONG

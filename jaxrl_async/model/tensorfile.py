@@ -53,7 +53,9 @@ def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file by name. Raises CheckpointError."""
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path}: is missing. Copy the model's directory again.")
+            raise CheckpointError(
+                f"{path}: is no file, or not there. Copy the model's directory again."
+            )
         with path.open("rb") as file:
             length, size = file.read(8), path.stat().st_size
             header_bytes = int.from_bytes(length, "little")

@@ -75,6 +75,8 @@ log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
 """Tokens of the sequence that trainer and sampler compare log-probs on."""
+MAX_CPU_DEVICES = 256
+"""Most devices that a CPU is made to look like."""
 MAX_LAGS = 32
 """Lags whose divergence is reported one by one."""
 CACHE_FOLDER = ".jax_cache"
@@ -266,8 +268,11 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
 def claim_devices(config: Config) -> None:
     """Before JAX's first use: ask the CPU backend for as many devices as the mesh needs.
 
-    Without effect where an accelerator is the default backend, or where XLA_FLAGS says how many.
+    Without effect where an accelerator is the default backend, where XLA_FLAGS says how many, or
+    where they would be too many to emulate: make_slices says so.
     """
+    if config.mesh.num_devices > MAX_CPU_DEVICES:
+        return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:

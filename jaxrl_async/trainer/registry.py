@@ -71,9 +71,8 @@ class Registry(Generic[F]):
                 )
             if not _fits(value, settings[key].annotation):
                 wanted = settings[key].annotation.__name__
-                raise ConfigError(
-                    f"{self.kind} {name!r}: {key} must be {wanted}, not {value!r:.40}."
-                )
+                given = "a very long number" if _is_long(value) else repr(value)
+                raise ConfigError(f"{self.kind} {name!r}: {key} must be {wanted}, not {given}.")
         missing = [k for k, p in settings.items() if p.default is p.empty and k not in arguments]
         if missing:
             example = ", ".join(f"{k}: ..." for k in missing)

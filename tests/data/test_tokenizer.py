@@ -216,9 +216,9 @@ VALUES = st.recursive(
 def places(tree, path=()):
     """Every path into a JSON tree, some levels deep."""
     yield path
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in inner if isinstance(tree, dict | list) else ():
-        yield from places(value, (*path, key))
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from places(value, (*path, key))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
