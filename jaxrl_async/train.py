@@ -18,6 +18,10 @@ from jaxrl_async.errors import ConfigError, JaxrlError
 USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
 )
+SMALLER = (
+    "Lower sampler.slots, sampler.max_length, trainer.micro_batch_tokens or the model's size, or give "
+    "the mesh more devices."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "on a full disk.",
             file=sys.stderr,
         )
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
         return 1
     return 0
 

@@ -257,11 +257,17 @@ def _slice(
     """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it
     is).
 
-    Reads the whole tensor of one layer at most, never more.
+    Reads the whole tensor of one layer at most, never more. CheckpointError where it is not finite.
     """
     stored = np.asarray(tensor.file.get_tensor(name))
     turned = stored.T if _is_turned(weight) else stored
-    return np.ascontiguousarray(turned.reshape(shape)[index])
+    ours = np.ascontiguousarray(turned.reshape(shape)[index])
+    if not np.isfinite(ours).all():
+        raise CheckpointError(
+            f"{name} holds NaN or infinite numbers: the model was not saved whole, or its training "
+            "failed. Take an earlier checkpoint, or copy it again."
+        )
+    return ours
 
 
 def _is_turned(weight: Weight) -> bool:

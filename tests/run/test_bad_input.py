@@ -146,10 +146,16 @@ def test_a_setting_that_cannot_be_is_refused_before_the_warm_start(
     check_refusal(capsys, command(tmp_path, SCRATCH, *overrides), 2, "config error: ", told)
 
 
-@pytest.mark.parametrize("size", ["64", "2147483647"])
+@pytest.mark.parametrize("size", ["64", "65536"])
 def test_a_mesh_with_too_few_devices_is_refused(tmp_path, capsys, size):
     code = command(tmp_path, SCRATCH, f"mesh.trainer.fsdp={size}")
     check_refusal(capsys, code, 1, "MeshError", "Make the axes smaller")
+
+
+def test_a_model_larger_than_memory_is_refused(tmp_path, capsys):
+    shape = "{layers: 65536, width: 65536, heads: 2, kv_heads: 1, head_dim: 64, mlp: 65536}"
+    code = command(tmp_path, f"model.architecture={shape}")
+    check_refusal(capsys, code, 1, "out of memory: ", "Lower sampler.slots")
 
 
 def test_the_value_of_an_unknown_key_is_not_told(tmp_path, capsys):
@@ -249,6 +255,7 @@ NORM = "model.norm.weight"
         (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors here"),
         (only_a_pickle, "pytorch_model.bin may be a pickle"),
         (cut, "not a whole safetensors file"),
+        (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "holds NaN"),
         (written(WEIGHTS, b""), "ends within its header"),
         (written(WEIGHTS, b"\xff" * 100), "ends within its header"),
         (written(WEIGHTS, struct.pack("<Q", 2) + b"{}"), "tensors missing"),
@@ -286,7 +293,7 @@ def test_a_models_directory_with_a_defect_is_refused(tmp_path, capsys, model, ed
     shutil.copytree(model, folder)
     edit(folder)
     code = command(tmp_path, f"model.path={folder}", f"data.tokenizer={model}")
-    check_refusal(capsys, code, 1, "CheckpointError: ", str(folder), told)
+    check_refusal(capsys, code, 1, "CheckpointError: ", told)
 
 
 @pytest.mark.parametrize(
