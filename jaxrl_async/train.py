@@ -19,8 +19,8 @@ USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
 )
 SMALLER = (
-    "Lower sampler.slots, sampler.max_length, trainer.micro_batch_tokens or the model's size, or give "
-    "the mesh more devices."
+    "Lower sampler.slots, sampler.max_length, trainer.micro_batch_tokens or the model's size, or "
+    "give the mesh more devices."
 )
 
 
