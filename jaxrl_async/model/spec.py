@@ -6,6 +6,7 @@ heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -82,7 +83,7 @@ class ModelSpec:
     def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
         """From a Hugging Face config.json. CheckpointError names the field that is not
         supported."""
-        family = config.get("model_type")
+        family: Any = config.get("model_type")
         if family not in get_args(Family):
             raise CheckpointError(
                 f"{where}: model_type {_show(family)} is not supported. Use a model of "
@@ -213,7 +214,7 @@ def _whole(
     most: int = MAX_SIZE,
 ) -> int:
     """A size from a config.json; null counts as not given. Raises CheckpointError."""
-    value = default if config.get(key) is None else config[key]
+    value: Any = default if config.get(key) is None else config[key]
     if type(value) is not int or not 1 <= value <= most:
         raise _wrong(config, key, where, f"a whole number from 1 to {most}")
     return value
@@ -221,7 +222,7 @@ def _whole(
 
 def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     """A positive number from a config.json; null counts as not given. Raises CheckpointError."""
-    value = default if config.get(key) is None else config[key]
+    value: Any = default if config.get(key) is None else config[key]
     if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
         raise _wrong(config, key, where, f"a number above 0 and below {MAX_NUMBER:g}")
     return float(value)
@@ -286,6 +287,13 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
             hf="lm_head.weight", hf_shape=(v, d),
         )  # fmt: skip
     return table
+
+
+def num_weights(spec: ModelSpec) -> int:
+    """How many numbers the decoder's weights are."""
+    table = weight_table(spec)
+    weights = [*table.pop("layers").values(), *table.values()]
+    return sum(math.prod(weight.shape) for weight in weights)
 
 
 def _layer_table(spec: ModelSpec) -> dict[str, Weight]:

@@ -8,7 +8,6 @@ without gap or overlap, and together they are the data to its last byte.
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +99,11 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored
 
 def _stored(path: Path, name: str, entry: Any) -> Stored:
     """One entry of the header."""
-    if not isinstance(entry, Mapping):
+    if not isinstance(entry, dict):
         raise _torn(path, f"the entry of {_name(name)} is not an object")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _torn(
             path,

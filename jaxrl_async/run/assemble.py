@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -40,7 +41,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
@@ -124,7 +125,13 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
     check_frozen(config)
-    kv_plan(policy.spec, config.sampler, jnp.dtype(config.model.dtype))
+    plan = kv_plan(policy.spec, config.sampler, jnp.dtype(config.model.dtype))
+    check_fits(
+        plan.pages * plan.page_bytes,
+        slices.sampler,
+        "the KV cache of a sampler",
+        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
+    )
     held_out = eval_prompts(config.data, tokenizer)
     if is_own(config.reward.function):
         where = f"reward.function = {config.reward.function!r}"
@@ -310,6 +317,21 @@ def make_samplers(
     return samplers[0] if len(samplers) == 1 else Router(samplers)
 
 
+def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raise ConfigError where the mesh certainly cannot hold so much: too large an array may end
+    the process instead of failing."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        there = mesh.size * (device.memory_stats() or {}).get("bytes_limit", needed_bytes)
+    if needed_bytes > there:
+        raise ConfigError(
+            f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
+            f"{there / 2**30:,.1f} GiB. {remedy}"
+        )
+
+
 def keep_compiled_programs(folder: Path) -> None:
     """JAX's persistent compilation cache, shared by all runs in the folder."""
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
@@ -337,11 +359,20 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
     """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
-        policy = _load(config, config.model.path, slices, tokenizer)
+        spec = load_spec(Path(config.model.path))
     else:
         spec = ModelSpec.from_architecture(
             config.model.architecture, _rounded(tokenizer.vocab_size)
         )
+    check_fits(
+        3 * num_weights(spec) * dtype.itemsize,
+        slices.trainer,
+        "the policy with AdamW's two moments",
+        "Choose a smaller model, or give mesh.trainer more devices.",
+    )
+    if config.model.path is not None:
+        policy = _load(config, config.model.path, slices, tokenizer)
+    else:
         make = jax.jit(
             functools.partial(init_params, spec, dtype=dtype),
             out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),

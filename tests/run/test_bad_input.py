@@ -136,6 +136,8 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
         (["run.name=" + "a" * 129], "is not allowed"),
         (["sampler.kv_memory_mib=0.0001"], "sampler.kv_memory_mib"),
         (["model.architecture.head_dim=7"], "must be even"),
+        (["model.architecture={layers: 65536, width: 2000000000}"], "a smaller model"),
+        (["sampler={max_length: 2000000000}", "trainer.micro_batch_tokens=2000000000"], "KV cache"),
         (["mesh={colocated: true, samplers: 2}"], "mesh.samplers"),
     ],
     ids=lambda v: v[0][:50] if isinstance(v, list) else "",
@@ -152,10 +154,13 @@ def test_a_mesh_with_too_few_devices_is_refused(tmp_path, capsys, size):
     check_refusal(capsys, code, 1, "MeshError", "Make the axes smaller")
 
 
-def test_a_model_larger_than_memory_is_refused(tmp_path, capsys):
-    shape = "{layers: 65536, width: 65536, heads: 2, kv_heads: 1, head_dim: 64, mlp: 65536}"
-    code = command(tmp_path, f"model.architecture={shape}")
-    check_refusal(capsys, code, 1, "out of memory: ", "Lower sampler.slots")
+@pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("RESOURCE_EXHAUSTED: x")])
+def test_running_out_of_memory_is_told_with_the_way_out(tmp_path, capsys, monkeypatch, error):
+    def exhausted(*_):
+        raise error()
+
+    monkeypatch.setattr(loop, "run_rl", exhausted)
+    check_refusal(capsys, command(tmp_path, SCRATCH), 1, "out of memory: ", "Lower sampler.slots")
 
 
 def test_the_value_of_an_unknown_key_is_not_told(tmp_path, capsys):
