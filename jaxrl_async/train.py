@@ -20,6 +20,10 @@ from jaxrl_async.run.signals import PREEMPTED_CODE
 USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
 )
+SMALLER = (
+    "Lower sampler.slots, sampler.max_length, trainer.micro_batch_tokens or the model's size, or "
+    "give the mesh more devices."
+)
 
 
 RESUME = ("run.resume=true", "run.overwrite=false")
@@ -59,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a path that is too long, not permitted or not there; a full disk
+        print(
+            f"{type(error).__name__}: {error}. Look whether the path is right, permitted and not "
+            "on a full disk.",
+            file=sys.stderr,
+        )
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
         return 1
     return 0
 

@@ -6,6 +6,7 @@ A problem is told as: where (file and line, or command line), key path, value, w
 Needs no JAX and knows no part.
 """
 
+import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,17 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl_async.config.schema import Choice, Choices, Config, Section
+from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
 from jaxrl_async.errors import ConfigError
 
+MAX_BYTES = 2**18
+"""Longest configuration file."""
 MAX_DEPTH = 16
 """Deepest nesting of a configuration file."""
+MAX_NODES = 10_000
+"""Most keys and values of a configuration file, each alias counted as what it stands for."""
+MAX_PROBLEMS = 20
+"""Problems that are told of one configuration."""
 MAX_INTEGER = 2**63
 """Whole numbers from here on are refused everywhere."""
 COMMAND_LINE = "command line"
@@ -47,9 +54,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     else:
         if not draft.problems:
             return config
-    problems = list(dict.fromkeys(draft.problems))
-    count = "" if len(problems) == 1 else f"{len(problems)} problems:\n  "
-    raise ConfigError(count + "\n  ".join(problems))
+    raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _listed(problems: list[str]) -> str:
+    told = "\n  ".join(problems[:MAX_PROBLEMS])
+    if len(problems) > MAX_PROBLEMS:
+        return f"more than {MAX_PROBLEMS} problems:\n  {told}"
+    return told if len(problems) == 1 else f"{len(problems)} problems:\n  {told}"
 
 
 def dump(config: Config) -> str:
@@ -91,14 +103,21 @@ class _Draft:
 
 def _read(path: Path) -> _Draft:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from None
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {error}. Give the path of a YAML file."
+        ) from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(
+            f"{path}: longer than {MAX_BYTES:,} bytes. Give the path of a configuration in YAML."
+        )
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8."
         ) from None
     draft = _Draft(file=str(path))
     tree = _parse(text, draft.file, draft)
@@ -115,15 +134,16 @@ def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        for path, line in _keys(node, where, ()):
+        for path, line in _keys(node, where, (), counter=itertools.count(1)):
             if draft is not None:
                 draft.lines[path] = line
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
         raise ConfigError(
-            f"{where}{place}: not valid YAML: {error.problem or error.context}."
+            f"{where}{place}: not valid YAML: {error.problem or error.context}.{hint}"
         ) from None
     except ConfigError:
         raise
@@ -145,23 +165,40 @@ def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
 
 
 def _keys(
-    node: yaml.Node, where: str, path: KeyPath, seen: frozenset[int] = frozenset(), depth: int = 0
+    node: yaml.Node,
+    where: str,
+    path: KeyPath,
+    seen: frozenset[int] = frozenset(),
+    depth: int = 0,
+    *,
+    counter: Iterator[int],
 ) -> Iterator[tuple[KeyPath, int]]:
-    """Path and line of each key below `node`; raises on what we do not take from YAML."""
+    """Path and line of each key below `node`; raises on what we do not take from YAML.
+
+    counter: counts the nodes, an alias as all that it stands for.
+    """
     line = node.start_mark.line + 1
+    if next(counter) > MAX_NODES:
+        raise ConfigError(
+            f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias counted as "
+            "what it stands for. No configuration has so many: take out what is not one."
+        )
     if id(node) in seen or depth > MAX_DEPTH:
         raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")
     seen |= {id(node)}
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _keys(item, where, (*path, "[]"), seen, depth + 1)
+            yield from _keys(item, where, (*path, "[]"), seen, depth + 1, counter=counter)
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[str, int] = {}
     for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}, line {line}: not valid YAML: a key that is no text.")
+        name = str(key.value)
         dotted = ".".join((*path, name))
-        if isinstance(key, yaml.ScalarNode) and name == "<<":
+        if name == "<<":
             raise ConfigError(
                 f"{where}, line {line}: merging with << is not supported. Write it out."
             )
@@ -172,7 +209,7 @@ def _keys(
             )
         first[name] = line
         yield (*path, name), line
-        yield from _keys(value, where, (*path, name), seen, depth + 1)
+        yield from _keys(value, where, (*path, name), seen, depth + 1, counter=counter)
 
 
 # --- overrides ---------------------------------------------------------------------------------
@@ -244,6 +281,8 @@ def _keep_known(
     """The part of `tree` that the schema knows; the rest is noted as problems."""
     known: Tree = {}
     for key, value in tree.items():
+        if len(draft.problems) > MAX_PROBLEMS:
+            break
         here = (*path, str(key))
         target = section.model_fields.get(key) if isinstance(key, str) else None
         if target is None:
@@ -264,14 +303,23 @@ def _keep_known(
 
 
 def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
-    """What pydantic would take and we do not: true for 1, bytes for text, endless integers."""
+    """What pydantic would take and we do not: true for 1, bytes or NUL for text, endless
+    integers."""
     if isinstance(value, bool) or target.annotation is bool:
         return not isinstance(value, bool) or target.annotation is not bool
     if isinstance(value, int):
         return abs(value) >= MAX_INTEGER
     if _is_choice(target) and isinstance(value, dict):
         return len(value) != 1
-    return isinstance(value, bytes)
+    return isinstance(value, bytes) or (isinstance(value, str) and not _is_encodable(value))
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether a text can be written down, or name a file."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
@@ -292,7 +340,10 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
 
 
 def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
-    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {_allowed(target)}."
+    allowed = _allowed(target)
+    if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
+        allowed += f" and at most {MAX_WHOLE}"
+    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {allowed}."
 
 
 def _unknown(path: KeyPath) -> str:
@@ -431,7 +482,7 @@ def _range(limits: Sequence[Any]) -> list[str]:
         f"{sign} {getattr(limit, name)}"
         for limit in limits
         for name, sign in signs.items()
-        if getattr(limit, name, None) is not None
+        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which goes without saying
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns

@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MAX_WHOLE = 2**31 - 1
+"""Largest whole number of a setting."""
+Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+Count = Annotated[int, Field(ge=1, le=65_536)]
+"""Of things that are made one by one."""
 Choice = str | dict[str, dict[str, Any]]
 """A registered function by name, or {name: {argument: value}}."""
 Choices = Choice | list[Choice]
@@ -32,7 +36,7 @@ class Run(Section):
     job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
     """What is trained: a policy by rewards, by given answers or by preferences; or a reward
     model."""
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
     """Name of the run; its folder is DIR/NAME."""
     dir: str = "runs"
     """Folder that holds runs, and beside them JAX's persistent compilation cache."""
@@ -47,11 +51,11 @@ class Run(Section):
 
 
 class Axes(Section):
-    data: Positive = 1
+    data: Count = 1
     """Copies of the weights, devices."""
-    fsdp: Positive = 1
+    fsdp: Count = 1
     """Devices that share each weight and the optimizer state (fully sharded data parallel)."""
-    tensor: Positive = 1
+    tensor: Count = 1
     """Devices that share each layer's heads and MLP columns (tensor parallel)."""
 
     @property
@@ -65,7 +69,7 @@ class Mesh(Section):
     """Shape of the trainer's slice."""
     sampler: Axes = Axes()
     """Shape of a sampler's slice."""
-    samplers: Positive = 1
+    samplers: Count = 1
     """Independent samplers, each on a slice of its own; for small models better than one wide."""
     colocated: bool = False
     """Trainer and sampler share the same devices and take turns, still asynchronously."""
@@ -97,13 +101,13 @@ class Architecture(Section):
 
     family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
     """Family of the decoder: what has biases, norms on queries and keys, and RoPE scaling."""
-    layers: Positive = 4
+    layers: Count = 4
     """Number of layers."""
     width: Positive = 128
     """Model width (hidden size)."""
-    heads: Positive = 4
+    heads: Count = 4
     """Query heads."""
-    kv_heads: Positive = 2
+    kv_heads: Count = 2
     """Key and value heads."""
     head_dim: Positive = 32
     """Width of a head."""
@@ -120,6 +124,11 @@ class Architecture(Section):
             raise ValueError(
                 f"model.architecture.heads ({self.heads}) must be a multiple of "
                 f"model.architecture.kv_heads ({self.kv_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.architecture.head_dim ({self.head_dim}) must be even: rotary embeddings "
+                f"turn pairs. Set it to {self.head_dim + 1}."
             )
         return self
 
@@ -145,7 +154,7 @@ class Addition(Section):
 
     digits: Annotated[int, Field(ge=1, le=9)] = 4
     """Largest number of digits of a summand."""
-    eval_size: Positive = 256
+    eval_size: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Held-out problems; never trained on."""
     worked_share: float = Field(1.0, ge=0, le=1)
     """Share of the warm start's and sft's answers that are written out, not the sum at once."""
@@ -186,7 +195,7 @@ class Data(Section):
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
     """Order of prompts: the stream's, or drawn by measured pass rate p, weights 1 - p or p (1 - p).
     """
-    curriculum_pool: Positive = 64
+    curriculum_pool: Count = 64
     """Upcoming prompts of the stream that a curriculum chooses among; each is used once in any
     case."""
     curriculum_threshold: float = 0.5
@@ -198,7 +207,7 @@ class WarmStart(Section):
 
     steps: NonNegative = 0
     """Supervised updates; 0: none."""
-    batch_size: Positive = 64
+    batch_size: Count = 64
     """Pairs in an update."""
     learning_rate: float = Field(1e-3, ge=0)
     """Peak learning rate."""
@@ -209,14 +218,14 @@ class WarmStart(Section):
 class Sft(Section):
     """Supervised fine-tuning (run.job=sft): maximum likelihood of the records' answers."""
 
-    batch_size: Positive = 64
+    batch_size: Count = 64
     """Prompts with their answers in an update."""
 
 
 class Preference(Section):
     """Training on better and worse answers (run.job=preference and run.job=reward_model)."""
 
-    batch_size: Positive = 32
+    batch_size: Count = 32
     """Pairs in an update; judged answers count as one each."""
     loss: Choice = "dpo"
     """Loss of run.job=preference: dpo, ipo, ipo_average, kto, simpo or orpo, with its settings."""
@@ -228,7 +237,7 @@ class Preference(Section):
 
 
 class Sampler(Section):
-    slots: Positive | None = 64
+    slots: Count | None = 64
     """Sequences that decode at once in each sampler; null: as many as kv_memory_mib holds."""
     reserve: float = Field(0.5, ge=0, le=1)
     """Sequences prefilled ahead, to take over a slot in mid-block, as a share of the slots."""
@@ -236,7 +245,7 @@ class Sampler(Section):
     """Longest sequence, prompt and answer together, tokens."""
     max_new_tokens: Positive = 64
     """Longest answer, tokens."""
-    block: Positive = 8
+    block: Count = 8
     """Decode steps in one dispatch; weights can change between two of them."""
     prefill_chunk: Positive = 2048
     """Prompt tokens prefilled between two blocks; a longer prompt takes several rounds."""
@@ -292,9 +301,9 @@ class Buffer(Section):
 class Algorithm(Section):
     learning_rate: float = Field(1e-5, ge=0)
     """Peak learning rate of the policy."""
-    group_size: Positive = 8
+    group_size: Count = 8
     """Answers drawn for each prompt (G)."""
-    groups_per_step: Positive = 8
+    groups_per_step: Count = 8
     """Prompts in one update (P)."""
     shaping: tuple[Choice, ...] = ()
     """What happens to rewards and masks before that, in this order."""
@@ -334,7 +343,7 @@ class Algorithm(Section):
     """How far a step moves the weight of the bonus towards the target."""
     supervised_coefficient: float = Field(0.0, ge=0)
     """Weight of maximum likelihood of worked answers mixed into each step; 0: none."""
-    supervised_batch: Positive = 16
+    supervised_batch: Count = 16
     """Worked answers mixed into each step, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How token losses become one number."""

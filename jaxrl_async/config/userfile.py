@@ -1,6 +1,8 @@
 """A function from the user's own Python file, named FILE.py:FUNCTION in the configuration."""
 
 import importlib.util
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     """The function that FILE.py:FUNCTION names. Raises ConfigError, which begins with `where`."""
     file, _, function = name.rpartition(":")
     path, where = Path(file), f"{where} = {name!r}"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{where}: there is no file {path}. Give the path of a Python file.")
     module_name = f"user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -29,11 +31,15 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     sys.modules[module_name] = module  # dataclasses and pickling look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{where}: {path} fails to load: {type(error).__name__}: {error}."
+            f"{where}: {path} fails to load: {type(error).__name__}: {error}. Correct the file; it "
+            "is run once, as by import."
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise ConfigError(f"{where}: {path} has no function {function}.")
+        known = [k for k, v in vars(module).items() if inspect.isfunction(v)]
+        raise ConfigError(
+            f"{where}: {path} has no function {function} (it has: {', '.join(known) or 'none'})."
+        )
     return found

@@ -6,8 +6,10 @@ What comes at which place of the stream depends on the seed and on the place alo
 stream's whole state is how far it has come.
 """
 
+import itertools
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 EVAL_POSITION = 2**30
 """Held-out prompts have positions from here on: their random numbers are no training prompt's."""
+MAX_LINE_BYTES = 2**20
+"""Longest line of a file of records; more of one is never in memory."""
 LOGGED_RECORDS = 10
 """Skipped records that are logged one by one; the others are only counted."""
 GOLDEN = 2_654_435_761
@@ -44,6 +48,7 @@ class Bad(StrEnum):
 
     ENCODING = "not UTF-8"
     JSON = "not a JSON object"
+    LONG = "a line of more than 1 MiB"
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
     TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
@@ -127,23 +132,51 @@ def read_lines(
     """What `parse` makes of each line that is not blank, without what it calls Bad.
 
     Skips, counts, logs and raises as read_jsonl says; remedy: what to set where too much is bad.
+    The file is read line by line, and no more than MAX_LINE_BYTES of a line. Copies of earlier
+    lines are kept; how many there are is logged.
+    """
+    records: list[T] = []
+    bad = _Bad(path)
+    seen: set[int] = set()
+    copies = 0
+    for number, line in _lines(path):
+        record = line if isinstance(line, Bad) else parse(line)
+        if isinstance(record, Bad):
+            bad.add(number, record)
+            continue
+        records.append(record)
+        copies += hash(line) in seen
+        seen.add(hash(line))
+    if copies:
+        log.warning("%s: %d of %d records are copies of earlier ones", path, copies, len(records))
+    bad.judge(len(records), max_bad_share, remedy)
+    return records
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
+    """Number, from 1, and bytes of each line that is not blank; Bad.LONG for one that is too long.
+
+    Raises DataError where the file cannot be read.
     """
     try:
-        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except (OSError, ValueError) as error:
+        if not Path(path).is_file():  # a pipe would be waited on for ever
+            kind = "is not a file" if Path(path).exists() else "is not there"
+            raise DataError(f"{path}: {kind}; cannot be read. Give a file of JSON lines.")
+        with Path(path).open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_LINE_BYTES)
+                    yield number, Bad.LONG
+                elif line.strip():
+                    yield number, line
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
-    records: list[T] = []
-    bad: list[tuple[int, Bad]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        record = parse(line)
-        if isinstance(record, Bad):
-            bad.append((number, record))
-        else:
-            records.append(record)
-    _judge_bad(path, bad, len(records), max_bad_share, remedy)
-    return records
 
 
 def parse_record(
@@ -179,8 +212,11 @@ def parse_object(line: bytes) -> dict[str, Any] | Bad:
 
 
 def text_of(value: Any) -> str | None:
-    """A text field's value; a number counts as its digits, half a surrogate pair is no text."""
+    """A text field's value; a finite number counts as its digits, half a surrogate pair is no
+    text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     try:
         str(value).encode()
@@ -194,29 +230,38 @@ def final_answer(answer: str) -> str:
     return answer.rpartition(ANSWER_MARK)[2].strip()
 
 
-def _judge_bad(
-    path: str | Path,
-    bad: Sequence[tuple[int, Bad]],
-    good: int,
-    max_bad_share: float,
-    remedy: str,
-) -> None:
-    for number, reason in bad[:LOGGED_RECORDS]:
-        log.warning("%s, line %d: skipped: %s", path, number, reason)
-    if bad:
-        kinds = ", ".join(
-            f"{count} x {kind}" for kind, count in Counter(b for _, b in bad).most_common()
-        )
-        log.warning("%s: %d of %d records skipped: %s", path, len(bad), len(bad) + good, kinds)
-    if not bad and not good:
-        raise DataError(f"{path}: the file is empty. Give a file with one JSON object a line.")
-    share = len(bad) / (len(bad) + good)
-    if share > max_bad_share or not good:
-        first = "; ".join(f"line {number}: {reason}" for number, reason in bad[:3])
-        raise DataError(
-            f"{path}: {len(bad)} of {len(bad) + good} records cannot be used ({share:.1%}, at most "
-            f"{max_bad_share:.1%} may be): {first}. Correct them, or {remedy}."
-        )
+class _Bad:
+    """The skipped records of one file: counted by kind, the first of them kept and logged."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._kinds: Counter[Bad] = Counter()
+        self._first: list[str] = []
+
+    def add(self, number: int, reason: Bad) -> None:
+        """A record was skipped."""
+        self._kinds[reason] += 1
+        if len(self._first) < LOGGED_RECORDS:
+            self._first.append(f"line {number}: {reason}")
+            log.warning("%s, line %d: skipped: %s", self._path, number, reason)
+
+    def judge(self, good: int, max_bad_share: float, remedy: str) -> None:
+        """Log the counts. Raises DataError where too many are bad or none is good."""
+        bad = self._kinds.total()
+        if not bad and not good:
+            raise DataError(
+                f"{self._path}: the file is empty. Give a file with one JSON object a line."
+            )
+        if bad:
+            kinds = ", ".join(f"{count} x {kind}" for kind, count in self._kinds.most_common())
+            log.warning("%s: %d of %d records skipped: %s", self._path, bad, bad + good, kinds)
+        share = bad / (bad + good)
+        if share > max_bad_share or not good:
+            raise DataError(
+                f"{self._path}: {bad} of {bad + good} records cannot be used ({share:.1%}, at most "
+                f"{max_bad_share:.1%} may be): {'; '.join(self._first[:3])}. Correct them, or "
+                f"{remedy}."
+            )
 
 
 def jsonl_split(section: Jsonl, split: Split, read: Callable[[str], list[T]]) -> list[T]:

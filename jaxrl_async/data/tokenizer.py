@@ -1,9 +1,11 @@
 """The one door to transformers and tokenizers: text to token ids, once, and back."""
 
+import contextlib
 import json
 import logging
 import string
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from jaxrl_async.types import IntArray
 log = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+MAX_FILE_BYTES = 2**28
+"""Longest tokenizer.json."""
+SAMPLE = "What is 12 + 34?\n"
+"""What a tokenizer is tried on when it is loaded."""
 
 
 class Tokenizer:
@@ -26,6 +32,8 @@ class Tokenizer:
     def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
         """`eos_ids` end an answer, the first of them is taught; None: the tokenizer's own."""
         self.hf = hf
+        hf.backend_tokenizer.no_truncation()  # which would silently cut prompts and answers
+        hf.backend_tokenizer.no_padding()
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_ids = own if eos_ids is None else eos_ids
         vocabulary = hf.get_vocab()
@@ -53,7 +61,7 @@ class Tokenizer:
         """
         if template is None and self.hf.chat_template:
             messages = [{"role": "user", "content": text}]
-            with self._lock:
+            with self._lock, _told(f"the tokenizer's chat template fails on {_cut(text)}"):
                 shown = self.hf.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
@@ -67,7 +75,7 @@ class Tokenizer:
     def decode(self, token_ids: IntArray) -> str:
         """Text of the ids; end tokens, special tokens and ids without a token are left out."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
-        with self._lock:
+        with self._lock, _told(f"the tokenizer cannot decode {_cut(str(ids))}"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -78,7 +86,7 @@ class Tokenizer:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
 
     def _encode(self, text: str, *, special: bool) -> IntArray:
-        with self._lock:
+        with self._lock, _told(f"the tokenizer cannot encode {_cut(text)}"):
             ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=special).ids
         return np.asarray(ids, np.int32)
 
@@ -100,24 +108,48 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
     named = [*own, *_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
     eos_ids = tuple(dict.fromkeys(named))
+    tokenizer = Tokenizer(hf, eos_ids=eos_ids)
+    if strange := [i for i in eos_ids if not 0 <= i < tokenizer.vocab_size]:
+        raise DataError(
+            f"{folder}: the end token {strange[0]} is not one of the tokenizer's "
+            f"{tokenizer.vocab_size} tokens. Copy tokenizer and config.json from the same model."
+        )
     if not eos_ids:
         log.warning("%s: no end token is named; answers end at sampler.max_new_tokens only", folder)
     elif not own:
         hf.eos_token = hf.convert_ids_to_tokens(eos_ids[0])  # so that a saved directory names it
-    return Tokenizer(hf, eos_ids=eos_ids)
+    try:
+        tokenizer.decode(tokenizer.encode_prompt(SAMPLE))
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
+    return tokenizer
 
 
 def _open(folder: Path, file: Path) -> Any:
     """tokenizer.json as it is, whatever class AutoTokenizer would put in its place."""
-    try:
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise DataError(f"{file}: longer than {MAX_FILE_BYTES:,} bytes: not a tokenizer.")
+    with _told(f"{file}: not a tokenizer"):
         Backend.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"{file}: not a tokenizer: {error}. Save it again.") from None
-    try:
+    with _told(f"{folder}: the tokenizer cannot be loaded"):
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{folder}: the tokenizer cannot be loaded: {reason}.") from error
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever the libraries raise as DataError: bare Exception, and Rust's panics, which are not
+    even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise DataError(f"{what}: {reason}. Copy the tokenizer's files again.") from error
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def _eos_of(file: Path) -> list[int]:
@@ -126,10 +158,10 @@ def _eos_of(file: Path) -> list[int]:
         return []
     try:
         found = json.loads(file.read_text("utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{file}: not a JSON object: {error}.") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None
     several = found if isinstance(found, list) else [found]
-    return [int(i) for i in several if isinstance(i, int)]
+    return [i for i in several if type(i) is int]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:

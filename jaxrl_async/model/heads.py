@@ -155,7 +155,7 @@ def load_critic(
     """
     spec = load_spec(Path(folder))
     described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    kind = " ".join(described.get("architectures") or ())
+    kind = str(described.get("architectures"))
     if _CLASSES["value"] in kind:
         return spec, load_head(folder, "value", shardings_of(head_table(spec, "value")), dtype)[1]
     if _CLASSES["reward"] in kind:

@@ -6,10 +6,11 @@ holds, so that no host copy of the whole model ever exists.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,15 @@ from safetensors.numpy import save_file
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.tensorfile import Stored, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 MAX_FILE_BYTES = 4 * 1024**3
+MAX_JSON_BYTES = 64 * 1024**2
+"""What is read of a config.json or an index."""
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Types in which weights may be stored."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files carry and nobody needs."""
 
@@ -31,6 +38,12 @@ def load_spec(folder: Path) -> ModelSpec:
     """The model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
     return ModelSpec.from_hf_config(_read_json(file), str(file))
+
+
+def check_params(folder: str | Path, spec: ModelSpec) -> None:
+    """Compare the directory's tensors with the model's, and read none. Raises CheckpointError."""
+    with ExitStack() as files:
+        _check(Path(folder), weight_table(spec), _open_all(Path(folder), files))
 
 
 def load_params(
@@ -94,44 +107,83 @@ def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params:
 # ---- reading
 
 
+class _Tensor(NamedTuple):
+    """A stored tensor and the open file that reads it."""
+
+    stored: Stored
+    file: Any
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file}: is not a file. Copy the model's directory again.")
+        with file.open("rb") as stream:
+            content = json.loads(stream.read(MAX_JSON_BYTES + 1).decode())
+    except FileNotFoundError:
         raise CheckpointError(
             f"{file}: not found. model.path must be a Hugging Face directory with config.json and "
             "*.safetensors."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}. Copy the file again.") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object.")
+        raise CheckpointError(f"{file}: must hold a JSON object. Copy the file again.")
     return content
 
 
-def _open_all(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it."""
-    names = [SINGLE]
-    if (folder / INDEX).exists():
-        names = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
-    tensors: dict[str, Any] = {}
-    for name in names:
+def _file_names(folder: Path) -> list[str]:
+    """The files that hold the weights. Raises CheckpointError."""
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder}: no {SINGLE} here. {_advice(folder)}")
+        return [SINGLE]
+    named = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
+    for name in named.values():
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{folder / INDEX}: names the file {str(name)[:80]!r}, which is no *.safetensors "
+                "in this folder. Copy the file again."
+            )
+    return sorted(set(named.values()))
+
+
+def _advice(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.pt*")
+    )
+    if not pickles:
+        return "Copy the whole directory, or save the model with save_pretrained."
+    return (
+        f"{pickles[0]} may be a pickle, which can run any code and is never loaded. Convert it "
+        "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+    )
+
+
+def _open_all(folder: Path, files: ExitStack) -> dict[str, _Tensor]:
+    """Tensor name -> what is stored of it and where. Raises CheckpointError."""
+    tensors: dict[str, _Tensor] = {}
+    for name in _file_names(folder):
         path = folder / name
-        if Path(name).name != name:
-            raise CheckpointError(f"{folder / INDEX}: names the file {name!r} outside the folder.")
+        header = read_header(path)
+        if twice := sorted(header.keys() & tensors.keys()):
+            raise CheckpointError(
+                f"{path}: holds {twice[0]}, which another file holds too. Remove the files that "
+                f"are not part of this model, and correct {INDEX}."
+            )
         try:
             file = files.enter_context(safe_open(path, framework="numpy"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path}: cannot be read as safetensors: {error}. Copy the file again, or convert "
-                "the "
-                "model to safetensors."
+                f"{path}: cannot be read as safetensors: {error}. Copy the file again."
             ) from None
-        tensors |= dict.fromkeys(file.keys(), file)
+        tensors |= {tensor: _Tensor(stored, file) for tensor, stored in header.items()}
     return tensors
 
 
-def _check(folder: Path, table: Any, tensors: Mapping[str, Any]) -> None:
+def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
     wanted = {
         name: weight.hf_shape
         for weight in jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
@@ -143,19 +195,23 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, Any]) -> None:
         for n in tensors.keys() - wanted.keys()
         if not n.endswith(IGNORED) and n != "lm_head.weight"
     )
-    shapes = {n: tuple(tensors[n].get_slice(n).get_shape()) for n in wanted.keys() & tensors.keys()}
-    wrong = sorted(n for n, shape in shapes.items() if shape != wanted[n])
+    there = {n: tensors[n].stored for n in sorted(wanted.keys() & tensors.keys())}
+    wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]
+    coded = [n for n, stored in there.items() if stored.dtype not in DTYPES]
     problems = [
         *_tell(missing, "missing", lambda n: f"{n} {list(wanted[n])}"),
         *_tell(extra, "not part of this model", str),
-        *_tell(wrong, "misshapen", lambda n: f"{n} is {list(shapes[n])}, not {list(wanted[n])}"),
+        *_tell(
+            wrong, "misshapen", lambda n: f"{n} is {list(there[n].shape)}, not {list(wanted[n])}"
+        ),
+        *_tell(coded, "quantised or no weights", lambda n: f"{n} is {there[n].dtype}"),
     ]
     if problems:
         raise CheckpointError(
             f"{folder}: "
             + "; ".join(problems)
-            + ". config.json and the weights belong to different "
-            "models: point model.path at a complete directory."
+            + ". config.json and the weights belong to different models, or one that is not "
+            f"supported: point model.path at a complete directory with {', '.join(DTYPES)} weights."
         )
 
 
@@ -173,7 +229,7 @@ def _names(weight: Weight) -> list[str]:
     return [weight.hf.format(layer=i) for i in range(weight.shape[0])]
 
 
-def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any) -> Array:
+def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: Any) -> Array:
     """One weight on its devices; each device's part is read on its own."""
     names = _names(weight)
     stacked = "{layer}" in weight.hf
@@ -196,16 +252,22 @@ def _load(weight: Weight, tensors: Mapping[str, Any], sharding: Any, dtype: Any)
 
 
 def _slice(
-    weight: Weight, shape: tuple[int, ...], file: Any, name: str, index: tuple[slice, ...]
+    weight: Weight, shape: tuple[int, ...], tensor: _Tensor, name: str, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it
     is).
 
-    Reads the whole tensor of one layer at most, never more.
+    Reads the whole tensor of one layer at most, never more. CheckpointError where it is not finite.
     """
-    stored = np.asarray(file.get_tensor(name))
+    stored = np.asarray(tensor.file.get_tensor(name))
     turned = stored.T if _is_turned(weight) else stored
-    return np.ascontiguousarray(turned.reshape(shape)[index])
+    ours = np.ascontiguousarray(turned.reshape(shape)[index])
+    if not np.isfinite(ours).all():
+        raise CheckpointError(
+            f"{name} holds NaN or infinite numbers: the model was not saved whole, or its training "
+            "failed. Take an earlier checkpoint, or copy it again."
+        )
+    return ours
 
 
 def _is_turned(weight: Weight) -> bool:

@@ -4,15 +4,25 @@ Shape suffixes in this package: B batch, T query tokens, S cache positions, D mo
 heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
 """
 
+import functools
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError
 
 Family = Literal["llama", "qwen2", "qwen3"]
 Init = Literal["normal", "ones", "zeros"]
+
+MAX_SIZE = 2**31 - 1
+"""Largest size or token id in a config.json."""
+MAX_LAYERS = 10_000
+MAX_NUMBER = 1e30
+"""Bound of the other numbers in a config.json."""
+COPY_AGAIN = "Copy the file again, or correct it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,38 +83,45 @@ class ModelSpec:
     def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
         """From a Hugging Face config.json. CheckpointError names the field that is not
         supported."""
-        family = config.get("model_type")
-        if family not in ("llama", "qwen2", "qwen3"):
+        family: Any = config.get("model_type")
+        if family not in get_args(Family):
             raise CheckpointError(
-                f"{where}: model_type {family!r} is not supported. Use a llama, qwen2 or qwen3 "
-                "model."
+                f"{where}: model_type {_show(family)} is not supported. Use a model of "
+                f"{', '.join(get_args(Family))}."
             )
         _refuse_unsupported(config, where)
-        heads, width = config["num_attention_heads"], config["hidden_size"]
+        whole = functools.partial(_whole, config, where=where)
+        heads, width = whole("num_attention_heads"), whole("hidden_size")
         attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
         theta, scaling = _rope(config, where)
-        eos = config.get("eos_token_id")
-        return ModelSpec(
+        spec = ModelSpec(
             family=family,
-            vocab=config["vocab_size"],
-            layers=config["num_hidden_layers"],
+            vocab=whole("vocab_size"),
+            layers=whole("num_hidden_layers", most=MAX_LAYERS),
             width=width,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or width // heads,
-            mlp=config["intermediate_size"],
+            kv_heads=whole("num_key_value_heads", default=heads),
+            head_dim=whole("head_dim", default=width // heads),
+            mlp=whole("intermediate_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
+            norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
             attention_bias=attention_bias,
             output_bias=attention_bias and family != "qwen2",
             qk_norm=family == "qwen3",
-            max_positions=config.get("max_position_embeddings", 32_768),
-            eos_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
-            bos_id=config.get("bos_token_id"),
-            pad_id=config.get("pad_token_id"),
+            max_positions=whole("max_position_embeddings", default=32_768),
+            eos_ids=_ids(config, "eos_token_id", where),
+            bos_id=next(iter(_ids(config, "bos_token_id", where)), None),
+            pad_id=next(iter(_ids(config, "pad_token_id", where)), None),
         )
+        if spec.heads % spec.kv_heads or spec.head_dim % 2:
+            raise CheckpointError(
+                f"{where}: num_attention_heads ({spec.heads}) must be a multiple of "
+                f"num_key_value_heads ({spec.kv_heads}), and head_dim ({spec.head_dim}) even. "
+                + COPY_AGAIN
+            )
+        return spec
 
     def to_hf_config(self) -> dict[str, Any]:
         """A config.json that transformers loads."""
@@ -155,9 +172,9 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     """CheckpointError for a feature that the decoder does not have."""
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
-            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only silu."
+            f"{where}: hidden_act {_show(config['hidden_act'])} is not supported, only silu."
         )
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    if config.get("use_sliding_window") or "sliding_attention" in str(config.get("layer_types")):
         raise CheckpointError(
             f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to "
             "false "
@@ -169,21 +186,66 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from either generation of config.json."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"{where}: rope_parameters must be a JSON object. {COPY_AGAIN}")
+    theta = _number(rope if rope.get("rope_theta") else config, "rope_theta", where, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise CheckpointError(
-            f"{where}: rope scaling {kind!r} is not supported, only default and llama3."
+            f"{where}: rope scaling {_show(kind)} is not supported, only default and llama3."
         )
     return theta, RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
+        factor=_number(rope, "factor", where),
+        low_freq_factor=_number(rope, "low_freq_factor", where),
+        high_freq_factor=_number(rope, "high_freq_factor", where),
+        original_max_positions=_whole(rope, "original_max_position_embeddings", where=where),
     )
+
+
+def _whole(
+    config: Mapping[str, Any],
+    key: str,
+    *,
+    where: str,
+    default: int | None = None,
+    most: int = MAX_SIZE,
+) -> int:
+    """A size from a config.json; null counts as not given. Raises CheckpointError."""
+    value: Any = default if config.get(key) is None else config[key]
+    if type(value) is not int or not 1 <= value <= most:
+        raise _wrong(config, key, where, f"a whole number from 1 to {most}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """A positive number from a config.json; null counts as not given. Raises CheckpointError."""
+    value: Any = default if config.get(key) is None else config[key]
+    if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
+        raise _wrong(config, key, where, f"a number above 0 and below {MAX_NUMBER:g}")
+    return float(value)
+
+
+def _ids(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """Token ids from a config.json: none, one or several. Raises CheckpointError."""
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
+        raise _wrong(config, key, where, "a token id, a list of them or null")
+    return tuple(ids)
+
+
+def _wrong(config: Mapping[str, Any], key: str, where: str, wanted: str) -> CheckpointError:
+    said = f"{key} = {_show(config[key])}" if key in config else f"{key} is missing; it"
+    return CheckpointError(f"{where}: {said} must be {wanted}. {COPY_AGAIN}")
+
+
+def _show(value: Any) -> str:
+    """A value of a JSON file, short."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +287,13 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
             hf="lm_head.weight", hf_shape=(v, d),
         )  # fmt: skip
     return table
+
+
+def num_weights(spec: ModelSpec) -> int:
+    """How many numbers the decoder's weights are."""
+    table = weight_table(spec)
+    weights = [*table.pop("layers").values(), *table.values()]
+    return sum(math.prod(weight.shape) for weight in weights)
 
 
 def _layer_table(spec: ModelSpec) -> dict[str, Weight]:

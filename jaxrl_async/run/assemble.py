@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
@@ -20,6 +21,7 @@ from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
@@ -38,9 +40,9 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder, set_aside
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
-from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop, SavedGroup
@@ -50,9 +52,10 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router import Router
-from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
 from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
 from jaxrl_async.scorers.rewards import make_scorer
+from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.corrections import weighs
@@ -64,6 +67,7 @@ from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.trial import check_algorithm
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -73,6 +77,8 @@ log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
 """Tokens of the sequence that trainer and sampler compare log-probs on."""
+MAX_CPU_DEVICES = 256
+"""Most devices that a CPU is made to look like."""
 MAX_LAGS = 32
 """Lags whose divergence is reported one by one."""
 CACHE_FOLDER = ".jax_cache"
@@ -109,6 +115,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
+    check_algorithm(config.algorithm, config.teacher)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(
@@ -120,7 +127,18 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
+    check_frozen(config)
+    plan = kv_plan(policy.spec, config.sampler, jnp.dtype(config.model.dtype))
+    check_fits(
+        plan.pages * plan.page_bytes,
+        slices.sampler,
+        "the KV cache of a sampler",
+        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
+    )
     held_out = eval_prompts(config.data, tokenizer)
+    if is_own(config.reward.function):
+        where = f"reward.function = {config.reward.function!r}"
+        try_once(judge, held_out[0], tokenizer.encode, where)
     prompts = make_stream(config.data, tokenizer, config.run.seed)
 
     resume_asked = config.run.resume
@@ -267,8 +285,11 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
 def claim_devices(config: Config) -> None:
     """Before JAX's first use: ask the CPU backend for as many devices as the mesh needs.
 
-    Without effect where an accelerator is the default backend, or where XLA_FLAGS says how many.
+    Without effect where an accelerator is the default backend, where XLA_FLAGS says how many, or
+    where they would be too many to emulate: make_slices says so.
     """
+    if config.mesh.num_devices > MAX_CPU_DEVICES:
+        return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
@@ -306,6 +327,21 @@ def make_samplers(
     return samplers[0] if len(samplers) == 1 else Router(samplers)
 
 
+def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raise ConfigError where the mesh certainly cannot hold so much: too large an array may end
+    the process instead of failing."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        there = mesh.size * (device.memory_stats() or {}).get("bytes_limit", needed_bytes)
+    if needed_bytes > there:
+        raise ConfigError(
+            f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
+            f"{there / 2**30:,.1f} GiB. {remedy}"
+        )
+
+
 def keep_compiled_programs(folder: Path) -> None:
     """JAX's persistent compilation cache, shared by all runs in the folder; without effect where
     JAX_COMPILATION_CACHE_DIR says another."""
@@ -336,11 +372,20 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
     """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
-        policy = _load(config, config.model.path, slices, tokenizer)
+        spec = load_spec(Path(config.model.path))
     else:
         spec = ModelSpec.from_architecture(
             config.model.architecture, _rounded(tokenizer.vocab_size)
         )
+    check_fits(
+        3 * num_weights(spec) * dtype.itemsize,
+        slices.trainer,
+        "the policy with AdamW's two moments",
+        "Choose a smaller model, or give mesh.trainer more devices.",
+    )
+    if config.model.path is not None:
+        policy = _load(config, config.model.path, slices, tokenizer)
+    else:
         make = jax.jit(
             functools.partial(init_params, spec, dtype=dtype),
             out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
@@ -480,6 +525,17 @@ def reference_params(
             "the policy at the start. A model of another shape can be a teacher (teacher.path)."
         )
     return other.params
+
+
+def check_frozen(config: Config) -> None:
+    """Look at every directory of frozen weights before anything is trained. CheckpointError."""
+    refers = config.algorithm.kl_coefficient > 0
+    paths = [config.teacher.path, config.reference.path if refers else None]
+    for path in [*paths, config.preference.reference]:
+        if path is not None:
+            check_params(path, load_spec(Path(path)))
+    if config.critic.path is not None:
+        load_spec(Path(config.critic.path))
 
 
 def _check_shared_vocabulary(policy: Policy, spec: ModelSpec, setting: str) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class Paths:
 def prepare(config: Config | Run) -> Paths:
     """Make the run's folder; find it with run.resume; with run.overwrite move an old one aside.
 
-    Raises ConfigError where the folder holds a run and neither is set, where both are, or where
-    there is nothing to resume.
+    Raises ConfigError where the folder holds a run and neither is set, where both are, where there
+    is nothing to resume, or where an entry of the folder leads out of it.
     """
     run = config.run if isinstance(config, Config) else config
     paths = Paths(Path(run.dir) / run.name)
@@ -84,6 +85,7 @@ def prepare(config: Config | Run) -> Paths:
                 f"{paths.root}: there is no run to resume (run.dir={run.dir}, run.name="
                 f"{run.name}). Leave out --resume to start one, or correct run.name."
             )
+        check_links(paths.root)
         return paths
     if _holds_something(paths.root):
         if not run.overwrite:
@@ -115,17 +117,44 @@ def claimed(paths: Paths) -> Iterator[None]:
         yield
 
 
+def inside(root: Path, path: Path) -> bool:
+    """Whether a path, all links followed, lies in `root`, which may be a link itself."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def check_links(root: Path) -> None:
+    """Raise ConfigError where an entry anywhere below `root` is a link that leads out of it."""
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(folder) / name
+            if path.is_symlink() and not inside(root, path):
+                raise ConfigError(
+                    f"{path} is a link that leads out of the run's folder: the run would read or "
+                    f"write {os.path.realpath(path)}. Replace it by what it leads to, or choose "
+                    "another run.name."
+                )
+
+
 def free_name(path: Path) -> Path:
     """path.1, path.2, ...: the first that does not exist."""
     number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
+    while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1
     return path.with_name(f"{path.name}.{number}")
 
 
 def _holds_something(path: Path) -> bool:
+    """Whether a run began here: one refused before leaves config.yaml and what is empty."""
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; a run needs a folder there. Move it or change run.name."
         )
-    return path.is_dir() and any(path.iterdir())
+    return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
+
+
+def _is_left_over(path: Path) -> bool:
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        return not any(path.iterdir())
+    return path.name == "config.yaml" or not path.stat().st_size

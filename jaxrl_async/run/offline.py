@@ -30,6 +30,7 @@ from jaxrl_async.model.heads import save_head, with_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.assemble import (
     CACHE_FOLDER,
+    check_frozen,
     claim_devices,
     keep_compiled_programs,
     learning,
@@ -96,6 +97,7 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
     ) as checkpoints:
         resume_asked = config.run.resume
         config = resuming_if_possible(config, checkpoints)
+        check_frozen(config)
         job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
         progress = begin(config, job, checkpoints)
         recorder = Recorder(

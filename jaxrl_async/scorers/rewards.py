@@ -131,7 +131,7 @@ class RewardScorer:
     def _judge(self, completion: str, prompt: Prompt) -> Score:
         try:
             result = self._function(prompt.text, completion, prompt.reference)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RolloutError(
                 f"{self._about(prompt)} raised {type(error).__name__}: {error}. "
                 "Correct the function."

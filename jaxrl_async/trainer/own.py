@@ -118,7 +118,7 @@ def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
     name = schema.name_of(choice)
     if not is_own(name):
         return function
-    where, data = f"algorithm.advantage = {name!r}", _tiny_step()
+    where, data = f"algorithm.advantage = {name!r}", tiny_step()
     try:
         given = function(data)
     except Exception as error:
@@ -142,7 +142,8 @@ def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
     return function
 
 
-def _tiny_step() -> StepData:
+def tiny_step() -> StepData:
+    """Two groups of three episodes, one of them with different rewards."""
     drawn = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -70,7 +71,8 @@ class Registry(Generic[F]):
                 )
             if not _fits(value, settings[key].annotation):
                 wanted = settings[key].annotation.__name__
-                raise ConfigError(f"{self.kind} {name!r}: {key} must be {wanted}, not {value!r}.")
+                given = "a very long number" if _is_long(value) else repr(value)
+                raise ConfigError(f"{self.kind} {name!r}: {key} must be {wanted}, not {given}.")
         missing = [k for k, p in settings.items() if p.default is p.empty and k not in arguments]
         if missing:
             example = ", ".join(f"{k}: ..." for k in missing)
@@ -95,10 +97,17 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
 def _fits(value: Any, annotation: Any) -> bool:
     """Whether a value from a configuration can be this argument; only numbers are checked."""
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return True
+        return (type(value) is float and not math.isnan(value)) or _is_whole(value)
+    return _is_whole(value) if annotation is int else True
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and not _is_long(value)
+
+
+def _is_long(value: Any) -> bool:
+    """Whether a whole number has more than 64 bits."""
+    return isinstance(value, int) and abs(value) >= 2**63
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -1,14 +1,17 @@
 """Loading a configuration: what is taken, what is refused, and how it is told."""
 
+import copy
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.load import dump, help_text, load
+from jaxrl_async.config.load import _all_paths, dump, help_text, load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 
@@ -127,6 +130,15 @@ def test_all_problems_come_in_one_message(write):
         assert expected in message
 
 
+LETTERS = "abcdefghi"
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in pairwise(LETTERS)
+)
+BOMB_KEY = "[&a [1], " + ", ".join(
+    f"&{new} [{','.join([f'*{old}'] * 9)}]" for old, new in pairwise(LETTERS)
+) + "]"  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -144,6 +156,12 @@ def test_all_problems_come_in_one_message(write):
         ("run: {seed: 2001-99-99}\n", "not valid YAML"),
         ("a: " + "[" * 5000, "not valid YAML"),
         (b"run: \xff\n", "not UTF-8"),
+        (BOMB, "more than 10,000 keys and values"),
+        ("run: {? [a]: b}\n", "line 1: not valid YAML: a key that is no text"),
+        (f"run: {{? {BOMB_KEY} : b}}\n", "not valid YAML: a key that is no text"),
+        ("#" * (2**18 + 1), "longer than 262,144 bytes"),
+        ('run: {dir: "a\\0"}', "run.dir = 'a\\x00' is not allowed"),
+        ("run: {name: .hidden}", "is not allowed; it must be text like"),
         (b"run: {seed: " + b"9" * 5000 + b"}", "not valid YAML"),
         ("run: {seed: 0x" + "f" * 5000 + "}", "a very long number"),
         ("run: {steps: true}", "run.steps = true is not allowed"),
@@ -201,6 +219,11 @@ def test_shapings_are_a_list_of_names_and_settings(write):
     assert load(path, []).algorithm.shaping == ("mask_truncated",)
     config = load(path, ["algorithm.shaping=[{cap: {low: 0, high: 1}}, mask_truncated]"])
     assert config.algorithm.shaping == ({"cap": {"low": 0, "high": 1}}, "mask_truncated")
+
+
+def test_of_very_many_problems_the_first_are_told(write):
+    message = refusal(write("".join(f"key{i}: 1\n" for i in range(4000))))
+    assert message.startswith("more than 20 problems") and message.count("is not a setting") == 20
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -265,21 +288,63 @@ YAMLS = st.one_of(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+VALID = yaml.safe_load((CONFIGS / "addition.yaml").read_text())
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.dates()
+    | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner,
+                                                                max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+PATHS = sorted(path for path, _ in _all_paths(Config, ()))
+
+
+@st.composite
+def mutated_trees(draw):
+    """A valid configuration with values put in at a few places, known and unknown."""
+    tree = copy.deepcopy(VALID)
+    for _ in range(draw(st.integers(1, 4))):
+        path = (*draw(st.sampled_from(PATHS)), *draw(st.lists(st.text(max_size=3), max_size=1)))
+        inner = tree
+        for key in path[:-1]:
+            if not isinstance(inner.get(key), dict):
+                inner[key] = {}
+            inner = inner[key]
+        inner[path[-1]] = draw(TREES)
+    return yaml.safe_dump(tree, allow_unicode=draw(st.booleans())).encode("utf-8", "replace")
+
+
+@st.composite
+def mutated_bytes(draw):
+    """A valid configuration with bytes changed."""
+    raw = bytearray((CONFIGS / "addition.yaml").read_bytes()[-900:])
+    for _ in range(draw(st.integers(1, 6))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw)
+
+
+ANYTHING = (
+    YAMLS | TREES.map(lambda t: yaml.safe_dump(t).encode("utf-8", "replace")) | mutated_trees()
+    | mutated_bytes()
+)  # fmt: skip
+OVERRIDES = st.lists(
+    st.text(max_size=20) | st.tuples(KEYS, SCALARS).map(lambda pair: f"{pair[0]}={pair[1]}"),
+    max_size=3,
 )
-@given(text=YAMLS, overrides=st.lists(st.one_of(st.text(max_size=20), st.tuples(KEYS, SCALARS).map(
-    lambda pair: f"{pair[0]}={pair[1]}")), max_size=3))  # fmt: skip
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=ANYTHING, overrides=OVERRIDES)
 @example(text=b"run: {name: \xed\xa0\x80}", overrides=[])
 @example(text=b"", overrides=["run.dir=\udcff", "algorithm.loss=\ud800"])
-def test_whatever_is_given_is_a_config_or_a_config_error(write, text, overrides):
+def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overrides):
     path = write(text)
     try:
         config = load(path, overrides)
     except ConfigError as error:
-        assert str(error)
+        assert str(error) and len(str(error)) < 10_000
     else:
-        assert isinstance(dump(config), str)
+        assert load(write(dump(config))) == config
 
 
 @pytest.mark.parametrize(

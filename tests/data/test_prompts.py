@@ -1,22 +1,27 @@
 """The prompt pipeline: order, shards, places, bad records, warm-start pairs."""
 
 import json
+import os
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
+from jaxrl_async.data import prompts
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
+    MAX_LINE_BYTES,
     PromptStream,
     Record,
     eval_prompts,
     final_answer,
     make_prompts,
+    read_jsonl,
     warm_start_pairs,
 )
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
@@ -241,3 +246,90 @@ def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
     held = eval_prompts(data, tokenizer)[0]
     assert held.text == first_held["question"]
     assert first_held["answer"].endswith(f"#### {held.reference}")
+
+
+# ---- hostile files
+
+
+def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 64)
+    path = tmp_path / "d.jsonl"
+    good = json.dumps({"question": "a", "answer": "b"})
+    path.write_bytes(f"{'x' * 1000}\n{good}\n{'y' * 64}\n{' ' * 65}\n{good}z\n{'z' * 65}".encode())
+    found = read_jsonl(path, Jsonl(max_bad_share=0.9), TOKENIZER, 64)
+    assert [record.text for record in found] == ["a"]
+    told = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
+    assert [line.split(": ")[0].rpartition(" ")[2] for line in told[:-1]] == [
+        "1",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
+    assert "3 x a line of more than 1 MiB, 2 x not a JSON object" in told[-1]
+
+
+def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
+    path = tmp_path / "d.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**26)  # NUL bytes that take no room on the disk
+        file.seek(2**26)
+        file.write(b'\n{"question": "a", "answer": "b"}\n')
+    tracemalloc.start()
+    read_jsonl(path, Jsonl(max_bad_share=0.5), TOKENIZER, 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * MAX_LINE_BYTES
+
+
+def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
+    path = tmp_path / "d.jsonl"
+    lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
+    path.write_text("\n".join(lines))
+    assert len(read_jsonl(path, Jsonl(), TOKENIZER, 64)) == 5
+    assert "2 of 5 records are copies of earlier ones" in caplog.text
+
+
+@pytest.mark.parametrize("name", [".", "none", "pipe", "a" * 300, "a\0b"])
+def test_what_is_no_file_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="Give a file of JSON lines"):
+        read_jsonl(tmp_path / name, Jsonl(), TOKENIZER, 64)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+LINES = st.one_of(
+    st.binary(max_size=30),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.fixed_dictionaries({}, optional={"question": JSON, "answer": JSON, "x": JSON}).map(
+        lambda record: json.dumps(record).encode()
+    ),
+    st.sampled_from([b'{"question": "' + b"a" * 99 + b'", "answer": "1"}', b"[" * 9999, b"1e999",
+                     b'{"question": "\\ud800", "answer": 1}',
+                     b'{"question": "\\u0000a", "answer": 1}',
+                     b"9" * 5000, b"x" * 300]),
+)  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(LINES, max_size=6).map(b"\n".join) | st.binary(max_size=200),
+    st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_fuzz_any_bytes_are_records_or_a_data_error(tmp_path, monkeypatch, content, mark, share):
+    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 200)
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(mark + content)
+    try:
+        found = read_jsonl(path, Jsonl(max_bad_share=share), TOKENIZER, 16)
+    except DataError as error:
+        assert str(path) in str(error) and len(str(error)) < 1000
+        return
+    assert found and all(0 < len(record.token_ids) <= 16 for record in found)
+    num_lines = sum(bool(line.strip()) for line in content.split(b"\n"))
+    assert len(found) >= (1 - share) * num_lines

@@ -1,11 +1,14 @@
 """Tokenizers: directories that load, texts that come back, end tokens, templates."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -141,3 +144,110 @@ def test_threads_may_share_a_tokenizer():
         assert (
             list(pool.map(lambda t: tokenizer.decode(tokenizer.encode_prompt(t)), texts)) == texts
         )
+
+
+# ---- hostile files
+
+
+def edited(folder, name, **changes):
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_truncation_and_padding_in_the_file_do_not_cut_or_fill_prompts(tmp_path):
+    addition_tokenizer().save_pretrained(tmp_path)
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    edited(tmp_path, "tokenizer.json", truncation=truncation, padding=padding)
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer.encode("12+34=")) == len(tokenizer.encode_prompt("12+34=")) == 6
+
+
+@pytest.mark.parametrize("eos", [99, -1, 2**40])
+def test_an_end_token_of_another_tokenizer_is_refused(tmp_path, eos):
+    addition_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(DataError, match=f"end token {eos} is not one"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ a.b.c }}"])
+def test_a_chat_template_that_fails_is_refused_at_load(tmp_path, template):
+    addition_tokenizer().save_pretrained(tmp_path)
+    edited(tmp_path, "tokenizer_config.json", chat_template=template)
+    with pytest.raises(DataError, match="chat template fails"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_encode_is_refused_at_load(tmp_path):
+    addition_tokenizer().save_pretrained(tmp_path)
+    edited(
+        tmp_path, "tokenizer.json", model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    )
+    with pytest.raises(DataError, match="cannot encode"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A tokenizer's directory: bytes by name."""
+    folder = tmp_path_factory.mktemp("whole")
+    addition_tokenizer().save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+    | st.sampled_from(["BPE", "Unigram", "WordPiece", "WordLevel", "Split", "<eos>", 2**32, -1]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["type", "vocab", "merges", "pattern", "id"]) | st.text(max_size=3),
+        inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def places(tree, path=()):
+    """Every path into a JSON tree, some levels deep."""
+    yield path
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from places(value, (*path, key))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_fuzz_a_mutated_tokenizer_works_or_is_a_data_error(whole, tmp_path, data):
+    name = data.draw(st.sampled_from(["tokenizer.json", "tokenizer_config.json"]))
+    if data.draw(st.booleans()):
+        tree = json.loads(whole[name])
+        for _ in range(data.draw(st.integers(1, 3))):
+            *way, last = data.draw(st.sampled_from(list(places(tree))[1:] or [("x",)]))
+            inner = tree
+            for key in way:
+                inner = inner[key]
+            inner[last] = data.draw(VALUES)
+        content = json.dumps(tree).encode()
+    else:
+        raw = bytearray(whole[name])
+        for _ in range(data.draw(st.integers(1, 3))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        content = bytes(raw)
+    folder = tmp_path / "t"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file, raw in (whole | {name: content}).items():
+        (folder / file).write_bytes(raw)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except DataError as error:
+        assert str(folder) in str(error) and len(str(error)) < 1000
+        return
+    ids = tokenizer.encode_prompt("12+34=")
+    assert all(0 <= i < tokenizer.vocab_size for i in (*ids, *tokenizer.eos_ids))

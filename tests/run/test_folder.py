@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.folder import claimed, prepare
+from jaxrl_async.run.folder import claimed, inside, prepare
 
 
 def run(tmp_path, **values):
@@ -74,3 +74,55 @@ def test_only_one_process_trains_a_run(tmp_path):
         pass
     with claimed(paths):
         pass
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/3", "checkpoints", "policy/x"])
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path, name, resume):
+    root = prepare(run(tmp_path)).root
+    (tmp_path / "elsewhere").mkdir()
+    link = root / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="leads out" if resume else "holds a run already"):
+        prepare(run(tmp_path, resume=resume))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_links_within_the_folder_and_the_folder_itself_as_a_link_are_followed(tmp_path):
+    (tmp_path / "big_disk").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(tmp_path / "big_disk")
+    paths = old_run(tmp_path)
+    (paths.root / "newest.jsonl").symlink_to("metrics.jsonl")
+    assert prepare(run(tmp_path, resume=True)).root == paths.root
+    assert (tmp_path / "big_disk" / "metrics.jsonl").read_text() == "old"
+
+
+def test_inside_follows_links_and_dots(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "a" / "out").symlink_to(tmp_path / "ab")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a" / "loop")
+    root = tmp_path / "a"
+    assert (
+        inside(root, root) and inside(root, root / "not" / "there") and inside(root, root / "loop")
+    )
+    for path in ("out", "out/x", "../ab", "../a/../ab"):
+        assert not inside(root, root / path)
+
+
+def test_what_a_refused_start_leaves_is_no_run(tmp_path):
+    paths = prepare(run(tmp_path))
+    paths.config.write_text("run: {}")
+    paths.checkpoints.mkdir()
+    paths.metrics.touch()
+    assert prepare(run(tmp_path)).root == paths.root
+
+
+def test_a_dangling_link_is_no_free_name(tmp_path):
+    old_run(tmp_path)
+    (tmp_path / "runs" / "demo.1").symlink_to(tmp_path / "nowhere")
+    prepare(run(tmp_path, overwrite=True))
+    assert (tmp_path / "runs" / "demo.2" / "metrics.jsonl").read_text() == "old"
+    assert (tmp_path / "runs" / "demo.1").is_symlink()

@@ -1,0 +1,150 @@
+"""What a safetensors file says that it holds, checked before anything of it is mapped or allocated.
+
+    8 bytes: length of the header │ header: JSON {name: {dtype, shape, data_offsets}} │ data
+
+Each tensor's bytes are exactly its shape times its type, the tensors lie one behind the other
+without gap or overlap, and together they are the data to its last byte.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.errors import CheckpointError
+
+MAX_HEADER_BYTES = 16 * 1024**2
+"""Longest header that is read, enough for more than 100,000 tensors."""
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Types that the format knows, with their size; those of less than a byte are not supported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One tensor in a file."""
+
+    dtype: str  # a key of DTYPE_BYTES
+    shape: tuple[int, ...]
+    begin: int  # first byte in the data
+    end: int  # behind its last byte
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name. Raises CheckpointError."""
+    try:
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path}: is no file, or not there. Copy the model's directory again."
+            )
+        with path.open("rb") as file:
+            length, size = file.read(8), path.stat().st_size
+            header_bytes = int.from_bytes(length, "little")
+            if len(length) < 8 or header_bytes > size - 8:
+                raise _torn(path, f"it ends within its header ({size} bytes in all)")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise _torn(path, f"a header of {header_bytes} bytes; {MAX_HEADER_BYTES} is most")
+            header = file.read(header_bytes)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {error}. Copy the file again.") from None
+    return parse_header(header, size - 8 - header_bytes, path)
+
+
+def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored]:
+    """The tensors that a header describes, of a file with so many bytes of data behind it.
+
+    Raises CheckpointError, which names the path and the first tensor that cannot be.
+    """
+    try:
+        described = json.loads(header.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _torn(path, f"its header is not JSON ({_short(error)})") from None
+    if not isinstance(described, dict):
+        raise _torn(path, "its header is not a JSON object")
+    tensors = {
+        name: _stored(path, name, entry)
+        for name, entry in described.items()
+        if name != "__metadata__"
+    }
+    place = 0
+    for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if tensor.begin != place:
+            kind = "overlaps the one before it" if tensor.begin < place else "leaves a gap before"
+            raise _torn(path, f"the tensor {_name(name)} {kind}")
+        place = tensor.end
+    if place != data_bytes:
+        raise _torn(path, f"its tensors need {place} bytes, and {data_bytes} are there")
+    return tensors
+
+
+def _stored(path: Path, name: str, entry: Any) -> Stored:
+    """One entry of the header."""
+    if not isinstance(entry, dict):
+        raise _torn(path, f"the entry of {_name(name)} is not an object")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise _torn(
+            path,
+            f"the tensor {_name(name)} has the type {str(dtype)[:20]!r}, which is not supported",
+        )
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _torn(path, f"the tensor {_name(name)} has no valid shape and data_offsets")
+    begin, end = offsets
+    if math.prod(shape) * DTYPE_BYTES[dtype] != end - begin:
+        raise _torn(
+            path,
+            f"the tensor {_name(name)}, {dtype}{shape[:8]}, does not fit its {end - begin} bytes",
+        )
+    return Stored(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= 32
+        and all(type(v) is int and 0 <= v < 2**63 for v in values)
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _name(name: str) -> str:
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:80]
+
+
+def _torn(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: not a whole safetensors file: {what}. Copy the file again, or save the model "
+        "anew with save_pretrained."
+    )
