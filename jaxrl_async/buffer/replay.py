@@ -355,8 +355,6 @@ class ReplayBuffer:
         retired = [
             n for n, g in self._kept.items() if drop_reason(g, version, self._limit) is not None
         ]
-        if dropped or retired:
-            self._note(look=version, dropped=dropped, retired=retired)
         for number, reason in reasons.items():
             if reason is not None:
                 self._drop(number, self._ready[number], reason, version)
@@ -364,6 +362,8 @@ class ReplayBuffer:
             self._retire(number, version)
         if sum(map(len, self._selected(version))) == self._per_step:
             return True
+        if dropped or retired:
+            self._note(look=version, dropped=dropped, retired=retired)
         self._raise_if_hopeless()
         return False
 
