@@ -36,6 +36,10 @@ class TrainingError(JaxrlError, ArithmeticError):
     """Training cannot go on: steps in a row were not finite, or no group has anything to teach."""
 
 
+class ReplayError(JaxrlError, RuntimeError):
+    """A run cannot be replayed from a recorded schedule, or has come apart from it."""
+
+
 class Closed(JaxrlError, RuntimeError):
     """The part was closed while somebody waited on it: the run is stopping."""
 

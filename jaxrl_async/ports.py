@@ -3,6 +3,7 @@
 from asyncio import Future
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_async.types import (
@@ -115,6 +116,36 @@ class WeightSource(Protocol):
 
     def live(self, version: int) -> None:
         """The sampler says: from now on every new token comes from this version."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """What a sampler takes in between two decode blocks."""
+
+    requests: tuple[str, ...] = ()  # ids, in the order of their queue
+    cancelled: tuple[str, ...] = ()  # ids of those that nobody waits for any more
+    version: int | None = None  # of new weights; None: none
+
+
+class NotYet(Enum):
+    """The answer of Schedule.due() where something else was recorded to happen before."""
+
+    NOT_YET = "not yet"
+
+
+class Schedule(Protocol):
+    """Writes down in which order a run's threads did what; a replay prescribes it. Any thread."""
+
+    def write(self, **event: Any) -> None:
+        """Something has happened, after all that is written already."""
+        ...
+
+    def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
+        """What this sampler is to take in after so many blocks; None: whatever has come.
+
+        working: it has something to decode, and could go on without.
+        """
         ...
 
 

@@ -3,6 +3,7 @@
     --help           every field with its unit, range and default
     --print-config   the resolved configuration, as YAML
     --resume         continue from the newest good checkpoint of the run (run.resume=true)
+    --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
 stderr; 2 a bad command line or configuration; 75 told to end by SIGTERM, with everything saved
@@ -10,6 +11,7 @@ within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C.
 """
 
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +20,8 @@ from jaxrl_async.errors import ConfigError, JaxrlError, Preempted
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
-    "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
+    "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] "
+    "[--replay-schedule FILE] [--print-config]"
 )
 SMALLER = (
     "Lower sampler.slots, sampler.max_length, trainer.micro_batch_tokens or the model's size, or "
@@ -36,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in args or "-h" in args:
         print(USAGE, "", help_text(), sep="\n")
         return 0
+    args, replayed = _without_value(args, "--replay-schedule")
     flags = {a for a in args if a.startswith("-")}
     words = [a for a in args if not a.startswith("-")]
     unknown = flags - {"--resume", "--print-config"}
@@ -49,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         overrides = [*words[1:], *(RESUME if "--resume" in flags else [])]
+        overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
             print(dump(config), end="")
@@ -77,6 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
         return 1
     return 0
+
+
+def _without_value(args: list[str], option: str) -> tuple[list[str], list[str]]:
+    """`args` without "OPTION VALUE" and "OPTION=VALUE", and the values; a missing one stays."""
+    rest: list[str] = []
+    values: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == option:
+            value = value if equals else next(words, "")
+        if name == option and value:
+            values.append(value)
+        else:
+            rest.append(word)
+    return rest, values
 
 
 if __name__ == "__main__":

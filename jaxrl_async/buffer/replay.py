@@ -93,6 +93,7 @@ class ReplayBuffer:
         has_signal: Callable[[EpisodeGroup], bool] | None = None,
         max_resampled: int = 0,
         ledger: Ledger | None = None,
+        note: Callable[..., None] = lambda **event: None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """version: live in every sampler now. Raises ConfigError where no step could be filled.
@@ -102,7 +103,8 @@ class ReplayBuffer:
         when it is drawn is dropped. reuse: steps that may train on one group. rank: which of the
         groups that may be drawn come first. has_signal: groups for which it says no are dropped
         when they are put (None: none); more than max_resampled of them for one step end the run
-        (0: no limit).
+        (0: no limit). note: told of each change, under the lock (ports.Schedule.write): the same
+        changes in the same order make the same buffer.
         """
         self._waits = when_too_old == "wait"
         if self._waits and lookahead > max_staleness * groups_per_step:
@@ -129,7 +131,7 @@ class ReplayBuffer:
                 f"{(max_staleness + 1) * groups_per_step}: a step could never be filled. Lower it "
                 "or raise staleness.max_staleness."
             )
-        self._ledger, self._clock = ledger or Ledger(), clock
+        self._ledger, self._note, self._clock = ledger or Ledger(), note, clock
         self._changed = threading.Condition()
         self._live, self._next_group = version, next_group
         self._pending: dict[int, Ticket] = {}  # admitted, not yet taken; ascending
@@ -167,6 +169,7 @@ class ReplayBuffer:
                 self._ledger.write("admitted", group=ticket.group, version=ticket.version)
             self._next_group += count
             self._admitted += count
+            self._note(admit=first, count=count, version=self._live)
             return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
@@ -181,6 +184,7 @@ class ReplayBuffer:
             assert number in self._pending and number not in self._ready, (
                 f"group {number} is not in flight"
             )
+            self._note(put=number)
             if self._has_signal is not None and not self._has_signal(group):
                 self._resampled += 1
                 self._drop(number, group, Drop.NO_SIGNAL, self._live)
@@ -196,6 +200,7 @@ class ReplayBuffer:
             assert ticket.group not in self._ready, f"group {ticket.group} has been put already"
             if self._pending.pop(ticket.group, None) is None:
                 return
+            self._note(fail=ticket.group, reason=reason.value)
             self._drops[reason] += 1
             self._ledger.write(
                 "dropped", group=ticket.group, prompt=prompt.prompt_id, reason=reason.value
@@ -227,16 +232,23 @@ class ReplayBuffer:
             if not self._waits:  # their places in memory are free already
                 self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
+            self._note(
+                draw=version,
+                groups=[g.ticket.group for g in groups],
+                dropped=[g.ticket.group for g, _ in dropped],
+            )
             return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
 
     def pause(self) -> None:
         """Admit nothing until resume()."""
         with self._changed:
+            self._note(pause=True)
             self._paused = True
 
     def resume(self) -> None:
         """Admit again."""
         with self._changed:
+            self._note(resume=True)
             self._paused = False
             self._changed.notify_all()
 
@@ -250,6 +262,7 @@ class ReplayBuffer:
         least = self._least_limit()
         assert least <= limit <= self._max_staleness, f"{limit} is not within {least} and the bound"
         with self._changed:
+            self._note(limit=limit)
             self._limit = limit
             if self._waits:
                 self._capacity = capacity(limit, self._per_step, self._lookahead, self._reuse)
@@ -260,6 +273,7 @@ class ReplayBuffer:
     def set_live(self, version: int) -> None:
         """Every sampler draws from `version` now: the slots of steps before it are free."""
         with self._changed:
+            self._note(live=version)
             self._live = max(self._live, version)
             for at in [v for v in self._taken if v < version]:
                 del self._taken[at]
@@ -372,15 +386,20 @@ class ReplayBuffer:
     def _complete(self, version: int) -> bool:
         """Whether a step's groups are at hand, after dropping what may not be trained on."""
         oldest = self._max_staleness if self._waits else self._limit
-        for number, group in list(self._ready.items()):
-            reason = drop_reason(group, version, oldest)
+        reasons = {n: drop_reason(g, version, oldest) for n, g in self._ready.items()}
+        dropped = [n for n, reason in reasons.items() if reason is not None]
+        retired = [
+            n for n, g in self._kept.items() if drop_reason(g, version, self._limit) is not None
+        ]
+        for number, reason in reasons.items():
             if reason is not None:
-                self._drop(number, group, reason, version)
-        for number, group in list(self._kept.items()):
-            if drop_reason(group, version, self._limit) is not None:
-                self._retire(number, version)
+                self._drop(number, self._ready[number], reason, version)
+        for number in retired:
+            self._retire(number, version)
         if sum(map(len, self._selected(version))) == self._per_step:
             return True
+        if dropped or retired:
+            self._note(look=version, dropped=dropped, retired=retired)
         self._raise_if_hopeless()
         return False
 

@@ -48,6 +48,23 @@ class Run(Section):
     """Continue from the newest checkpoint in the run's folder (also: --resume)."""
     overwrite: bool = False
     """Start anew where the run's folder already holds a run; the old one is moved aside."""
+    replay_schedule: str | None = None
+    """Follow a recorded schedule bit for bit: the schedule.jsonl of another run of the same
+    configuration (also: --replay-schedule FILE); null: run freely."""
+
+    @model_validator(mode="after")
+    def _can_be_replayed(self) -> "Run":
+        if self.replay_schedule is not None and self.job != "rl":
+            raise ValueError(
+                f"run.replay_schedule replays run.job=rl; run.job={self.job} has one thread, and "
+                "does the same each time. Leave it out."
+            )
+        if self.replay_schedule is not None and self.resume:
+            raise ValueError(
+                "run.replay_schedule begins where the recording begins, and run.resume at a "
+                "checkpoint. Leave one out."
+            )
+        return self
 
 
 class Axes(Section):

@@ -50,6 +50,8 @@ from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
 from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
+from jaxrl_async.run.replay import OrderedPrompts, Replay, ReplayedBuffer
+from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
@@ -96,6 +98,7 @@ class Parts:
     sampler: Sampler | Router
     rollouts: RolloutLoop
     buffer: ReplayBuffer
+    schedule: Recording | Replay
     channel: WeightChannel
     recorder: Recorder
     checkpoints: Checkpoints
@@ -116,6 +119,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
     check_algorithm(config.algorithm, config.teacher)
+    file = config.run.replay_schedule
+    recorded = None if file is None else read_schedule(Path(file), config)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(
@@ -162,6 +167,9 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         resume_step=version if resume_asked else None,
     )
     ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
+    recording = Recording(paths.schedule, header_of(config, version))
+    replay = None if recorded is None else Replay(recorded, recording)
+    schedule = replay or recording
     buffer = ReplayBuffer(
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
@@ -173,6 +181,14 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         has_signal=has_signal if config.algorithm.dynamic_sampling else None,
         max_resampled=config.algorithm.max_resampled,
         ledger=ledger,
+        note=schedule.write,
+    )
+    weighed = isinstance(prompts, Curriculum)
+    gate = buffer if replay is None else ReplayedBuffer(buffer, replay, curriculum=weighed)
+    stream: PromptStream | OrderedPrompts = (
+        OrderedPrompts(prompts, recording, replay, next_group=was.buffer.next_group)
+        if isinstance(prompts, Curriculum)
+        else prompts
     )
     buffer.restore(was.buffer, version)
     pushes = [
@@ -183,13 +199,15 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         )
         for mesh in slices.samplers
     ]
-    channel = WeightChannel(pushes, on_live=buffer.set_live, version=version)
+    channel = WeightChannel(pushes, on_live=gate.set_live, version=version)
     probe = probe_tokens(policy.spec.vocab, PROBE_LENGTH) if config.weights.probe else None
     sampler = make_samplers(
         config,
         slices,
         channel,
         [(policy.spec, push(learner.params)) for push in pushes],
+        replay,
+        schedule=schedule,
         version=version,
         probe=None
         if probe is None
@@ -208,15 +226,15 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         "max_length": config.sampler.max_length,
     }
     rollouts = RolloutLoop(
-        prompts,
+        stream,
         sampler,
         scorer,
-        buffer,
+        gate,
         group_size=config.algorithm.group_size,
         sampling=sampling,
         keep_mask=keep_mask,
         keep_routing=config.algorithm.keep_routing,
-        observe=prompts.observe,
+        observe=stream.observe,
         resumed=was.groups,
         **limits,
     )
@@ -243,14 +261,14 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
-        report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
+        report=functools.partial(report, config, observer, recorder, console, tokenizer, stream),
         save=functools.partial(save, config, checkpoints, prompts, buffer, rollouts),
         should_stop=stop.is_set,
         should_hurry=lambda: stop.preempted,
     )
     trainer = Trainer(
         learner=learner,
-        source=buffer,
+        source=gate,
         publisher=channel,
         pacing=make_pacing(config),
         outlets=outlets,
@@ -271,6 +289,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         sampler=sampler,
         rollouts=rollouts,
         buffer=buffer,
+        schedule=schedule,
         channel=channel,
         recorder=recorder,
         checkpoints=checkpoints,
@@ -305,6 +324,7 @@ def make_samplers(
     slices: Slices,
     channel: WeightChannel,
     policies: Sequence[Any],
+    replay: Replay | None,
     **common: Any,
 ) -> Sampler | Router:
     """The sampler, or several behind a router. On a CPU each uses one core: XLA's own threads
@@ -324,7 +344,9 @@ def make_samplers(
         )
         for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
     ]
-    return samplers[0] if len(samplers) == 1 else Router(samplers)
+    if len(samplers) == 1:
+        return samplers[0]
+    return Router(samplers) if replay is None else Router(samplers, replay.home)
 
 
 def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
@@ -680,7 +702,7 @@ def report(
     recorder: Recorder,
     console: Console,
     tokenizer: Tokenizer,
-    prompts: PromptStream | Curriculum,
+    prompts: PromptStream | OrderedPrompts,
     version: int,
     values: Mapping[str, float],
     groups: Sequence[EpisodeGroup],

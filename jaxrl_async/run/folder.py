@@ -41,6 +41,11 @@ class Paths:
         return self.root / "ledger.jsonl"
 
     @property
+    def schedule(self) -> Path:
+        """In which order the run's threads did what, one JSON object each: run/schedule.py."""
+        return self.root / "schedule.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.root / "tensorboard"

@@ -145,6 +145,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
                 failure.error = failure.error or parts.sampler.error
                 break
     finally:
+        parts.schedule.close()
         parts.buffer.close()
         parts.channel.close()
         for thread in threads:

@@ -50,8 +50,14 @@ def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) ->
 class Router:
     """Deals requests to samplers. Thread safe: submit from anywhere."""
 
-    def __init__(self, samplers: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        samplers: Sequence[Any],
+        recorded: Callable[[str], int | None] = lambda request_id: None,
+    ) -> None:
+        """recorded: in a replay, the number of the sampler for a request; None: choose."""
         assert samplers, "at least one sampler"
+        self._recorded = recorded
         self.samplers = tuple(samplers)
         self._places = [s.engine.places for s in samplers]
         self._in_flight = [0] * len(samplers)
@@ -157,7 +163,12 @@ class Router:
             while end < len(requests) and requests[end].token_ids.tobytes() == content:
                 end += 1
             prefix = requests[start].token_ids[:AFFINITY_TOKENS].tobytes()
-            index = choose(self._candidates(), self._homes.get(prefix), end - start)
+            recorded = self._recorded(requests[start].request_id)
+            index = (
+                choose(self._candidates(), self._homes.get(prefix), end - start)
+                if recorded is None
+                else recorded
+            )
             self._in_flight[index] += end - start
             self._remember(prefix, index)
             chosen += [index] * (end - start)

@@ -30,7 +30,7 @@ from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.ports import Clock, WeightSource
+from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch import Batch, Output, Sequence_
 from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Engine
 from jaxrl_async.sampler.memory import MemoryPlan, plan_memory
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
 """Longest wait of `progress` for the end of a block, seconds."""
+LOOK_S = 0.002
+"""How often a replay looks whether what was recorded has come, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +115,14 @@ class Sampler:
         version: int = 0,
         probe: Probe | None = None,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        schedule: Schedule | None = None,
         clock: Clock = time.perf_counter,
         one_thread: bool = False,
         name: str = "sampler",
     ) -> None:
         """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by
-        SAMPLER_RULES. one_thread: on a CPU, use one core only (several samplers side by side)."""
+        SAMPLER_RULES. schedule: told of what is taken in between which blocks, or prescribes it.
+        one_thread: on a CPU, use one core only (several samplers side by side)."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
         self.plan = kv_plan(spec, self.section, dtype)
@@ -141,9 +145,12 @@ class Sampler:
         self._prepared: Any = self.engine.prepare(params)
         self.version, self.seed = version, seed
         self._weights, self._probe, self._turns, self._clock = weights, probe, turns, clock
+        self._schedule, self._rounds = schedule, 0  # rounds that ran: waiting does not count
+        self._idle_s: float | None = None  # longest sleep; a replay may sleep through a wake-up
         self._probe_logprobs = lambda p, t: _sequence_logprobs(spec, p, t, jnp.dtype(dtype))
         self._incoming: list[Sequence_] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._arrived: VersionedParams | None = None  # polled, not taken yet (in a replay)
         self._staged: VersionedParams | None = None  # waits until running sequences are done
         self._wake, self._lock = threading.Event(), threading.Lock()
         self._closed = False
@@ -340,13 +347,17 @@ class Sampler:
         batch = self._batch
         idle = not (batch.placed or batch.queue or self._incoming or self._commands)
         if idle and self._staged is None:
-            self._wake.wait()
+            self._wake.wait(self._idle_s)
             self._wake.clear()
         woken = self._clock()
-        self._take_in()
-        self._take_weights(wait=idle)
+        self._run_commands()
+        if not self._take_in(wait=idle):
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            return
         ended: list[tuple[Sequence_, Output]] = []
         if batch.placed or batch.queue:
+            self._rounds += 1
             with self._turns:
                 if self._staged is None:
                     batch.admit()
@@ -364,25 +375,75 @@ class Sampler:
             busy_s=self._clock() - (woken if idle else start),
         )
 
-    def _take_in(self) -> None:
-        """Requests and commands of other threads; requests that nobody waits for any more go."""
+    def _run_commands(self) -> None:
         with self._lock:
-            incoming, self._incoming = self._incoming, []
             commands, self._commands = self._commands, []
-        self._batch.queue.extend(incoming)
         for command, future in commands:
             try:
                 future.set_result(command())
             except Exception as error:
                 future.set_exception(error)
+
+    def _take_in(self, *, wait: bool) -> bool:
+        """Requests of other threads, and weights; requests that nobody waits for any more go.
+
+        In a replay exactly what was recorded here; False: it has not all come yet.
+        """
+        working = bool(self._batch.placed or self._batch.queue)
+        schedule = self._schedule
+        due = schedule.due(self._name, self._rounds, working) if schedule is not None else None
+        self._idle_s = None if due is None else LOOK_S
+        if isinstance(due, NotYet) or (due is not None and not self._has_come(due)):
+            return False
+        with self._lock:
+            incoming, self._incoming = self._incoming, []
+            if due is not None:
+                by_id = {s.request.request_id: s for s in incoming}
+                taken = [by_id[i] for i in due.requests]
+                self._incoming = [s for s in incoming if s not in taken]
+                incoming = taken
+        self._batch.queue.extend(incoming)
         gone = [
             s
             for s in (*self._batch.queue, *self._batch.placed.values())
-            if s.owner.future.cancelled()
+            if s.owner.future.cancelled() and (due is None or s.request.request_id in due.cancelled)
         ]
         for sequence in gone:
             self._batch.cancel(sequence)
         self._count(cancelled=len(gone))
+        update = self._next_weights(due, wait)
+        if schedule is not None and (incoming or gone or update):
+            schedule.write(
+                sampler=self._name,
+                block=self._rounds,
+                take=[s.request.request_id for s in incoming],
+                cancel=[s.request.request_id for s in gone],
+                version=update.version if update else None,
+            )
+        self._take_weights(update)
+        return True
+
+    def _has_come(self, due: Intake) -> bool:
+        """Whether all that was recorded for this moment is here."""
+        with self._lock:
+            incoming = {s.request.request_id: s for s in self._incoming}
+        if not incoming.keys() >= {*due.requests}:
+            return False
+        known = [*self._batch.queue, *self._batch.placed.values()]
+        by_id = {s.request.request_id: s for s in known} | incoming
+        if not all(i in by_id and by_id[i].owner.future.cancelled() for i in due.cancelled):
+            return False
+        if due.version is not None and self._arrived is None and self._weights is not None:
+            self._arrived = self._weights.poll(wait=True)
+        return due.version is None or self._arrived is not None
+
+    def _next_weights(self, due: Intake | None, wait: bool) -> VersionedParams | None:
+        if due is not None:
+            update, self._arrived = self._arrived, None
+            return update
+        if self._weights is None or self._staged is not None:
+            return None
+        return self._weights.poll(wait=wait)
 
     def _mark_started(self) -> None:
         now = self._clock()
@@ -443,18 +504,18 @@ class Sampler:
             None,
         )
 
-    def _take_weights(self, *, wait: bool) -> None:
-        """Swap to the newest complete weights: a pointer, between two blocks; no recompilation.
+    def _take_weights(self, update: VersionedParams | None) -> None:
+        """Swap to new weights, or to those that wait until running sequences are done: a pointer,
+        between two blocks; no recompilation.
 
         sampler.on_new_weights says what becomes of running sequences. The pause counts from here
         until the next block can start.
         """
-        if self._weights is None:
-            return
-        start = self._clock()
-        update = self._staged or self._weights.poll(wait=wait)
+        update = self._staged or update
         if update is None:
             return
+        assert self._weights is not None
+        start = self._clock()
         if self.section.on_new_weights == "drain" and self._batch.placed:
             self._staged = update
             return

@@ -30,6 +30,11 @@ class VirtualClock:
             if not sleeper.done():
                 sleeper.set_result(None)
 
+    @property
+    def sleeping(self) -> bool:
+        """Whether anybody waits for the clock."""
+        return any(not sleeper.done() for _, _, sleeper in self._sleepers)
+
     async def sleep(self, seconds: float) -> None:
         """Return once the clock has been advanced by so much."""
         if seconds <= 0:

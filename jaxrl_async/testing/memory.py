@@ -1,0 +1,230 @@
+"""A run's moving parts without threads, devices or time: each moves when it is told, and only then.
+
+    SteppedLoop     an event loop: run_ready() runs what is ready, and calls for other threads wait
+    MemorySampler   decodes a block at a time from weights that may change between two of them
+    Transfer        weights on their way to a sampler, which arrive when told
+
+Whoever drives them has the order of events in hand: any interleaving can be played, and again.
+"""
+
+import asyncio
+import contextvars
+from asyncio import Future, Handle, Task
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.ports import WeightSource
+from jaxrl_async.testing.fakes import LOGPROB
+from jaxrl_async.types import Completion, Partial, Request, StopReason
+
+
+class SteppedLoop(asyncio.AbstractEventLoop):
+    """Just enough of an event loop for tasks, futures and asyncio.to_thread.
+
+    What is sent to another thread waits in `calls` until call() does it: blocking is the caller's
+    choice. `errors` keeps what nobody has caught.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[Handle] = deque()
+        self.calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.errors: list[dict[str, Any]] = []
+
+    def run_ready(self) -> None:
+        """Run until nothing can go on without something from outside."""
+        asyncio._set_running_loop(self)
+        try:
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def call(self) -> None:
+        """Do the oldest call that was sent to another thread, and whatever goes on from there."""
+        function, future = self.calls.popleft()
+        try:
+            result = function()
+        except Exception as error:
+            if not future.done():
+                future.set_exception(error)
+        else:
+            if not future.done():
+                future.set_result(result)
+        self.run_ready()
+
+    # ---- asyncio's side
+
+    def call_soon(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Handle:
+        """See asyncio."""
+        handle = Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Handle:
+        """See asyncio; there is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def create_future(self) -> Future[Any]:
+        """See asyncio."""
+        return Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **how: Any) -> Task[Any]:  # type: ignore[override]
+        """See asyncio."""
+        return Task(coro, loop=self, **how)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> Future[Any]:
+        """See asyncio; the call waits in `calls`."""
+        future = self.create_future()
+        self.calls.append((partial(func, *args), future))
+        return future
+
+    def time(self) -> float:
+        """See asyncio."""
+        return 0.0
+
+    def get_debug(self) -> bool:
+        """See asyncio."""
+        return False
+
+    def is_closed(self) -> bool:
+        """See asyncio."""
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See asyncio."""
+        self.errors.append(context)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One array of weights on its way: it has arrived once `ready` is set."""
+
+    version: int
+    ready: bool = False
+    nbytes: int = 4
+
+    def is_ready(self) -> bool:
+        """As jax.Array's."""
+        return self.ready
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: Request
+    future: Future[Completion]
+    length: int  # tokens that it will draw
+    versions: list[int] = field(default_factory=list)
+
+
+class MemorySampler:
+    """A ports.Generate that draws `block` tokens for each of `places` requests at each round().
+
+    A token's version is that of the weights its round began with. Works with a Router. Requests
+    under way can be saved (ports.SavesProgress).
+    """
+
+    seed = 0
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        *,
+        length: Callable[[Request], int],
+        version: int = 0,
+        block: int = 2,
+        places: int = 4,
+    ) -> None:
+        """length: how many tokens a request draws. version: of the weights at the start."""
+        self._weights, self._length, self.version = weights, length, version
+        self._block, self.places = block, places
+        self.waiting: deque[_Running] = deque()
+        self.running: list[_Running] = []
+
+    @property
+    def engine(self) -> "MemorySampler":
+        """Where a Router looks for `places`."""
+        return self
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
+        """See ports.Generate."""
+        loop = asyncio.get_running_loop()
+        futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
+        for given, future in zip(requests, futures, strict=True):
+            if isinstance(given, Partial):
+                assert given.seed == self.seed, "saved by a sampler of another seed"
+                request, drawn = given.request, given.versions.tolist()
+            else:
+                request, drawn = given, []
+            self.waiting.append(_Running(request, future, self._length(request), drawn))
+        return futures
+
+    def progress(self) -> tuple[Partial, ...]:
+        """See ports.SavesProgress."""
+        return tuple(
+            Partial(
+                request=one.request,
+                token_ids=np.arange(100, 100 + len(one.versions), dtype=np.int32),
+                logprobs=np.full(len(one.versions), LOGPROB, np.float32),
+                versions=np.array(one.versions, np.int32),
+                seed=self.seed,
+            )
+            for one in (*self.running, *self.waiting)
+            if one.versions and not one.future.done()
+        )
+
+    def round(self) -> None:
+        """What a sampler does between two blocks, and one block."""
+        self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
+        self.running = [r for r in self.running if not r.future.cancelled()]
+        update = self._weights.poll()
+        if update is not None:
+            self.version = update.version
+            self._weights.live(update.version)
+        while self.waiting and len(self.running) < self.places:
+            self.running.append(self.waiting.popleft())
+        for one in self.running:
+            left = one.length - len(one.versions)
+            one.versions += [self.version] * min(self._block, left)
+        done = [r for r in self.running if len(r.versions) == r.length]
+        self.running = [r for r in self.running if len(r.versions) < r.length]
+        for one in done:
+            one.future.set_result(_completion(one))
+
+    def fail(self, index: int, error: Exception) -> None:
+        """Give a running request up."""
+        future = self.running.pop(index).future
+        if not future.done():  # cancelled since the last round
+            future.set_exception(error)
+
+
+def _completion(one: _Running) -> Completion:
+    """Ends with the first stop token where there is one."""
+    stops, n = one.request.stop_token_ids, one.length
+    token_ids = np.arange(100, 100 + n, dtype=np.int32)
+    token_ids[-1:] = stops[:1] or token_ids[-1:]
+    return Completion(
+        request_id=one.request.request_id,
+        token_ids=token_ids,
+        logprobs=np.full(n, LOGPROB, np.float32),
+        versions=np.array(one.versions, np.int32),
+        stop=StopReason.EOS if stops else StopReason.LENGTH,
+    )

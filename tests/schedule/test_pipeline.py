@@ -1,0 +1,673 @@
+"""Every order in which the parts of a run can meet: the real rollout loop, router, replay buffer
+and weight channel around samplers in memory, all driven from one thread.
+
+One byte of a schedule is one event: hypothesis chooses bytes, and shrinks what fails to a few.
+
+    admit    the gate answers the rollouts          round    a sampler: weights, then one block
+    arrive   a transfer of weights is there         trainer  goes on to where it must wait
+    time     the next scorer or environment is done break    a request fails, or the next score does
+    kill     the run dies, and is resumed from its last checkpoint
+"""
+
+import asyncio
+import logging
+import os
+import zlib
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.select import RANKS
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.rollout.loop import RolloutLoop
+from jaxrl_async.run.assemble import ROLLOUT_KINDS, RolloutsState, rollouts_state
+from jaxrl_async.sampler.router import Router
+from jaxrl_async.testing.clock import VirtualClock
+from jaxrl_async.testing.fakes import make_prompt
+from jaxrl_async.testing.memory import MemorySampler, SteppedLoop, Transfer
+from jaxrl_async.types import SamplingParams, Score
+from jaxrl_async.weights.channel import WeightChannel
+
+INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "10000"))
+"""Explored by the main test; set it higher for a night."""
+EVENTS = (30, 80)
+"""In one interleaving, least and most; then some 50 more, until two further steps are made."""
+SETTINGS = settings(
+    deadline=None,
+    max_examples=INTERLEAVINGS,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+FEWER = settings(SETTINGS, max_examples=400)
+FAIR_ROUNDS = 60
+"""Rounds in which everything moves once, that a step may take at most."""
+MAX_TOKENS = 5
+STOP = 9
+EVAL_EVERY, SAVE_EVERY, EVAL_PROMPTS = 3, 2, 1
+LIMITS = {"stop_token_ids": (STOP,), "max_new_tokens": MAX_TOKENS, "max_length": 40}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Thousands of failures are told else."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What kind of run."""
+
+    per_step: int = 1
+    max_staleness: int = 1
+    lookahead: int = 0
+    samplers: int = 1
+    group_size: int = 1
+    reuse: int = 1
+    when_too_old: str = "wait"
+    select: str = "strict"
+    dynamic: bool = False
+
+
+EMPTY = RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
+
+
+@dataclass
+class Saved:
+    """A checkpoint: what a resumed run starts from, and what had happened by then."""
+
+    version: int = 0
+    rollouts: RolloutsState = EMPTY
+    fates: dict = field(default_factory=dict)
+    uses: dict = field(default_factory=dict)
+
+
+def always():
+    return True
+
+
+def chance(seed, *what, of):
+    """Some number below `of`, the same each time."""
+    return zlib.crc32(repr((seed, *what)).encode()) % of
+
+
+class World:
+    """A run whose every event is chosen from outside; check() holds after each."""
+
+    def __init__(self, setup, buffer=ReplayBuffer, channel=WeightChannel, sampler=MemorySampler):
+        self.setup, self.kinds = setup, (buffer, channel, sampler)
+        self.saved, self.kills = Saved(), 0
+        self.seen = Counter()
+        self.resume()
+
+    # ---- the one place that knows what a checkpoint holds
+
+    def save(self):
+        """What run/assemble.py saves: with what is active, but at max_staleness 0, where it is
+        admitted again."""
+        # The rollouts are asked from within their own thread: there is only one.
+        rollouts = SimpleNamespace(progress=lambda: self.rollouts._saved(self.rollouts._drawn()))
+        state = rollouts_state(self.buffer, rollouts, active=self.setup.max_staleness > 0)
+        assert state.buffer.next_untaken == self.next_group
+        self.seen["saved half drawn"] += any(e.partial for g in state.groups for e in g.episodes)
+        self.saved = Saved(
+            version=self.version,
+            rollouts=loads(dumps(state), ROLLOUT_KINDS),
+            fates=dict(self.fates),
+            uses={n: list(u) for n, u in self.uses.items()},
+        )
+
+    def resume(self):
+        """A fresh process from the last checkpoint."""
+        setup, saved = self.setup, self.saved
+        make_buffer, make_channel, make_sampler = self.kinds
+        was, self.version = saved.rollouts.buffer, saved.version
+        self.next_group = was.next_untaken
+        self.fates = {n: f for n, f in saved.fates.items() if n < was.next_group}
+        self.uses = {n: list(u) for n, u in saved.uses.items()}
+        self.clock, self.loop = VirtualClock(), SteppedLoop()
+        self.buffer = make_buffer(
+            groups_per_step=setup.per_step,
+            max_staleness=setup.max_staleness,
+            lookahead=setup.lookahead,
+            when_too_old=setup.when_too_old,
+            overcommit=1.5,
+            reuse=setup.reuse,
+            rank=RANKS[setup.select],
+            has_signal=(lambda g: chance(g.prompt.position, "signal", of=4))
+            if setup.dynamic
+            else None,
+            clock=self.clock,
+        )
+        self.buffer.restore(was, self.version)
+        self.transfers, self.staged = [], [0] * setup.samplers
+        self.channel = make_channel(
+            [lambda p, i=i: self.push(p, i) for i in range(setup.samplers)],
+            on_live=self.buffer.set_live,
+            version=self.version,
+            clock=self.clock,
+        )
+        self.samplers = [
+            make_sampler(
+                Watched(self.channel.subscribe(), self, i),
+                length=lambda r: 1 + chance(*r.key, len(r.token_ids), of=MAX_TOKENS),
+                version=self.version,
+            )
+            for i in range(setup.samplers)
+        ]
+        generate = Router(self.samplers) if setup.samplers > 1 else self.samplers[0]
+        self.generate, self.fail_next, self.dead = generate, False, False
+        self.live = self.version
+        self.open = {t.group: t for t in was.pending}  # tickets that are out
+        self.admitted = {*self.open, *(g.ticket.group for g in was.ready)}
+        self.puts, self.shut = (
+            0,
+            False,
+        )  # whether the gate was found shut, and nothing was done since
+        self.rollouts = RolloutLoop(
+            (make_prompt(n) for n in range(was.next_group, 10**9)),
+            generate,
+            self.score,
+            self,
+            group_size=setup.group_size,
+            sampling=SamplingParams(),
+            make_env=lambda prompt: TwoTurns(prompt, self.clock),
+            max_failures=10**6,
+            resumed=saved.rollouts.groups,
+            **LIMITS,
+        )
+        self.pause(True)
+        self.main = self.loop.create_task(self.rollouts.run())
+        self.loop.run_ready()
+        self.trainer, self.may_go_on = self.train(), always
+        self.check()
+
+    # ---- ports: Gate, Scorer, and a push
+
+    def admit(self, timeout_s=None):
+        tickets = self.buffer.admit(0)
+        self.shut = not tickets
+        assert not (tickets and self.paused), "nothing starts during an evaluation"
+        for ticket in tickets:
+            assert ticket.group not in self.open and ticket.group not in self.fates
+            assert ticket.version == self.live, "a ticket has the version that is live"
+            self.open[ticket.group] = ticket
+            self.admitted.add(ticket.group)
+        return tickets
+
+    def put(self, group):
+        if self.dead:
+            raise Closed("killed")
+        ticket = group.ticket
+        assert self.open[ticket.group] == ticket and group.prompt.position == ticket.group
+        assert len(group.episodes) == len(group.scores) == self.setup.group_size
+        for episode in group.episodes:
+            versions = episode.versions[episode.drawn]
+            assert versions.min() >= ticket.version, "drawn by weights older than its ticket's"
+            if self.setup.samplers == 1:
+                assert (np.diff(versions) >= 0).all(), "versions never fall"
+        reason = self.buffer.put(group)
+        self.puts += 1
+        del self.open[ticket.group]
+        self.seen["spans versions"] += group.oldest_version < group.newest_version
+        if reason is not None:
+            self.ends(ticket.group, reason.value)
+        return reason
+
+    def fail(self, ticket, prompt, reason):
+        if self.dead:
+            raise Closed("killed")
+        self.buffer.fail(ticket, prompt, reason)
+        del self.open[ticket.group]
+        self.ends(ticket.group, reason.value)
+
+    async def score(self, episodes, prompt):
+        failing, self.fail_next = self.fail_next, False
+        await self.clock.sleep(chance(prompt.position, "score", of=3))
+        if failing and not self.dead:
+            raise RuntimeError("a score that fails")
+        return tuple(Score(reward=float(i)) for i, _ in enumerate(episodes))
+
+    def push(self, params, index):
+        self.staged[index] += 1
+        assert self.staged[index] == 1, "one update under way to each sampler"
+        self.transfers.append(Transfer(version=int(params["w"][0])))
+        return {"w": self.transfers[-1]}
+
+    # ---- the trainer, as in trainer/trainer.py, told where it waits
+
+    def train(self):
+        yield from self.evaluation()
+        self.pause(False)
+        while True:
+            while (draw := self.drawn()) is None:
+                yield lambda seen=self.puts: self.puts > seen
+            yield always
+            self.learnt(draw)
+            evaluates = self.version % EVAL_EVERY == 0
+            if evaluates:
+                self.pause(True)
+            while any(self.staged):
+                yield lambda: not any(self.staged)
+            self.channel.publish(self.version, {"w": np.full(2, self.version)})
+            if evaluates:
+                while self.channel.live_version < self.version:
+                    yield lambda: self.channel.live_version == self.version
+                yield from self.evaluation()
+            if self.version % SAVE_EVERY == 0:
+                self.save()
+                self.seen["saves"] += 1
+            if evaluates:
+                self.pause(False)
+            yield always
+
+    def pause(self, paused):
+        (self.buffer.pause if paused else self.buffer.resume)()
+        self.paused = paused
+
+    def drawn(self):
+        try:
+            draw = self.buffer.draw(self.version, 0)
+        except TimeoutError:
+            return None
+        for group, reason in draw.dropped:
+            if self.fates.get(group.ticket.group) != reason.value:  # told at put
+                self.ends(group.ticket.group, reason.value)
+        return draw
+
+    def learnt(self, draw):
+        setup = self.setup
+        assert len({g.ticket.group for g in draw.groups}) == setup.per_step
+        for group in draw.groups:
+            number = group.ticket.group
+            uses = self.uses.setdefault(number, [])
+            if not uses:
+                self.ends(number, "trained")
+            uses.append(self.version)
+            assert len(uses) <= setup.reuse, "trained on too often"
+            staleness = self.version - group.oldest_version
+            assert 0 <= staleness <= setup.max_staleness, "the bound on staleness"
+            assert group.newest_version <= self.version, "from the future"
+            self.seen["at the bound"] += staleness == setup.max_staleness > 0
+            self.next_group = max(self.next_group, number + 1)
+        self.version += 1
+
+    def evaluation(self):
+        prompts = [make_prompt(10**9 + i) for i in range(EVAL_PROMPTS)]
+
+        async def score(episodes, prompt):
+            for episode in episodes:
+                drawn = episode.versions[episode.drawn]
+                assert (drawn == self.version).all(), "an evaluation of other weights"
+            return tuple(Score(reward=1.0) for _ in episodes)
+
+        self.evaluating = self.loop.create_task(evaluate(self.generate, prompts, score, **LIMITS))
+        self.loop.run_ready()
+        while not self.evaluating.done():
+            yield self.evaluating.done
+        if self.evaluating.exception() is not None:
+            raise self.evaluating.exception()
+        self.seen["evaluations"] += 1
+
+    # ---- events
+
+    def events(self):
+        """What can happen now: (name, what to call)."""
+        out = [("trainer", self.step)] if self.may_go_on() else []
+        for i, sampler in enumerate(self.samplers):
+            if sampler.waiting or sampler.running or self.arrived(i):
+                out.append((f"round {i}", lambda i=i: self.round(i)))
+        if self.loop.calls and not self.shut:
+            out.append(("admit", self.loop.call))
+        if any(not t.ready for t in self.transfers):
+            out.append(("arrive", self.arrive))
+        if self.clock.sleeping:
+            out.append(("time", self.pass_time))
+        return out
+
+    def mishaps(self):
+        """What happens seldom."""
+        out = [("score fails", self.break_score)]
+        out += [(f"request fails {i}", lambda i=i: self.break_request(i)) for i in range(2)]
+        return [*out, ("kill", self.kill)]
+
+    def do(self, byte):
+        """The event that a byte stands for, and its name: 0 is none, one in 32 is a mishap."""
+        if not byte:
+            return None
+        events = self.mishaps() if byte >= 248 else self.possible
+        name, act = events[byte % len(events)]
+        act()
+        self.check()
+        return name
+
+    def step(self):
+        self.may_go_on, self.shut = next(self.trainer), False
+        self.loop.run_ready()
+
+    def round(self, index):
+        before = self.samplers[index].version
+        self.samplers[index].round()
+        self.shut = False
+        assert self.samplers[index].version >= before, "a sampler's version never falls"
+        self.loop.run_ready()
+
+    def arrived(self, index):
+        """Whether weights are there for this sampler to take."""
+        staged = self.channel._ends[index].staged
+        return staged is not None and staged.params["w"].ready
+
+    def arrive(self):
+        next(t for t in self.transfers if not t.ready).ready = True
+
+    def pass_time(self):
+        self.clock.advance(1.0)
+        self.shut = False
+        self.loop.run_ready()
+
+    def break_score(self):
+        self.fail_next = True
+
+    def break_request(self, index):
+        sampler = self.samplers[index % len(self.samplers)]
+        groups = [i for i, r in enumerate(sampler.running) if r.request.request_id[0] == "g"]
+        if groups:
+            sampler.fail(groups[0], RolloutError("a request that fails"))
+            self.shut = False
+            self.loop.run_ready()
+            self.seen["failures"] += 1
+
+    def kill(self):
+        if self.kills < 2:
+            self.kills += 1
+            self.die()
+            self.resume()
+            self.seen["kills"] += 1
+
+    def die(self):
+        """Nothing of the process goes on; its tasks are cancelled so that Python says nothing."""
+        self.dead = True
+        self.trainer.close()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_ready()
+
+    def ends(self, number, fate):
+        assert number not in self.fates, f"group {number} ends twice: {self.fates[number]}, {fate}"
+        assert self.setup.when_too_old == "drop" or fate != "stale", "the gate keeps the bound"
+        assert fate != "from_the_future"
+        self.seen[fate] += 1
+        self.fates[number] = fate
+
+    # ---- what always holds
+
+    def check(self):
+        self.possible = self.events()
+        assert self.possible, "a deadlock: nothing can happen"
+        assert not self.loop.errors, self.loop.errors
+        if self.main.done():
+            self.main.result()
+            raise AssertionError("the rollouts have ended")
+        stats, channel = self.buffer.stats(), self.channel
+        assert 0 <= stats.active <= stats.capacity, "bounded memory"
+        assert stats.in_flight == len(self.open), "every ticket is in flight once"
+        assert self.live <= channel.live_version <= self.version
+        self.live = channel.live_version
+        assert all(s.version >= self.live for s in self.samplers), "live means live everywhere"
+
+    def account(self):
+        """Each group that was ever admitted has one fate, or is still on its way."""
+        stats, open_ = self.buffer.stats(), set(self.open)
+        untold = stats.dropped.get("stale", 0) - sum(f == "stale" for f in self.fates.values())
+        lost = self.admitted - set(self.fates) - open_
+        assert len(lost) == stats.ready + max(untold, 0), "exactly one fate"
+        told = {*self.fates, *open_, *lost}
+        assert told >= set(range(max(told, default=-1) + 1)), "none is lost, however often killed"
+
+    def fair(self):
+        """Everything that can happen does, once."""
+        for _, act in self.possible:
+            act()
+            self.check()
+
+    def goes_on(self, steps=2):
+        """From here, running everything fairly makes further versions, and no sync takes long."""
+        goal, kills = self.version + steps, self.kills
+        for _ in range(FAIR_ROUNDS * steps):
+            if self.version >= goal:
+                break
+            self.fair()
+        assert self.version >= goal, f"no progress at version {self.version}"
+        assert self.kills == kills
+
+    def sync(self):
+        """New weights now are live after a fixed number of events, whatever is in flight."""
+        for _ in range(2):  # what was under way, then one more
+            for transfer in self.transfers:
+                transfer.ready = True
+            for index in range(len(self.samplers)):
+                self.round(index)
+            if self.version > self.channel.live_version:
+                assert self.channel.live_version == self.transfers[-1].version
+            self.version = self.channel.live_version + 1
+            self.channel.publish(self.version, {"w": np.full(2, self.version)})
+
+
+class Watched:
+    """A subscription that tells the world what is staged."""
+
+    def __init__(self, end, world, index):
+        self.end, self.world, self.index = end, world, index
+
+    def poll(self, *, wait=False):
+        update = self.end.poll(wait=wait)
+        if update is not None:
+            assert update.params["w"].ready and update.params["w"].version == update.version
+            self.world.staged[self.index] -= 1
+        return update
+
+    def live(self, version):
+        self.end.live(version)
+
+
+class TwoTurns:
+    """Some prompts are answered twice, the second time after a while."""
+
+    def __init__(self, prompt, clock):
+        self.turns, self.clock = 1 + chance(prompt.position, "turns", of=2), clock
+
+    def state(self):
+        return self.turns
+
+    def restore(self, state):
+        self.turns = state
+
+    async def step(self, prompt, completion):
+        self.turns -= 1
+        if not self.turns:
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+        await self.clock.sleep(1.0)
+        return Reply(token_ids=np.array([7], np.int32), done=False)
+
+
+@st.composite
+def setups(draw):
+    per_step, reuse = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 1, 2]))
+    staleness = draw(st.integers(reuse - 1, 3))
+    drops = staleness > 0 and draw(st.sampled_from([False, False, True]))
+    most = (staleness + 1) * per_step // reuse - per_step if not drops else 4
+    return Setup(
+        per_step=per_step,
+        max_staleness=staleness,
+        lookahead=draw(st.integers(0, most)),
+        samplers=draw(st.sampled_from([1, 1, 2])),
+        group_size=draw(st.integers(1, 2)),
+        reuse=reuse,
+        when_too_old="drop" if drops else "wait",
+        select=draw(st.sampled_from(sorted(RANKS))),
+        dynamic=draw(st.booleans()),
+    )
+
+
+def played(setup, schedule, **kinds):
+    world = World(setup, **kinds)
+    names = []
+    try:
+        for byte in schedule:
+            names += filter(None, [world.do(byte)])
+        world.goes_on()
+        world.account()
+    except BaseException:
+        note(f"{len(names)} events: {', '.join(names)}")
+        raise
+    finally:
+        world.die()
+    return world
+
+
+SCHEDULES = st.binary(min_size=EVENTS[0], max_size=EVENTS[1])
+
+
+@SETTINGS
+@given(setups(), SCHEDULES)
+def test_in_any_order_of_events_the_invariants_hold_and_the_run_goes_on(setup, schedule):
+    played(setup, schedule)
+
+
+@FEWER
+@given(setups(), SCHEDULES)
+def test_a_weight_sync_at_any_moment_takes_a_fixed_number_of_events(setup, schedule):
+    world = World(setup)
+    for byte in schedule:
+        world.do(byte)
+    world.sync()
+    world.die()
+
+
+def test_the_schedules_reach_what_they_are_to_test():
+    seen = Counter()
+
+    @settings(FEWER, derandomize=True, database=None)
+    @given(setups(), SCHEDULES)
+    def look(setup, schedule):
+        seen.update((+played(setup, schedule).seen).keys())
+
+    look()
+    assert len(seen) == 11 and min(seen.values()) >= 20, seen
+
+
+# ---- what the invariants are good for: broken parts, each of which they must find
+
+
+class FreesWhenTaken(ReplayBuffer):
+    """The classic: a slot is free as soon as its group is taken."""
+
+    def draw(self, *args):
+        draw = super().draw(*args)
+        self._taken.clear()
+        return draw
+
+
+class KeepsTheSlotOfAFailure(ReplayBuffer):
+    def fail(self, ticket, prompt, reason):
+        pass
+
+
+class ForgetsWhatWasTaken(ReplayBuffer):
+    def restore(self, state, version):
+        super().restore(replace(state, next_group=max(state.next_group - 1, 0)), version)
+
+
+class AdmitsWhilePaused(ReplayBuffer):
+    def pause(self):
+        pass
+
+
+class LiveTooEarly(WeightChannel):
+    """Live once the first of the samplers has the weights."""
+
+    def _set_live(self, end, version):
+        for each in self._ends:
+            each.live_version = version
+        super()._set_live(end, version)
+
+
+class TakenTwice(WeightChannel):
+    def _poll(self, end, wait):
+        update = super()._poll(end, wait)
+        if update is not None and update.version % 3 == 0:
+            end.staged = update
+        return update
+
+
+class NeverWaits(WeightChannel):
+    """Takes weights that have not arrived."""
+
+    def _poll(self, end, wait):
+        if end.staged is not None:
+            end.staged.params["w"].ready = end.staged.params["w"].ready or None
+        staged, end.staged = end.staged, None
+        return staged
+
+
+class DrawsWithOldWeights(MemorySampler):
+    """Says that new weights are live a block before it draws from them."""
+
+    late = None
+
+    def round(self):
+        before, self.version = self.version, self.late or self.version
+        super().round()
+        if self.version > before:
+            self.version, self.late = before, self.version
+
+
+class LosesARequest(MemorySampler):
+    def submit_many(self, requests):
+        futures = super().submit_many(requests)
+        self.waiting = deque(w for w in self.waiting if w.request.key[0] % 7 != 6)
+        return futures
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        FreesWhenTaken,
+        KeepsTheSlotOfAFailure,
+        ForgetsWhatWasTaken,
+        AdmitsWhilePaused,
+        LiveTooEarly,
+        TakenTwice,
+        NeverWaits,
+        DrawsWithOldWeights,
+        LosesARequest,
+    ],
+)
+def test_the_invariants_find_broken_parts(broken):
+    part = next(
+        name
+        for name, kind in (
+            ("buffer", ReplayBuffer),
+            ("channel", WeightChannel),
+            ("sampler", MemorySampler),
+        )
+        if issubclass(broken, kind)
+    )
+
+    @settings(FEWER, derandomize=True, database=None, phases=[Phase.generate])
+    @given(setups(), SCHEDULES)
+    def explore(setup, schedule):
+        played(setup, schedule, **{part: broken})
+
+    with pytest.raises(AssertionError) as found:
+        explore()
+    assert str(found.value), "by an invariant, not by a part's own assert"
