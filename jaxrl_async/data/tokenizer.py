@@ -75,7 +75,7 @@ class Tokenizer:
     def decode(self, token_ids: IntArray) -> str:
         """Text of the ids; end tokens, special tokens and ids without a token are left out."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
-        with self._lock, _told(f"the tokenizer cannot decode {_cut(str(ids))}"):
+        with self._lock, _told(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def save_pretrained(self, folder: str | Path) -> None:
