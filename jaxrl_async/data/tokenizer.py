@@ -75,7 +75,7 @@ class Tokenizer:
     def decode(self, token_ids: IntArray) -> str:
         """Text of the ids; end tokens, special tokens and ids without a token are left out."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
-        with self._lock, _told(f"the tokenizer cannot decode {_cut(str(ids))}"):
+        with self._lock, _told(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -105,13 +105,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "directory that has one (save_pretrained of a fast tokenizer writes it)."
         )
     hf = _open(folder, file)
-    own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
-    named = [*own, *_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
-    eos_ids = tuple(dict.fromkeys(named))
-    tokenizer = Tokenizer(hf, eos_ids=eos_ids)
-    if strange := [i for i in eos_ids if not 0 <= i < tokenizer.vocab_size]:
+    named = [*_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
+    with _told(f"{folder}: the tokenizer's special tokens cannot be read"):
+        own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
+        eos_ids = tuple(dict.fromkeys([*own, *named]))
+        tokenizer = Tokenizer(hf, eos_ids=eos_ids)
+        pad_id = tokenizer.pad_id
+    if strange := [i for i in (*eos_ids, pad_id) if not 0 <= i < max(1, tokenizer.vocab_size)]:
         raise DataError(
-            f"{folder}: the end token {strange[0]} is not one of the tokenizer's "
+            f"{folder}: the end or padding token {strange[0]} is not one of the tokenizer's "
             f"{tokenizer.vocab_size} tokens. Copy tokenizer and config.json from the same model."
         )
     if not eos_ids:

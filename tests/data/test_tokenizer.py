@@ -174,7 +174,7 @@ def test_truncation_and_padding_in_the_file_do_not_cut_or_fill_prompts(tmp_path)
 def test_an_end_token_of_another_tokenizer_is_refused(tmp_path, eos):
     addition_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(DataError, match=f"end token {eos} is not one"):
+    with pytest.raises(DataError, match=f"token {eos} is not one"):
         load_tokenizer(tmp_path)
 
 
@@ -183,6 +183,13 @@ def test_a_chat_template_that_fails_is_refused_at_load(tmp_path, template):
     addition_tokenizer().save_pretrained(tmp_path)
     edited(tmp_path, "tokenizer_config.json", chat_template=template)
     with pytest.raises(DataError, match="chat template fails"):
+        load_tokenizer(tmp_path)
+
+
+def test_special_tokens_that_are_no_tokens_are_refused(tmp_path):
+    addition_tokenizer().save_pretrained(tmp_path)
+    edited(tmp_path, "tokenizer_config.json", unk_token="", eos_token="")  # found by the fuzz test
+    with pytest.raises(DataError, match="special tokens cannot be read: RecursionError"):
         load_tokenizer(tmp_path)
 
 

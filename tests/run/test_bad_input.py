@@ -336,7 +336,7 @@ def cut_to_two_tokens(folder):
         (written("tokenizer_config.json", b"{"), "cannot be loaded"),
         (written("chat_template.jinja", b"{% if %}"), "chat template fails"),
         (written("chat_template.jinja", b"{{ raise_exception('no') }}"), "chat template fails"),
-        (written("generation_config.json", b'{"eos_token_id": 99}'), "end token 99 is not one"),
+        (written("generation_config.json", b'{"eos_token_id": 99}'), "token 99 is not one"),
         (cut_to_two_tokens, "Set data.tokenizer to the tokenizer of that model"),
     ],
 )
