@@ -61,7 +61,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
 
     # ---- asyncio's side
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self,
         callback: Callable[..., object],
         *args: Any,
@@ -72,7 +72,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self,
         callback: Callable[..., object],
         *args: Any,

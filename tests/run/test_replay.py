@@ -269,6 +269,14 @@ def test_a_sampler_that_decodes_is_not_stuck(replay):
         assert schedule.due("sampler", block, working=True) == Intake()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full disk")
+def test_a_full_disk_ends_the_recording_and_not_the_run(caplog):
+    recording = Recording(Path("/dev/full"), {"schedule": 1})
+    recording.write(put=1)
+    recording.close()
+    assert caplog.text.count("written no further") == 1 and "No space left" in caplog.text
+
+
 # ---- reading
 
 
