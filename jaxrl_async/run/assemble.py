@@ -114,13 +114,13 @@ class Parts:
 
 def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Parts:
     """Build every part, warm-start the policy or restore it; nothing runs yet."""
-    paths.config.write_text(dump(config), encoding="utf-8")
     claim_devices(config)
+    file = config.run.replay_schedule
+    recorded = None if file is None else read_schedule(Path(file), config)
+    paths.config.write_text(dump(config), encoding="utf-8")
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
     check_algorithm(config.algorithm, config.teacher)
-    file = config.run.replay_schedule
-    recorded = None if file is None else read_schedule(Path(file), config)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(

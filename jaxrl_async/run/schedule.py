@@ -15,6 +15,7 @@ buffer was told in which order: so these lines and the configuration are all tha
 staleness depends on. Lines are in the order of what they tell of. Replayed by run/replay.py.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -53,8 +54,17 @@ class Recording:
         with self._lock:
             if "admit" in event:
                 self.burst_ends.add(event["admit"] + event["count"] - 1)
-            if self._file is not None:
+            if self._file is None:
+                return
+            try:
                 self._file.write(json.dumps(event) + "\n")
+            except OSError as error:  # a full disk: the run needs no schedule to go on
+                log.error(
+                    "schedule.jsonl is written no further, and the run can be replayed up to here "
+                    "only: %s. Free the disk; the run goes on.",
+                    error,
+                )
+                self._end()
 
     def due(self, sampler: str, block: int, working: bool) -> None:
         """See ports.Schedule: nothing is prescribed."""
@@ -63,9 +73,13 @@ class Recording:
         """Write that nothing follows. Idempotent."""
         self.write(end=True)
         with self._lock:
-            if self._file is not None:
+            self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # told already
                 self._file.close()
-                self._file = None
+            self._file = None
 
 
 def header_of(config: Config, version: int) -> dict[str, Any]:

@@ -350,7 +350,6 @@ class Sampler:
             self._wake.wait(self._idle_s)
             self._wake.clear()
         woken = self._clock()
-        self._run_commands()
         if not self._take_in(wait=idle):
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -385,7 +384,8 @@ class Sampler:
                 future.set_exception(error)
 
     def _take_in(self, *, wait: bool) -> bool:
-        """Requests of other threads, and weights; requests that nobody waits for any more go.
+        """Requests and commands of other threads, and weights; requests that nobody waits for any
+        more go.
 
         In a replay exactly what was recorded here; False: it has not all come yet.
         """
@@ -394,6 +394,7 @@ class Sampler:
         due = schedule.due(self._name, self._rounds, working) if schedule is not None else None
         self._idle_s = None if due is None else LOOK_S
         if isinstance(due, NotYet) or (due is not None and not self._has_come(due)):
+            self._run_commands()
             return False
         with self._lock:
             incoming, self._incoming = self._incoming, []
@@ -403,6 +404,7 @@ class Sampler:
                 self._incoming = [s for s in incoming if s not in taken]
                 incoming = taken
         self._batch.queue.extend(incoming)
+        self._run_commands()
         gone = [
             s
             for s in (*self._batch.queue, *self._batch.placed.values())

@@ -22,7 +22,7 @@ def test_a_new_run_gets_its_folder_and_everything_lies_below_it(tmp_path):
     assert paths.root.is_dir() and paths.root == tmp_path / "runs" / "demo"
     for path in (paths.config, paths.metrics, paths.samples, paths.ledger, paths.tensorboard):
         assert path.parent == paths.root
-    for path in (paths.checkpoints, paths.policy, paths.report):
+    for path in (paths.checkpoints, paths.policy, paths.report, paths.schedule):
         assert path.parent == paths.root
 
 

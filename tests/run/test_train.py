@@ -164,6 +164,36 @@ def test_at_max_staleness_0_a_curriculum_resumes_bit_for_bit(paced: Path) -> Non
     assert all("data/difficulty_mean" in line for line in parts[0][1:])
 
 
+REPLAYED = {
+    "two samplers on several devices": (
+        "staleness={max_staleness: 2, lookahead: 1}",
+        "mesh={trainer: {fsdp: 2}, sampler: {tensor: 2}, samplers: 2}",
+    ),
+    "everything that depends on time": (
+        "staleness={max_staleness: 2, when_too_old: drop, lookahead: 3, adapt: ess, "
+        "ess_target: 0.999999}",
+        "data={curriculum: frontier_first, curriculum_pool: 8, curriculum_threshold: 0.2}",
+        "algorithm.dynamic_sampling=true",
+        "sampler.on_new_weights=drain",
+        "mesh.colocated=true",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_a_recorded_run_is_replayed_bit_for_bit_each_time(kind: str, tmp_path: Path) -> None:
+    first = run(tmp_path, *REPLAYED[kind], "run.name=first")
+    recorded = tmp_path / "first" / "schedule.jsonl"
+    for name in ("second", "third"):
+        again = (f"run.replay_schedule={recorded}", f"run.name={name}")
+        assert_same_run(first, run(tmp_path, *REPLAYED[kind], *again))
+        for file in ("schedule.jsonl", "ledger.jsonl"):
+            there, here = ((tmp_path / n / file).read_text() for n in ("first", name))
+            assert there == here, file
+    assert any(line.get("staleness/max", 0) > 0 for line in first[0])
+
+
 @pytest.mark.slow
 def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
     run(tmp_path, "staleness.max_staleness=1")

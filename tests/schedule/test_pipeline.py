@@ -39,7 +39,7 @@ from jaxrl_async.weights.channel import WeightChannel
 
 INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "10000"))
 """Explored by the main test; set it higher for a night."""
-EVENTS = (30, 80)
+EVENTS = (20, 64)
 """In one interleaving, least and most; then some 50 more, until two further steps are made."""
 SETTINGS = settings(
     deadline=None,
@@ -169,6 +169,7 @@ class World:
         self.live = self.version
         self.open = {t.group: t for t in was.pending}  # tickets that are out
         self.admitted = {*self.open, *(g.ticket.group for g in was.ready)}
+        self.wrong = []
         self.puts, self.shut = (
             0,
             False,
@@ -198,15 +199,24 @@ class World:
         self.shut = not tickets
         assert not (tickets and self.paused), "nothing starts during an evaluation"
         for ticket in tickets:
-            assert ticket.group not in self.open and ticket.group not in self.fates
+            new = ticket.group not in self.open and ticket.group not in self.fates
+            assert new, "a number is given once"
             assert ticket.version == self.live, "a ticket has the version that is live"
             self.open[ticket.group] = ticket
             self.admitted.add(ticket.group)
         return tickets
 
     def put(self, group):
+        """What is wrong here is kept: the rollout loop forgives any failure of a group."""
         if self.dead:
             raise Closed("killed")
+        try:
+            return self.put_checked(group)
+        except AssertionError as wrong:
+            self.wrong.append(wrong)
+            raise
+
+    def put_checked(self, group):
         ticket = group.ticket
         assert self.open[ticket.group] == ticket and group.prompt.position == ticket.group
         assert len(group.episodes) == len(group.scores) == self.setup.group_size
@@ -227,7 +237,7 @@ class World:
         if self.dead:
             raise Closed("killed")
         self.buffer.fail(ticket, prompt, reason)
-        del self.open[ticket.group]
+        self.open.pop(ticket.group)
         self.ends(ticket.group, reason.value)
 
     async def score(self, episodes, prompt):
@@ -411,16 +421,18 @@ class World:
     # ---- what always holds
 
     def check(self):
-        self.possible = self.events()
-        assert self.possible, "a deadlock: nothing can happen"
+        if self.wrong:
+            raise self.wrong[0]
         assert not self.loop.errors, self.loop.errors
         if self.main.done():
             self.main.result()
             raise AssertionError("the rollouts have ended")
+        self.possible = self.events()
+        assert self.possible, "a deadlock: nothing can happen"
         stats, channel = self.buffer.stats(), self.channel
         assert 0 <= stats.active <= stats.capacity, "bounded memory"
         assert stats.in_flight == len(self.open), "every ticket is in flight once"
-        assert self.live <= channel.live_version <= self.version
+        assert self.live <= channel.live_version <= self.version, "the live version never falls"
         self.live = channel.live_version
         assert all(s.version >= self.live for s in self.samplers), "live means live everywhere"
 
@@ -471,7 +483,8 @@ class Watched:
     def poll(self, *, wait=False):
         update = self.end.poll(wait=wait)
         if update is not None:
-            assert update.params["w"].ready and update.params["w"].version == update.version
+            whole = update.params["w"].ready and update.params["w"].version == update.version
+            assert whole, "weights that have not arrived, or of another version"
             self.world.staged[self.index] -= 1
         return update
 
