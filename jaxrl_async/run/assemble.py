@@ -18,7 +18,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.schema import Config, Faults, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
@@ -34,6 +34,7 @@ from jaxrl_async.mesh import (
     shardings,
 )
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.faults import FaultCounts
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
@@ -41,6 +42,7 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Scorer
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, check_job
@@ -48,8 +50,11 @@ from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.sampler.supervise import Limits
+from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.trainer.advantages import advantage
@@ -86,7 +91,7 @@ class Parts:
     paths: Paths
     policy: Policy
     trainer: Trainer
-    sampler: Sampler | Router
+    sampler: Router
     rollouts: RolloutLoop
     buffer: ReplayBuffer
     channel: WeightChannel
@@ -94,6 +99,7 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     observer: Observer
+    watchdog: Watchdog
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; the folder."""
@@ -112,8 +118,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     turns = Turns() if slices.colocated or collective else NO_TURNS
     checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
 
-    tokenizer = make_tokenizer(config)
-    scorer, judge = make_scorers(config, tokenizer, slices, turns)
+    tokenizer, faults = make_tokenizer(config), FaultCounts()
+    scorer, judge = (
+        guarded(config.faults, one, faults)
+        for one in make_scorers(config, tokenizer, slices, turns)
+    )
+    envs = GuardedEnvs(SingleTurn, timeout_s=config.faults.env_timeout_s, count=faults.add)
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
@@ -157,13 +167,20 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         )
         for mesh in slices.samplers
     ]
-    channel = WeightChannel(pushes, on_live=buffer.set_live, version=version)
+    channel = WeightChannel(
+        pushes,
+        on_live=buffer.set_live,
+        version=version,
+        checksum=config.weights.checksum,
+        count=faults.add,
+    )
     probe = probe_tokens(policy.spec.vocab, PROBE_LENGTH) if config.weights.probe else None
     sampler = make_samplers(
         config,
         slices,
         channel,
         [(policy.spec, push(learner.params)) for push in pushes],
+        faults,
         version=version,
         probe=None
         if probe is None
@@ -191,6 +208,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         keep_mask=keep_mask,
         keep_routing=config.algorithm.keep_routing,
         observe=prompts.observe,
+        make_env=envs,
+        max_failures=config.faults.max_failures,
         **limits,
     )
     observer = Observer(
@@ -200,6 +219,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             channel=channel.stats(),
             buffer=buffer.stats(),
             gate_wait_s=rollouts.stats().gate_wait_s,
+            living=sampler.living,
+            faults={**faults.read(), "failed_groups": rollouts.stats().failures},
         ),
         peak_flops=(
             config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0])
@@ -235,6 +256,11 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         probe=probe,
         turns=turns,
     )
+    watchdog = Watchdog(
+        lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
+        limit_s=config.faults.watchdog_s,
+        stacks=paths.stacks,
+    )
     return Parts(
         config=config,
         paths=paths,
@@ -248,6 +274,50 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         checkpoints=checkpoints,
         console=console,
         observer=observer,
+        watchdog=watchdog,
+    )
+
+
+# ---- faults
+
+
+def guarded(section: Faults, scorer: Scorer, faults: FaultCounts) -> GuardedScorer:
+    """The scorer with a time limit, retries, and a check of what it gives."""
+    return GuardedScorer(
+        scorer,
+        timeout_s=section.scorer_timeout_s,
+        retries=section.scorer_retries,
+        backoff_s=section.backoff_s,
+        count=faults.add,
+    )
+
+
+def reading(
+    trainer: Trainer,
+    sampler: Router,
+    rollouts: RolloutLoop,
+    buffer: ReplayBuffer,
+    channel: WeightChannel,
+    scorers: Sequence[GuardedScorer],
+    envs: GuardedEnvs,
+) -> Reading:
+    """What every part is at now, for the watchdog."""
+    of_samplers, of_rollouts, of_buffer = sampler.stats(), rollouts.stats(), buffer.stats()
+    return Reading(
+        version=trainer.version,
+        trainer=trainer.doing,
+        trainer_s=time.perf_counter() - trainer.since,
+        blocks=of_samplers.blocks + of_samplers.prefill_tokens,
+        requests=sampler.num_waiting,
+        living=sampler.living,
+        groups=of_rollouts.groups + of_rollouts.failures,
+        playing=of_rollouts.active,
+        score_s=max(s.oldest_s() for s in scorers),
+        env_s=envs.oldest_s(),
+        published=channel.published_version,
+        live=channel.live_version,
+        ready=of_buffer.ready,
+        slots_free=max(0, of_buffer.capacity - of_buffer.active),
     )
 
 
@@ -274,10 +344,11 @@ def make_samplers(
     slices: Slices,
     channel: WeightChannel,
     policies: Sequence[Any],
+    faults: FaultCounts,
     **common: Any,
-) -> Sampler | Router:
-    """The sampler, or several behind a router. On a CPU each uses one core: XLA's own threads
-    cost more than they bring where trainer and samplers compute side by side."""
+) -> Router:
+    """The samplers behind a router, which looks after them. On a CPU each uses one core: XLA's own
+    threads cost more than they bring where trainer and samplers compute side by side."""
     on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
         Sampler(
@@ -293,7 +364,14 @@ def make_samplers(
         )
         for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
     ]
-    return samplers[0] if len(samplers) == 1 else Router(samplers)
+    section = config.faults
+    limits = Limits(
+        restarts=section.sampler_restarts,
+        backoff_s=section.backoff_s,
+        hang_s=section.sampler_hang_s,
+        nonfinite_in_a_row=section.nonfinite_in_a_row,
+    )
+    return Router(samplers, limits=limits, count=faults.add)
 
 
 def keep_compiled_programs(folder: Path) -> None:
@@ -585,7 +663,7 @@ def make_scorers(
 
 
 def run_evaluation(
-    sampler: Sampler | Router,
+    sampler: Router,
     held_out: Any,
     scorer: Scorer,
     *,

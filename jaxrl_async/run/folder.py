@@ -34,6 +34,11 @@ class Paths:
         return self.root / "ledger.jsonl"
 
     @property
+    def stacks(self) -> Path:
+        """Stacks of all threads, where the watchdog stopped the run."""
+        return self.root / "stacks.txt"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.root / "tensorboard"

@@ -3,7 +3,9 @@
     main            train(): assembles, waits for the trainer or the first failure, stops everybody
     trainer         Trainer.run(): draw -> pack -> step -> publish -> report
     sampler         Sampler: poll weights -> plan -> prefill, insert -> decode block, without end
+    router          Router: a sampler that died or hangs -> out -> started again in its place
     rollouts        one asyncio loop: RolloutLoop.run(): admit -> play -> score -> put
+    watchdog        Watchdog.run(): stop a run in which nothing gets on, and name the part
     (checkpoints are written by orbax's own threads)
 
         rollouts ──Request──> sampler ──Completion──> rollouts ──EpisodeGroup──> ReplayBuffer
@@ -132,6 +134,9 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         threading.Thread(
             target=failure.guard(parts.trainer.run, ends_run=True), name="trainer", daemon=True
         ),
+        threading.Thread(
+            target=failure.guard(parts.watchdog.run, ends_run=False), name="watchdog", daemon=True
+        ),
     ]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
     parts.sampler.start()
@@ -143,6 +148,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
                 failure.error = failure.error or parts.sampler.error
                 break
     finally:
+        parts.watchdog.stop()
         parts.buffer.close()
         parts.channel.close()
         for thread in threads:

@@ -71,6 +71,7 @@ class Trainer:
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
         self._probe, self._turns, self._clock = probe, turns, clock
         self._saved_version = -1
+        self.doing, self.since = "starting", clock()  # for the watchdog
         self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
 
     def run(self) -> None:
@@ -82,6 +83,7 @@ class Trainer:
         produces      weights for the samplers, metrics, checkpoints
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
+        self._now("evaluating")
         self._outlets.report(self.version, self._outlets.evaluate(), ())
         self._source.resume()
         try:
@@ -95,17 +97,22 @@ class Trainer:
 
     def _one_step(self) -> None:
         start = self._clock()
+        self._now("waiting for groups")
         draw = self._source.draw(self.version)
+        self._now("learning")
         values = self._learn(draw)
         trained = self._clock()
         last = self.version == self._total_steps or self._outlets.should_stop()
         evaluates = last or (self._eval_every > 0 and self.version % self._eval_every == 0)
         if evaluates:  # nothing new starts until the evaluation has run on exactly this version
             self._source.pause()
+        self._now("publishing")
         self._publish()
         published = self._clock()
         if evaluates:
+            self._now("waiting for live weights")
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S)
+            self._now("evaluating")
             values |= self._outlets.evaluate()
         step_s = self._clock() - start
         values |= {
@@ -143,7 +150,11 @@ class Trainer:
         self._source.set_limit(self._pace.limit)
         return {"staleness/limit": float(self._pace.limit)}
 
+    def _now(self, doing: str) -> None:
+        self.doing, self.since = doing, self._clock()
+
     def _publish(self) -> None:
+        self._publisher.wait_taken()  # outside the turn: a sampler that waits for it does not poll
         with self._turns:
             logprobs = None
             if self._probe is not None:
@@ -152,6 +163,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self._saved_version != self.version:
+            self._now("saving")
             self._outlets.save(self.learner, self.version, self._next_group)
             self._saved_version = self.version
 

@@ -1,0 +1,34 @@
+"""What went wrong and was survived, counted since the start: one object for all parts."""
+
+import threading
+from collections import Counter
+
+from jaxrl_async.metrics.metric import METRICS
+
+SPACE = "faults/"
+OF_THE_STEP = ("faults/oom_retries",)
+"""Told with the step's own report, not counted here."""
+NAMES = tuple(
+    m.key.removeprefix(SPACE)
+    for m in METRICS
+    if m.key.startswith(SPACE) and m.key not in OF_THE_STEP
+)
+"""Every name that may be counted; docs/metrics.md explains them."""
+
+
+class FaultCounts:
+    """How often each fault was met. Thread safe."""
+
+    def __init__(self) -> None:
+        self._counts, self._lock = Counter[str](), threading.Lock()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """`name` is a key of METRICS without "faults/"."""
+        assert name in NAMES, f"fault {name!r} is not declared: add faults/{name} to METRICS"
+        with self._lock:
+            self._counts[name] += count
+
+    def read(self) -> dict[str, int]:
+        """Totals since the start, of every name."""
+        with self._lock:
+            return {name: self._counts[name] for name in NAMES}
