@@ -530,7 +530,8 @@ def followed(before: Any, now: Any, *, ended: bool = False) -> Any:
             fields[name] = mine
         else:
             theirs = getattr(before, name)
-            fields[name] = max(mine, theirs) if name in LARGEST else mine + theirs
+            largest = name in (*LARGEST, "compiled_programs")  # the programs outlive a sampler
+            fields[name] = max(mine, theirs) if largest else mine + theirs
     return type(now)(**fields)
 
 
