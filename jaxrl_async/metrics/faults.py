@@ -1,9 +1,11 @@
-"""What went wrong and was survived, counted since the start: one object for all parts."""
+"""What went wrong and was survived, counted since the start: one object for all parts. And the time
+that limits are measured in."""
 
 import threading
 from collections import Counter
 
 from jaxrl_async.metrics.metric import METRICS
+from jaxrl_async.ports import Clock
 
 SPACE = "faults/"
 OF_THE_STEP = ("faults/oom_retries",)
@@ -32,3 +34,20 @@ class FaultCounts:
         """Totals since the start, of every name."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
+
+
+class AwakeClock:
+    """A ports.Clock for limits: between two readings it counts `most_s` at most, so that nobody is
+    taken to hang because the whole process was suspended. Thread safe."""
+
+    def __init__(self, clock: Clock, *, most_s: float) -> None:
+        self._clock, self._most_s, self._lock = clock, most_s, threading.Lock()
+        self._last, self._counted_s = clock(), 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the first reading in which the process was awake."""
+        with self._lock:
+            now = self._clock()
+            self._counted_s += min(now - self._last, self._most_s)
+            self._last = now
+            return self._counted_s

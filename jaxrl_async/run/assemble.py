@@ -34,7 +34,7 @@ from jaxrl_async.mesh import (
     shardings,
 )
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.faults import FaultCounts
+from jaxrl_async.metrics.faults import AwakeClock, FaultCounts
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
@@ -79,6 +79,8 @@ PROBE_LENGTH = 16
 """Tokens of the sequence that trainer and sampler compare log-probs on."""
 MAX_LAGS = 32
 """Lags whose divergence is reported one by one."""
+AWAKE_S = 5.0
+"""Longest time between two looks at the samplers that counts as theirs, seconds."""
 CACHE_FOLDER = ".jax_cache"
 """JAX's persistent compilation cache, beside the runs."""
 
@@ -260,6 +262,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
         limit_s=config.faults.watchdog_s,
         stacks=paths.stacks,
+        clock=AwakeClock(time.monotonic, most_s=max(1.0, config.faults.watchdog_s / 10)),
     )
     return Parts(
         config=config,
@@ -371,7 +374,8 @@ def make_samplers(
         hang_s=section.sampler_hang_s,
         nonfinite_in_a_row=section.nonfinite_in_a_row,
     )
-    return Router(samplers, limits=limits, count=faults.add)
+    awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
+    return Router(samplers, limits=limits, count=faults.add, clock=awake)
 
 
 def keep_compiled_programs(folder: Path) -> None:

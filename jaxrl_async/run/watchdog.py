@@ -136,7 +136,7 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         raise StalledError(
-            f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} ({why}). The "
-            f"stacks of all threads are in {self._stacks}. Raise faults.watchdog_s if it only "
-            "needs longer."
+            f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} "
+            f"({why}). The stacks of all threads are in {self._stacks}. Raise faults.watchdog_s if "
+            "it only needs longer."
         )

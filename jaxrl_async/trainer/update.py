@@ -172,11 +172,12 @@ class Updater:
     def _halve(self, rows: int, error: Exception) -> None:
         """Half the rows from now on. Raises TrainingError where there is nothing to halve."""
         if not self._whole_rows or rows <= self.num_row_shards:
+            fewer = "" if self._whole_rows else "lower trainer.micro_batch_tokens, "
             raise TrainingError(
                 f"the trainer's devices are out of memory in an update of {rows} rows at once: "
-                f"{str(error).splitlines()[0]}. The weights are as before the step. Set "
-                "model.remat=layer, lower trainer.row_length (with sampler.max_length) or "
-                "trainer.logprob_chunk, or share the weights by mesh.trainer.fsdp."
+                f"{str(error).splitlines()[0]}. The weights are as before the step. To need less, "
+                f"{fewer}set model.remat=layer, lower trainer.row_length (with sampler.max_length) "
+                "or trainer.logprob_chunk, or share the weights by mesh.trainer.fsdp."
             ) from error
         self._halvings += 1
         log.warning(
