@@ -31,7 +31,7 @@ LONG_S = 3600.0
 def injected(*faults: Fault) -> Iterator[list[Parts]]:
     """Every run that begins inside is broken so; the parts of each are in the list."""
     made: list[Parts] = []
-    assemble = loop.assemble
+    assemble: Any = vars(loop)["assemble"]
 
     def broken(*args: Any) -> Parts:
         parts = assemble(*args)
@@ -76,12 +76,16 @@ def sampler_dies(hits: Hits, *, index: int = 0) -> Fault:
 
 
 def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault:
-    """A sampler's thread that stands still in a block. From then on, a sampler that does nothing
-    for `notice_s` seconds counts as hanging: everything is compiled by now."""
+    """A sampler's thread that stands still in a block. Until it is taken out, a sampler that does
+    nothing for `notice_s` seconds counts as hanging."""
 
     def fault(parts: Parts) -> None:
         def strike(sampler: Any) -> None:
-            parts.sampler._limits = replace(parts.sampler._limits, hang_s=notice_s)
+            limits = parts.sampler._limits
+            parts.sampler._limits = replace(limits, hang_s=notice_s)
+            while not sampler._closed:
+                time.sleep(0.01)
+            parts.sampler._limits = limits
             threading.Event().wait(LONG_S)
 
         _at_block(hits, index, strike)(parts)

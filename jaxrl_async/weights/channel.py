@@ -339,6 +339,8 @@ class WeightChannel:
         moved = replace(sent.update, params=by._end.move(sent.held))
         again = replace(sent, update=moved, finished=by._end.finish is None, again=True)
         self._restage(by, sent, again)
+        if by._end.wake is not None:
+            by._end.wake.set()  # a sampler that has nothing else to do waits for it
 
     def _set_live(self, by: Subscription, version: int) -> None:
         with self._changed:
