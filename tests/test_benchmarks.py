@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["generate", "train_step", "end_to_end", "weight_transfer", "limits", "swap"]
+    "name", ["generate", "train_step", "end_to_end", "weight_transfer", "limits", "swap", "faults"]
 )
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     file = tmp_path / "result.json"
@@ -29,8 +29,8 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
-    assert columns.split()[0] == "model" and len(lines) == len(result["rows"]) > 0
-    if name in ("limits", "swap"):
+    assert columns.split()[0] in ("model", "fault") and len(lines) == len(result["rows"]) > 0
+    if name in ("limits", "swap", "faults"):
         return
     for row in result["rows"]:
         timed = [v for k, v in row.items() if k.startswith(("median_", "least_", "most_"))]

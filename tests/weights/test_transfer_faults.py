@@ -117,7 +117,11 @@ def test_a_copy_torn_twice_ends_the_run_and_is_never_given_out(monkeypatch):
     channel, _ = channel_of(push)
     channel.publish(1, params)
     jax.block_until_ready(channel._ends[0].staged.update.params)
+    wake = threading.Event()
+    channel.attach(wake)
+    wake.clear()
     assert channel.poll() is None, "the sampler goes on with what it has"
+    assert wake.is_set(), "and looks again, also where it has nothing to do"
     with pytest.raises(WeightsError, match=r"did not arrive sound, twice.*first 'w'"):
         channel.poll(wait=True)
 
