@@ -419,6 +419,8 @@ class Router:
         if isinstance(health.error, WeightsError):
             raise health.error  # any other sampler would get the same weights
         why = trouble(health, self._limits)
+        if why is None:  # it got on just now
+            return
         with self._lock:
             seat.out_at = self._clock()
             jobs = list(seat.jobs)
@@ -435,9 +437,11 @@ class Router:
             index,
             why,
             len(jobs),
-            health.error
-            or f"{health.quiet_s:.0f} s without a block, {health.nonfinite} "
-            "completions in a row with log-probs that are not finite",
+            {
+                Trouble.DEAD: health.error,
+                Trouble.HANGS: f"no block for {health.quiet_s:.1f} s",
+                Trouble.NONFINITE: f"{health.nonfinite} refused completions in a row",
+            }[why],
         )
 
     def _give_up(self, index: int) -> None:

@@ -159,6 +159,7 @@ class Sampler:
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
         self._batch: Any = None  # a Batch, once the thread has begun
+        self._heir: Any = None  # the end of the weights that a successor was to have
         if weights is not None and hasattr(weights, "attach"):
             weights.attach(self._wake)
 
@@ -201,21 +202,28 @@ class Sampler:
 
         Raises Closed and WeightsError, as the channel does.
         """
-        weights: Any = self._weights
-        update: VersionedParams | None = None
-        if hasattr(weights, "rejoin"):
-            weights = weights.rejoin()
-            update = weights.poll(wait=True)
+        if self.error is not None:  # it holds the KV, and there is no room for another
+            traceback.clear_frames(self.error.__traceback__)
+            self._batch = None
+        weights: Any = self._heir or self._weights
+        if not hasattr(weights, "rejoin"):
+            return self._replaced(weights, None)
+        weights = self._heir = weights.rejoin()
+        try:
+            return self._replaced(weights, weights.poll(wait=True))
+        except BaseException:
+            weights.leave()
+            raise
+
+    def _replaced(self, weights: Any, update: VersionedParams | None) -> "Sampler":
+        """A copy that begins anew; update: null where this one drew from the newest weights."""
         version, prepared = self.version, self._prepared
         if update is not None:
             version, prepared = update.version, self.engine.prepare(update.params)
         assert prepared is not None, "what was taken and is not live is staged again"
-        if self.error is not None:  # it holds the KV, and there is no room for another
-            traceback.clear_frames(self.error.__traceback__)
-            self._batch = self._prepared = None
         other = copy.copy(self)
         other._begin(version, prepared, weights)
-        if update is not None and weights is not None:
+        if update is not None:
             weights.live(version)
         return other
 

@@ -384,14 +384,24 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
     for version, params in ((1, OTHER), (2, PARAMS), (3, OTHER)):
         channel.publish(version, params)
         channel.wait_live(version, 60)  # of the one that lives
+    engine = router.samplers[1].engine
+    prepare, engine.prepare = engine.prepare, None
     clock.advance(51)
+    while not router._seats[1].restarts:
+        router._wake.set()
+    channel.publish(4, PARAMS)  # nor for one that could not be started again
+    channel.wait_live(4, 60)
+    channel.publish(5, OTHER)
+    channel.wait_live(5, 60)
+    engine.prepare = prepare
+    clock.advance(101)
     while router.living < 2:
         router._wake.set()
-    assert router.samplers[1].version == 3 and channel.live_version == 3
+    assert router.samplers[1].version == 5 and channel.live_version == 5
     for done in router.generate(wishes):
-        assert set(done.versions.tolist()) == {3}
-    channel.publish(4, PARAMS)
-    channel.wait_live(4, 60)
-    assert {s.version for s in router.samplers} == {4}
+        assert set(done.versions.tolist()) == {5}
+    channel.publish(6, PARAMS)
+    channel.wait_live(6, 60)
+    assert {s.version for s in router.samplers} == {6}
     channel.close()
     router.close()
