@@ -69,7 +69,7 @@ class Hits:
 def sampler_dies(hits: Hits, *, index: int = 0) -> Fault:
     """An exception on a sampler's thread, at a block."""
 
-    def strike(sampler: Any) -> None:
+    def strike() -> None:
         raise RuntimeError("injected: the sampler dies")
 
     return _at_block(hits, index, strike)
@@ -80,7 +80,9 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
     nothing for `notice_s` seconds counts as hanging."""
 
     def fault(parts: Parts) -> None:
-        def strike(sampler: Any) -> None:
+        def strike() -> None:
+            mine = threading.current_thread()
+            sampler = next(s for s in parts.sampler.samplers if s._thread is mine)
             limits = parts.sampler._limits
             parts.sampler._limits = replace(limits, hang_s=notice_s)
             while not sampler._closed:
@@ -93,17 +95,17 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
     return fault
 
 
-def _at_block(hits: Hits, index: int, strike: Callable[[Any], None]) -> Fault:
+def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     def fault(parts: Parts) -> None:
-        sampler = parts.sampler.samplers[index]
-        finish = sampler.engine.generate
+        engine = parts.sampler.samplers[index].engine  # its successors have it too
+        generate = engine.generate
 
-        def generate(*args: Any, **how: Any) -> Any:
+        def broken(*args: Any, **how: Any) -> Any:
             if hits.strikes():
-                strike(sampler)
-            return finish(*args, **how)
+                strike()
+            return generate(*args, **how)
 
-        sampler.engine.generate = generate
+        engine.generate = broken
 
     return fault
 
