@@ -110,21 +110,19 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     return fault
 
 
-def completions_are_nan(hits: Hits, *, index: int = 0) -> Fault:
-    """Log-probs of a sampler that are NaN."""
+def completions_are_nan(hits: Hits) -> Fault:
+    """Log-probs that are NaN, from whichever sampler."""
 
     def fault(parts: Parts) -> None:
-        sampler = parts.sampler.samplers[index]
-        hand_out = sampler._hand_out
+        router: Any = parts.sampler
+        answered = router._answered
 
-        def broken() -> None:
-            sampler._finished = [
-                (s, replace(o, logprobs=np.full_like(o.logprobs, np.nan)) if hits.strikes() else o)
-                for s, o in sampler._finished
-            ]
-            hand_out()
+        def broken(index: int, job: Any, inner: Any) -> None:
+            if not inner.cancelled() and inner.exception() is None and hits.strikes():
+                inner.result().logprobs[:] = np.nan
+            answered(index, job, inner)
 
-        sampler._hand_out = broken
+        router._answered = broken
 
     return fault
 

@@ -31,7 +31,7 @@ TINY = (
     "checkpoint.every=0",
     "metrics.peak_flops=1e9",
     "metrics.tensorboard=false",
-    "faults={backoff_s: 0.05, scorer_timeout_s: 2, env_timeout_s: 2}",
+    "faults={backoff_s: 0.05, scorer_timeout_s: 2, env_timeout_s: 2, watchdog_s: 120}",
 )
 REWARD = """
 def many_digits(prompt, completion, reference):
@@ -71,7 +71,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
     with injected(
         faults.sampler_dies(Hits(after=8)),
         faults.sampler_hangs(Hits(after=8), index=1),
-        faults.completions_are_nan(Hits(after=8), index=1),
+        faults.completions_are_nan(Hits(after=40)),
         faults.scorer_raises(Hits(after=3)),
         faults.scorer_hangs(Hits(after=6)),
         faults.scores_are(Hits(after=9), lambda scores: scores[:-1]),
@@ -137,7 +137,7 @@ def test_what_cannot_be_survived_stops_the_run_and_says_why(
 ) -> None:
     monkeypatch.setattr(loop, "JOIN_S", 3.0)
     with injected(broken), pytest.raises(error, match=words):
-        run(tmp_path, "faults.sampler_restarts=2", "faults.watchdog_s=120")
+        run(tmp_path, "faults.sampler_restarts=2")
     if error is StalledError:
         assert "in broken" in (tmp_path / "addition/stacks.txt").read_text()
     else:
