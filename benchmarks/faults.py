@@ -52,12 +52,12 @@ async def two_rows() -> Reply:
     return Reply(token_ids=np.zeros((2, 2), np.int32), done=True)
 
 
-BLOCKS, SCORES, REPLIES, STEPS = 4, 4, 16, 1
-"""Calls in a step, about: of a sampler's block, of the scorer, of environments, of the rest."""
+BLOCKS, SCORES, REPLIES, COMPLETIONS, STEPS = 4, 4, 1, 16, 1
+"""Calls in a step, about: of a sampler, the scorer, environments, the router, the rest."""
 FAULTS: dict[str, tuple[Callable[[Hits], Fault], int]] = {
     "sampler dies": (faults.sampler_dies, BLOCKS),
     "sampler hangs": (faults.sampler_hangs, BLOCKS),
-    "log-probs are NaN": (faults.completions_are_nan, REPLIES // 2),
+    "log-probs are NaN": (faults.completions_are_nan, COMPLETIONS),
     "scorer raises": (faults.scorer_raises, SCORES),
     "scorer hangs": (faults.scorer_hangs, SCORES),
     "scores of the wrong number": (lambda hits: faults.scores_are(hits, lambda s: s[:-1]), SCORES),
