@@ -13,8 +13,8 @@
             └──── Ticket ── gate │ VersionedParams                                    v
                              WeightChannel <──────────── publish ──────────────── trainer
 
-What several threads touch is behind one lock each: ReplayBuffer, WeightChannel, and a Curriculum,
-which the rollouts draw from and the trainer saves.
+What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router, FaultCounts,
+and a Curriculum, which the rollouts draw from and the trainer saves.
 Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody
 waits for weights), rollouts, sampler. The other jobs have one thread: offline.py.
 """

@@ -189,15 +189,17 @@ class Router:
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """As Sampler.save, wherever the request is. Raises RolloutError where it is nowhere."""
         with self._lock:
-            holder = next(
-                (
-                    seat.sampler
-                    for seat in self._seats
-                    if any(job.request.request_id == request_id for job in seat.jobs)
-                ),
-                self.samplers[0],
+            holders = [
+                seat.sampler
+                for seat in self._seats
+                if any(job.request.request_id == request_id for job in seat.jobs)
+            ]
+        if not holders:
+            raise RolloutError(
+                f"request {request_id!r} is not under way: it is done, cancelled, was never "
+                "submitted, or waits for a sampler."
             )
-        saved: Partial = holder.save(request_id, stop=stop, with_kv=with_kv)
+        saved: Partial = holders[0].save(request_id, stop=stop, with_kv=with_kv)
         return saved
 
     def resume(self, partials: Sequence[Partial]) -> list[Completion]:
@@ -253,6 +255,14 @@ class Router:
             start = end
         for index in sorted(shares):
             self._give(index, shares[index])
+
+    def _deal_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._deal(waiting)
+        except BaseException:
+            self._waiting += [job for job in waiting if job.inner is None]
+            raise
 
     def _choose(
         self, open_seats: list[int], job: _Job, count: int, shares: dict[int, list[_Job]]
@@ -386,9 +396,7 @@ class Router:
             if act is Act.GIVE_UP:
                 self._give_up(index)
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-            if waiting:
-                self._deal(waiting)
+            self._deal_waiting()
         for index, seat in enumerate(self._seats):
             if not seat.lost and decide(self._health(seat), self._limits) is Act.START:
                 self._start_again(index)
@@ -477,8 +485,7 @@ class Router:
             seat.up_at = seat.moved_at = self._clock()
             out_s = seat.up_at - (seat.out_at or seat.up_at)
             seat.out_at = None
-            waiting, self._waiting = self._waiting, []
-            self._deal(waiting)
+            self._deal_waiting()
         self._count("sampler_restarts", 1)
         log.warning("sampler %d is at work again after %.1f s", index, out_s)
 
