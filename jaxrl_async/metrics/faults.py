@@ -1,5 +1,5 @@
-"""What went wrong and was survived, counted since the start: one object for all parts. And the time
-that limits are measured in."""
+"""What went wrong and was survived, counted since the start: one object for all parts. And what
+their limits share: the time that counts, and how long to wait before the next try."""
 
 import threading
 from collections import Counter
@@ -16,6 +16,14 @@ NAMES = tuple(
     if m.key.startswith(SPACE) and m.key not in OF_THE_STEP
 )
 """Every name that may be counted; docs/metrics.md explains them."""
+
+LONGEST_BACKOFF_S = 60.0
+"""Longest wait before something is tried again, seconds."""
+
+
+def backoff_s(first_s: float, failures: int) -> float:
+    """Wait after so many earlier failures in a row: first_s * 2**failures, a minute at most."""
+    return min(first_s * 2.0 ** min(failures, 100), LONGEST_BACKOFF_S)
 
 
 class FaultCounts:

@@ -7,10 +7,10 @@ well ──trouble──> out ──backoff──> started again ──an hour w
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jaxrl_async.metrics.faults import backoff_s
+
 FORGIVEN_S = 3600.0
 """Time without trouble after which earlier restarts no longer count, seconds."""
-LONGEST_BACKOFF_S = 60.0
-"""Longest wait before a restart, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,5 @@ def decide(health: Health, limits: Limits) -> Act:
         return Act.NOTHING if trouble(health, limits) is None else Act.TAKE_OUT
     if health.restarts >= limits.restarts:
         return Act.GIVE_UP
-    return Act.START if health.out_s >= backoff_s(health.restarts, limits) else Act.NOTHING
-
-
-def backoff_s(restarts: int, limits: Limits) -> float:
-    """Wait before the next restart: limits.backoff_s * 2**restarts, a minute at most."""
-    return min(limits.backoff_s * 2.0**restarts, LONGEST_BACKOFF_S)
+    ready = health.out_s >= backoff_s(limits.backoff_s, health.restarts)
+    return Act.START if ready else Act.NOTHING

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
+from jaxrl_async.metrics.faults import backoff_s
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
-
-LONGEST_BACKOFF_S = 60.0
-"""Longest wait between two tries, seconds."""
 
 
 class GuardedScorer:
@@ -88,11 +86,6 @@ class GuardedScorer:
                 f"prompt {prompt.prompt_id}: scoring a group of {len(episodes)} took more than "
                 f"{self._timeout_s:g} s. Make the scorer quicker or raise faults.scorer_timeout_s."
             ) from None
-
-
-def backoff_s(first_s: float, failures: int) -> float:
-    """Wait after so many failures before this one: first_s * 2**failures, a minute at most."""
-    return min(first_s * 2.0**failures, LONGEST_BACKOFF_S)
 
 
 class _Refused(RolloutError):

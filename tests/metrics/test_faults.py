@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_async.metrics.faults import NAMES, AwakeClock, FaultCounts
+from jaxrl_async.metrics.faults import NAMES, AwakeClock, FaultCounts, backoff_s
 from jaxrl_async.testing.clock import VirtualClock
 
 
@@ -24,3 +24,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count():
     for seconds, counted in ((3.0, 3.0), (600.0, 8.0), (5.0, 13.0)):
         clock.advance(seconds)
         assert awake() == counted
+
+
+def test_waits_double_and_none_is_longer_than_a_minute():
+    assert [backoff_s(1.0, n) for n in (0, 1, 5, 6, 10**6)] == [1, 2, 32, 60, 60]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_async.sampler.supervise import Act, Health, Limits, Trouble, backoff_s, decide, trouble
+from jaxrl_async.sampler.supervise import Act, Health, Limits, Trouble, decide, trouble
 
 LIMITS = Limits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_row=3)
 
@@ -36,7 +36,3 @@ def test_what_is_wrong_with_a_sampler(health, found):
 )
 def test_one_that_is_out_waits_longer_each_time_and_is_given_up_in_the_end(restarts, out_s, act):
     assert decide(Health(restarts=restarts, out_s=out_s), LIMITS) is act
-
-
-def test_no_wait_is_longer_than_a_minute():
-    assert backoff_s(1000, LIMITS) == 60.0

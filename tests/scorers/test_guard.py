@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.faults import FaultCounts
-from jaxrl_async.scorers.guard import GuardedScorer, backoff_s, checked
+from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_episode, make_prompt
 from jaxrl_async.types import Score
@@ -128,7 +128,3 @@ def test_what_is_under_way_says_for_how_long():
         return seen
 
     assert asyncio.run(look()) == 7
-
-
-def test_no_wait_is_longer_than_a_minute():
-    assert [backoff_s(1.0, n) for n in (0, 1, 5, 6, 500)] == [1, 2, 32, 60, 60]
