@@ -78,12 +78,13 @@ def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
     with memory_for(step, 2, seen):
         state, stats = step.update(step.init(PARAMS), BATCH)
         assert seen == [6, 3, 2, 2, 2]
+        learnt = jax.tree.map(np.array, state.params)
         step.update(state, BATCH)
         assert seen[5:] == [2, 2, 2], "it does not try the large ones again"
     assert stats["faults/oom_retries"] == 2 and stats["train/micro_batches"] == 3
     assert "faults/oom_retries" not in told
     assert stats["train/loss"] == pytest.approx(told["train/loss"], abs=1e-6)  # terms of about 1
-    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(state.params), strict=True):
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
