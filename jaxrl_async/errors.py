@@ -32,6 +32,14 @@ class RolloutError(JaxrlError, RuntimeError):
     """A request, an environment or a scorer failed, and the error policy does not forgive it."""
 
 
+class RolloutTimeout(RolloutError, TimeoutError):
+    """An environment or a scorer took longer than its limit."""
+
+
+class StalledError(JaxrlError, TimeoutError):
+    """The run as a whole made no progress for too long; the message names the part that waits."""
+
+
 class TrainingError(JaxrlError, ArithmeticError):
     """Training cannot go on: steps in a row were not finite, or no group has anything to teach."""
 

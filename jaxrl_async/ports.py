@@ -50,7 +50,7 @@ class Scorer(Protocol):
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """One score per episode, same order. Must not change its arguments. Called once per
-        group."""
+        group, and again where it raised or took too long."""
         ...
 
 
@@ -180,6 +180,10 @@ class Publisher(Protocol):
 
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
         """Send weights to every sampler, device to device, without waiting for the copy."""
+        ...
+
+    def wait_taken(self) -> None:
+        """Block until every sampler has taken the last weights sent. Raises Closed."""
         ...
 
     def wait_live(self, version: int, timeout_s: float) -> None:

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         "swap",
         "checkpoint",
         "chaos",
+        "faults",
     ],
 )
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
@@ -39,8 +40,8 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
-    assert columns.split()[0] == "model" and len(lines) == len(result["rows"]) > 0
-    if name in ("limits", "swap"):
+    assert columns.split()[0] in ("model", "fault") and len(lines) == len(result["rows"]) > 0
+    if name in ("limits", "swap", "faults"):
         return
     if name == "chaos":
         (row,) = result["rows"]

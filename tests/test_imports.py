@@ -20,6 +20,7 @@ HOST_SIDE = [
     "buffer",
     "rollout",
     "scorers.rewards",
+    "scorers.guard",
     "sampler.schedule",
     "sampler.pages",
     "sampler.prefix",
@@ -28,6 +29,7 @@ HOST_SIDE = [
     "sampler.partial",
     "sampler.concurrency",
     "sampler.router",
+    "sampler.supervise",
 ]
 """Modules, and packages of which every module counts."""
 HEAVY = ("jax", "jaxlib", "flax", "orbax", "grain", "torch")

@@ -445,6 +445,8 @@ class Weights(Section):
     trainer's."""
     probe_tolerance: float = Field(1e-3, gt=0)
     """Largest allowed difference of those, nats."""
+    checksum: bool = True
+    """After each transfer, compare a checksum of every array on both sides before it is used."""
 
 
 class Eval(Section):
@@ -476,6 +478,33 @@ class Reward(Section):
                 "reward model, or reward.function to exact, gsm8k or FILE.py:FUNCTION."
             )
         return self
+
+
+class Faults(Section):
+    """What is tried, how often and for how long, before something that failed ends the run."""
+
+    backoff_s: float = Field(1.0, ge=0)
+    """Wait before a sampler is started again or a group is scored again, seconds; it doubles with
+    each failure in a row, up to 60."""
+    sampler_restarts: NonNegative = 3
+    """Times that one sampler is started again before it is given up; an hour without trouble
+    clears the count."""
+    sampler_hang_s: float = Field(600.0, gt=0)
+    """A sampler with work that finishes no block for so long hangs, compiling included, seconds."""
+    nonfinite_in_a_row: Positive = 8
+    """Completions with NaN or infinite log-probs in a row after which a sampler is started
+    again."""
+    scorer_timeout_s: float = Field(600.0, gt=0)
+    """Longest time that scoring one group may take, reward model included, seconds."""
+    scorer_retries: NonNegative = 2
+    """Times that a group is scored again where the scorer failed or took too long."""
+    env_timeout_s: float = Field(600.0, gt=0)
+    """Longest time that an environment may take for one reply, seconds."""
+    max_failures: Positive = 8
+    """Groups that fail in a row and end the run."""
+    watchdog_s: float = Field(1800.0, ge=0)
+    """A run that makes no progress for so long stops and names the part that stands still,
+    compiling included, seconds; 0: it waits for ever."""
 
 
 class Checkpoint(Section):
@@ -519,6 +548,7 @@ class Config(Section):
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
     reward: Reward = Reward()
+    faults: Faults = Faults()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()

@@ -20,7 +20,7 @@ from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.schema import Config, Faults, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
@@ -37,6 +37,7 @@ from jaxrl_async.mesh import (
     shardings,
 )
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.faults import AwakeClock, FaultCounts
 from jaxrl_async.metrics.recorder import Recorder, set_aside
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
@@ -44,6 +45,7 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 from jaxrl_async.ports import Scorer
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop, SavedGroup
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
@@ -53,8 +55,11 @@ from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.replay import OrderedPrompts, Replay, ReplayedBuffer
 from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
+from jaxrl_async.sampler.supervise import Limits
+from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
@@ -83,6 +88,8 @@ MAX_CPU_DEVICES = 256
 """Most devices that a CPU is made to look like."""
 MAX_LAGS = 32
 """Lags whose divergence is reported one by one."""
+AWAKE_S = 5.0
+"""Longest time between two looks at the samplers that counts as theirs, seconds."""
 CACHE_FOLDER = ".jax_cache"
 """JAX's persistent compilation cache, beside the runs."""
 
@@ -95,7 +102,7 @@ class Parts:
     paths: Paths
     policy: Policy
     trainer: Trainer
-    sampler: Sampler | Router
+    sampler: Router
     rollouts: RolloutLoop
     buffer: ReplayBuffer
     schedule: Recording | Replay
@@ -104,6 +111,7 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     observer: Observer
+    watchdog: Watchdog
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; the folder."""
@@ -127,8 +135,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
     )
 
-    tokenizer = make_tokenizer(config)
-    scorer, judge = make_scorers(config, tokenizer, slices, turns)
+    tokenizer, faults = make_tokenizer(config), FaultCounts()
+    scorer, judge = (
+        guarded(config.faults, one, faults)
+        for one in make_scorers(config, tokenizer, slices, turns)
+    )
+    envs = GuardedEnvs(SingleTurn, timeout_s=config.faults.env_timeout_s, count=faults.add)
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
@@ -199,7 +211,13 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         )
         for mesh in slices.samplers
     ]
-    channel = WeightChannel(pushes, on_live=gate.set_live, version=version)
+    channel = WeightChannel(
+        pushes,
+        on_live=gate.set_live,
+        version=version,
+        checksum=config.weights.checksum,
+        count=faults.add,
+    )
     probe = probe_tokens(policy.spec.vocab, PROBE_LENGTH) if config.weights.probe else None
     sampler = make_samplers(
         config,
@@ -207,6 +225,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         channel,
         [(policy.spec, push(learner.params)) for push in pushes],
         replay,
+        faults,
         schedule=schedule,
         version=version,
         probe=None
@@ -236,6 +255,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         keep_routing=config.algorithm.keep_routing,
         observe=stream.observe,
         resumed=was.groups,
+        make_env=envs,
+        max_failures=config.faults.max_failures,
         **limits,
     )
     observer = Observer(
@@ -245,6 +266,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             channel=channel.stats(),
             buffer=buffer.stats(),
             gate_wait_s=rollouts.stats().gate_wait_s,
+            living=sampler.living,
+            faults={**faults.read(), "failed_groups": rollouts.stats().failures},
         ),
         peak_flops=(
             config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0])
@@ -281,6 +304,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         probe=probe,
         turns=turns,
     )
+    watchdog = Watchdog(
+        lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
+        limit_s=config.faults.watchdog_s,
+        stacks=paths.stacks,
+        clock=AwakeClock(time.monotonic, most_s=max(1.0, config.faults.watchdog_s / 10)),
+    )
     return Parts(
         config=config,
         paths=paths,
@@ -295,6 +324,50 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         checkpoints=checkpoints,
         console=console,
         observer=observer,
+        watchdog=watchdog,
+    )
+
+
+# ---- faults
+
+
+def guarded(section: Faults, scorer: Scorer, faults: FaultCounts) -> GuardedScorer:
+    """The scorer with a time limit, retries, and a check of what it gives."""
+    return GuardedScorer(
+        scorer,
+        timeout_s=section.scorer_timeout_s,
+        retries=section.scorer_retries,
+        backoff_s=section.backoff_s,
+        count=faults.add,
+    )
+
+
+def reading(
+    trainer: Trainer,
+    sampler: Router,
+    rollouts: RolloutLoop,
+    buffer: ReplayBuffer,
+    channel: WeightChannel,
+    scorers: Sequence[GuardedScorer],
+    envs: GuardedEnvs,
+) -> Reading:
+    """What every part is at now, for the watchdog."""
+    of_samplers, of_rollouts, of_buffer = sampler.stats(), rollouts.stats(), buffer.stats()
+    return Reading(
+        version=trainer.version,
+        trainer=trainer.doing,
+        trainer_s=time.perf_counter() - trainer.since,
+        blocks=of_samplers.blocks + of_samplers.prefill_tokens,
+        requests=sampler.num_waiting,
+        living=sampler.living,
+        groups=of_rollouts.groups + of_rollouts.failures,
+        playing=of_rollouts.active,
+        score_s=max(s.oldest_s() for s in scorers),
+        env_s=envs.oldest_s(),
+        published=channel.published_version,
+        live=channel.live_version,
+        ready=of_buffer.ready,
+        slots_free=max(0, of_buffer.capacity - of_buffer.active),
     )
 
 
@@ -325,10 +398,11 @@ def make_samplers(
     channel: WeightChannel,
     policies: Sequence[Any],
     replay: Replay | None,
+    faults: FaultCounts,
     **common: Any,
-) -> Sampler | Router:
-    """The sampler, or several behind a router. On a CPU each uses one core: XLA's own threads
-    cost more than they bring where trainer and samplers compute side by side."""
+) -> Router:
+    """The samplers behind a router, which looks after them. On a CPU each uses one core: XLA's own
+    threads cost more than they bring where trainer and samplers compute side by side."""
     on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
         Sampler(
@@ -344,9 +418,16 @@ def make_samplers(
         )
         for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
     ]
-    if len(samplers) == 1:
-        return samplers[0]
-    return Router(samplers) if replay is None else Router(samplers, replay.home)
+    section = config.faults
+    limits = Limits(
+        restarts=section.sampler_restarts,
+        backoff_s=section.backoff_s,
+        hang_s=section.sampler_hang_s,
+        nonfinite_in_a_row=section.nonfinite_in_a_row,
+    )
+    awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
+    recorded = None if replay is None else replay.home
+    return Router(samplers, limits=limits, count=faults.add, clock=awake, recorded=recorded)
 
 
 def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
@@ -676,7 +757,7 @@ def make_scorers(
 
 
 def run_evaluation(
-    sampler: Sampler | Router,
+    sampler: Router,
     held_out: Any,
     scorer: Scorer,
     *,

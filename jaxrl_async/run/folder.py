@@ -46,6 +46,11 @@ class Paths:
         return self.root / "schedule.jsonl"
 
     @property
+    def stacks(self) -> Path:
+        """Stacks of all threads, where the watchdog stopped the run."""
+        return self.root / "stacks.txt"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.root / "tensorboard"

@@ -3,7 +3,9 @@
     main            train(): assembles, waits for the trainer or the first failure, stops everybody
     trainer         Trainer.run(): draw -> pack -> step -> publish -> report
     sampler         Sampler: poll weights -> plan -> prefill, insert -> decode block, without end
+    router          Router: a sampler that died or hangs -> out -> started again in its place
     rollouts        one asyncio loop: RolloutLoop.run(): admit -> play -> score -> put
+    watchdog        Watchdog.run(): stop a run in which nothing gets on, and name the part
     (checkpoints are written by orbax's own threads)
 
         rollouts ──Request──> sampler ──Completion──> rollouts ──EpisodeGroup──> ReplayBuffer
@@ -11,8 +13,8 @@
             └──── Ticket ── gate │ VersionedParams                                    v
                              WeightChannel <──────────── publish ──────────────── trainer
 
-What several threads touch is behind one lock each: ReplayBuffer, WeightChannel, and a Curriculum,
-which the rollouts draw from and the trainer saves.
+What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router, FaultCounts,
+and a Curriculum, which the rollouts draw from and the trainer saves.
 Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody
 waits for weights), rollouts, sampler. The other jobs have one thread: offline.py.
 """
@@ -134,6 +136,9 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         threading.Thread(
             target=failure.guard(parts.trainer.run, ends_run=True), name="trainer", daemon=True
         ),
+        threading.Thread(
+            target=failure.guard(parts.watchdog.run, ends_run=False), name="watchdog", daemon=True
+        ),
     ]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
     parts.sampler.start()
@@ -146,6 +151,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
                 break
     finally:
         parts.schedule.close()
+        parts.watchdog.stop()
         parts.buffer.close()
         parts.channel.close()
         for thread in threads:

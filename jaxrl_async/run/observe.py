@@ -16,6 +16,8 @@ class Counters(NamedTuple):
     channel: Any  # ChannelStats
     buffer: Any  # BufferStats
     gate_wait_s: float
+    living: int  # samplers at work
+    faults: Mapping[str, int]  # by name, as metrics.faults counts them
 
 
 class Observer:
@@ -57,6 +59,8 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         **(transfer(sampler, after.channel) if sampler.swaps else {}),
         "buffer/active": float(after.buffer.active),
         "buffer/ready": float(after.buffer.ready),
+        "sampler/living": float(after.living),
+        **{f"faults/{k}": float(n - before.faults.get(k, 0)) for k, n in after.faults.items()},
     }
 
 

@@ -1,18 +1,47 @@
 """N samplers behind one ports.Generate: requests go where there is room and where their prefix is.
 
+    submit ──> job ──dealt──> [ seat: sampler ] ──Completion──> checked ──> the caller's future
+                 ^                 │ died, hangs, draws NaN
+                 └── dealt again ──┘ taken out; started again in the same seat after a while
+
 Samplers know nothing of each other; each swaps weights on its own. All members of a group go to
 one sampler, where they share a prefill. Requests of one call are dealt by a pure function of what
 was dealt before and of who has answered, so equal calls to idle samplers are dealt equally.
+
+A request that was under way in a sampler that failed begins again from its prompt in another: its
+randomness is keyed by identity, so the same weights draw the same tokens. Each caller gets exactly
+one answer; what a sampler says after it was taken out is ignored. One thread looks after the
+samplers; what is done when is decided in supervise.py.
 """
 
 import asyncio
+import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.ports import Clock
 from jaxrl_async.sampler.partial import branches
+from jaxrl_async.sampler.supervise import (
+    FORGIVEN_S,
+    Act,
+    Health,
+    Limits,
+    Trouble,
+    decide,
+    trouble,
+)
 from jaxrl_async.types import Completion, Partial, Request
+
+log = logging.getLogger(__name__)
 
 AFFINITY_TOKENS = 32
 """Leading tokens that say which sampler is likely to hold a request's prefix."""
@@ -20,6 +49,10 @@ AFFINITY_SLACK = 0.25
 """How much more loaded than the least loaded one that sampler may be, as a share of its places."""
 REMEMBERED = 4096
 """Prefixes whose sampler is remembered."""
+LOOK_S = 0.2
+"""Time between two looks at the samplers, seconds; a death is seen at once."""
+JOIN_S = 10.0
+"""Longest wait for the thread that looks after the samplers, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,47 +80,105 @@ def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) ->
     return least
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    """A request, and who waits for it."""
+
+    request: Request
+    begun: Partial | None = None  # where it goes on from
+    future: Any  # asyncio.Future or concurrent.futures.Future of the caller
+    loop: asyncio.AbstractEventLoop | None = None  # of the caller; None: a thread waits
+    inner: Future[Completion] | None = None  # of the sampler that has it now
+    avoid: int | None = None  # seat that drew a log-prob that is not finite
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Seat:
+    """One of the N places for a sampler."""
+
+    sampler: Any
+    up_at: float  # when the sampler began
+    moved_at: float  # when it last got on, or got work
+    jobs: dict[_Job, None] = field(default_factory=dict)  # not answered, in the order of dealing
+    progress: tuple[int, ...] = ()
+    before: Any = None  # counters of the samplers that sat here before
+    nonfinite: int = 0
+    restarts: int = 0
+    out_at: float | None = None  # None: the sampler is at work
+    lost: bool = False
+
+
 class Router:
-    """Deals requests to samplers. Thread safe: submit from anywhere."""
+    """Deals requests to samplers and looks after them. Thread safe: submit from anywhere."""
 
     def __init__(
         self,
         samplers: Sequence[Any],
-        recorded: Callable[[str], int | None] = lambda request_id: None,
+        *,
+        limits: Limits | None = None,
+        count: Callable[[str, int], None] = lambda name, number: None,
+        clock: Clock = time.monotonic,
+        recorded: Callable[[str], int | None] | None = None,
     ) -> None:
-        """recorded: in a replay, the number of the sampler for a request; None: choose."""
+        """limits: null takes the defaults. count: told of each fault (metrics.faults). recorded: in
+        a replay, the number of the sampler for a request; None of it: choose."""
         assert samplers, "at least one sampler"
-        self._recorded = recorded
-        self.samplers = tuple(samplers)
-        self._places = [s.engine.places for s in samplers]
-        self._in_flight = [0] * len(samplers)
+        self._recorded = recorded or (lambda request_id: None)
+        self._limits, self._count, self._clock = limits or Limits(), count, clock
+        self._seats = [_Seat(sampler=s, up_at=clock(), moved_at=clock()) for s in samplers]
+        self._waiting: list[_Job] = []  # nobody has them now
         self._homes: dict[bytes, int] = {}
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Start every sampler."""
-        for sampler in self.samplers:
-            sampler.start()
-
-    def close(self) -> None:
-        """Stop every sampler. Idempotent."""
-        for sampler in self.samplers:
-            sampler.close()
+        self._lock, self._wake = threading.RLock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.error: BaseException | None = None  # no sampler is left, or the weights are wrong
 
     @property
-    def error(self) -> BaseException | None:
-        """The first sampler's failure."""
-        return next((s.error for s in self.samplers if s.error is not None), None)
+    def samplers(self) -> tuple[Any, ...]:
+        """Those that sit in the seats now, at work or not."""
+        return tuple(seat.sampler for seat in self._seats)
+
+    @property
+    def living(self) -> int:
+        """Samplers at work."""
+        return sum(seat.out_at is None for seat in self._seats)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not answered."""
+        return len(self._waiting) + sum(len(seat.jobs) for seat in self._seats)
+
+    def start(self) -> None:
+        """Start every sampler; done by the first request where nobody did it."""
+        for sampler in self.samplers:
+            sampler.start()
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._look_after, name="router", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop every sampler; who still waits gets Closed. Idempotent."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+        for sampler in self.samplers:
+            sampler.close()
+        self._end(self.error or Closed("the samplers were closed before the request was done"))
 
     def stats(self) -> Any:
-        """Counters of all samplers: sums, the largest pause and error, mean shares."""
-        return add_stats([s.stats() for s in self.samplers])
+        """Counters of all samplers, those that were replaced included: sums, the largest pause and
+        error, mean shares."""
+        return add_stats([followed(seat.before, seat.sampler.stats()) for seat in self._seats])
 
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> "list[asyncio.Future[Completion]]":
-        """ports.Generate: each sampler gets its share in one call."""
-        return self._dealt(requests, lambda sampler, share: sampler.submit_many(share))
+        """ports.Generate: each sampler gets its share in one call. Raises RolloutError for one that
+        cannot be served."""
+        loop = asyncio.get_running_loop()
+        return self._submit([_job(r, loop.create_future(), loop) for r in requests])
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request."""
@@ -95,84 +186,117 @@ class Router:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete all requests, in order; blocks."""
-        futures = self._dealt(requests, lambda sampler, share: sampler.start_many(share))
+        futures = self._submit([_job(r, Future()) for r in requests])
         return [f.result() for f in futures]
 
     @property
     def seed(self) -> int:
         """Of every sampler."""
-        return int(self.samplers[0].seed)
+        return int(self._seats[0].sampler.seed)
 
     def progress(self) -> tuple[Partial, ...]:
-        """As Sampler.progress, of all samplers."""
-        return tuple(p for sampler in self.samplers for p in sampler.progress())
+        """As Sampler.progress, of all samplers at work, and of what waits for one."""
+        with self._lock:
+            at_work = [seat.sampler for seat in self._seats if seat.out_at is None]
+            waiting = [job.begun for job in self._waiting if job.begun is not None]
+        return (*(p for sampler in at_work for p in sampler.progress()), *waiting)
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """As Sampler.save, wherever the request is. Raises RolloutError where it is nowhere."""
-        for sampler in self.samplers[:-1]:
-            if sampler.has(request_id):
-                return sampler.save(request_id, stop=stop, with_kv=with_kv)
-        return self.samplers[-1].save(request_id, stop=stop, with_kv=with_kv)
+        with self._lock:
+            holders = [
+                seat.sampler
+                for seat in self._seats
+                if any(job.request.request_id == request_id for job in seat.jobs)
+            ]
+        if not holders:
+            raise RolloutError(
+                f"request {request_id!r} is not under way: it is done, cancelled, was never "
+                "submitted, or waits for a sampler."
+            )
+        saved: Partial = holders[0].save(request_id, stop=stop, with_kv=with_kv)
+        return saved
 
     def resume(self, partials: Sequence[Partial]) -> list[Completion]:
-        """As Sampler.resume, on the least loaded one."""
-        with self._lock:
-            least = choose(self._candidates(), None, len(partials))
-        return self.samplers[least].resume(partials)
+        """As Sampler.resume: all on one sampler."""
+        jobs = [_job(p, Future()) for p in partials]
+        return [f.result() for f in self._submit(jobs, together=True)]
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
         """As Sampler.fork: all branches on one sampler, where they share the prefix."""
         return self.resume(branches(partial, count))
 
-    def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(in_flight=n, places=p)
-            for n, p in zip(self._in_flight, self._places, strict=True)
-        ]
+    # ---- dealing, under the lock
 
-    def _dealt(
-        self,
-        requests: Sequence[Request | Partial],
-        submit: Callable[[Any, list[Request | Partial]], list[Any]],
-    ) -> list[Any]:
-        """Futures of all requests in order; groups (equal tokens, one after another) together."""
+    def _submit(self, jobs: list[_Job], *, together: bool = False) -> list[Any]:
+        """The callers' futures, once every job has been dealt."""
+        self.start()
         with self._lock:
-            chosen = self._deal(requests)
-        futures: list[Any] = [None] * len(requests)
-        for index, sampler in enumerate(self.samplers):
-            mine = [i for i, c in enumerate(chosen) if c == index]
-            if not mine:
-                continue
+            if self.error is not None:
+                raise self.error
+            if self._closed:
+                raise Closed("the samplers are closed")
             try:
-                share = submit(sampler, [requests[i] for i in mine])
+                self._deal(jobs, together=together)
             except BaseException:
-                self._answered(index, len(mine))
+                for job in jobs:
+                    self._withdraw(job)
                 raise
-            for i, future in zip(mine, share, strict=True):
-                futures[i] = future
-                future.add_done_callback(lambda _, index=index: self._answered(index, 1))
-        return futures
+        for job in jobs:
+            job.future.add_done_callback(partial(self._settled, job))
+        return [job.future for job in jobs]
 
-    def _deal(self, given: Sequence[Request | Partial]) -> list[int]:
-        requests = [r.request if isinstance(r, Partial) else r for r in given]
-        chosen: list[int] = []
+    def _deal(self, jobs: Sequence[_Job], *, together: bool = False) -> None:
+        """Each job to a sampler at work; all wait where there is none.
+
+        Groups (equal tokens, one after another) stay together. Raises what a sampler that is well
+        raises.
+        """
+        open_seats = [i for i, seat in enumerate(self._seats) if seat.out_at is None]
+        if not open_seats:
+            self._waiting += jobs
+            return
+        shares: dict[int, list[_Job]] = {}
         start = 0
-        while start < len(requests):
-            content = requests[start].token_ids.tobytes()
+        while start < len(jobs):
+            content = jobs[start].request.token_ids.tobytes()
             end = start + 1
-            while end < len(requests) and requests[end].token_ids.tobytes() == content:
+            while end < len(jobs) and (
+                together or jobs[end].request.token_ids.tobytes() == content
+            ):
                 end += 1
-            prefix = requests[start].token_ids[:AFFINITY_TOKENS].tobytes()
-            recorded = self._recorded(requests[start].request_id)
-            index = (
-                choose(self._candidates(), self._homes.get(prefix), end - start)
-                if recorded is None
-                else recorded
-            )
-            self._in_flight[index] += end - start
-            self._remember(prefix, index)
-            chosen += [index] * (end - start)
+            chosen = self._choose(open_seats, jobs[start], end - start, shares)
+            shares.setdefault(chosen, []).extend(jobs[start:end])
             start = end
+        for index in sorted(shares):
+            self._give(index, shares[index])
+
+    def _deal_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._deal(waiting)
+        except BaseException:
+            self._waiting += [job for job in waiting if job.inner is None]
+            raise
+
+    def _choose(
+        self, open_seats: list[int], job: _Job, count: int, shares: dict[int, list[_Job]]
+    ) -> int:
+        recorded = self._recorded(job.request.request_id)
+        if recorded is not None:
+            return recorded
+        seats = [i for i in open_seats if i != job.avoid] or open_seats
+        candidates = [
+            Candidate(
+                in_flight=len(self._seats[i].jobs) + len(shares.get(i, ())),
+                places=self._seats[i].sampler.engine.places,
+            )
+            for i in seats
+        ]
+        prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
+        home = self._homes.get(prefix)
+        chosen = seats[choose(candidates, seats.index(home) if home in seats else None, count)]
+        self._remember(prefix, chosen)
         return chosen
 
     def _remember(self, prefix: bytes, index: int) -> None:
@@ -181,13 +305,266 @@ class Router:
         if len(self._homes) > REMEMBERED:
             del self._homes[next(iter(self._homes))]
 
-    def _answered(self, index: int, count: int) -> None:
+    def _give(self, index: int, jobs: list[_Job]) -> None:
+        """All at once to the sampler in this seat; they wait where it has just died."""
+        seat = self._seats[index]
+        try:
+            inners = seat.sampler.start_many([job.begun or job.request for job in jobs])
+        except BaseException:
+            if seat.sampler.error is None:
+                raise
+            self._waiting += jobs
+            self._wake.set()
+            return
+        if not seat.jobs:
+            seat.moved_at = self._clock()
+        for job, inner in zip(jobs, inners, strict=True):
+            job.inner = inner
+            seat.jobs[job] = None
+            inner.add_done_callback(partial(self._answered, index, job))
+
+    def _settled(self, job: _Job, future: Any) -> None:
+        if future.cancelled():
+            self._withdraw(job)
+
+    def _withdraw(self, job: _Job) -> None:
+        """Nobody waits for it any more."""
         with self._lock:
-            self._in_flight[index] -= count
+            if job in self._waiting:
+                self._waiting.remove(job)
+            if job.inner is not None:
+                job.inner.cancel()
+
+    # ---- answers, on the samplers' threads
+
+    def _answered(self, index: int, job: _Job, inner: "Future[Completion]") -> None:
+        """Pass the completion on; one that is refused is drawn once more."""
+        result: Completion | BaseException
+        with self._lock:
+            seat = self._seats[index]
+            if job.inner is not inner:
+                return  # the sampler was taken out: another has the request
+            error = None if inner.cancelled() else inner.exception()
+            if error is not None and seat.sampler.error is not None and not self._closed:
+                self._wake.set()  # it died; look_after() gives the request to another
+                return
+            del seat.jobs[job]
+            job.inner = None
+            if inner.cancelled():
+                return
+            if error is not None:
+                result = error
+            else:
+                completion = inner.result()
+                if np.isfinite(completion.logprobs).all():
+                    seat.nonfinite = 0
+                    result = completion
+                elif self._draws_again(index, job):
+                    return
+                else:
+                    result = RolloutError(
+                        f"request {job.request.request_id}: the sampler gave log-probs that are "
+                        "not finite, twice. The weights are likely to have diverged: look at "
+                        "train/grad_norm, or lower algorithm.learning_rate."
+                    )
+        _settle(job, result)
+
+    def _draws_again(self, index: int, job: _Job) -> bool:
+        self._count("nonfinite_completions", 1)
+        self._seats[index].nonfinite += 1
+        if job.avoid is not None:
+            return False
+        job.avoid = index
+        self._waiting.append(job)
+        self._wake.set()
+        return True
+
+    # ---- looking after the samplers, on the router's thread
+
+    def _look_after(self) -> None:
+        """Until closed: take out what failed, start it again, deal again what it had.
+
+        consumes      requests of samplers that failed
+        waits for     self._wake: set by a death, a refused completion, and close
+        produces      samplers in the place of those that failed
+        on failure    `error`, and every caller gets it
+        """
+        try:
+            while not self._closed:
+                self._wake.wait(LOOK_S)
+                self._wake.clear()
+                self.look()
+        except Closed:
+            log.debug("the router ended: closed")
+        except BaseException as error:
+            self._end(error)
+
+    def look(self) -> None:
+        """One look at all samplers, and what follows from it."""
+        for index, seat in enumerate(self._seats):
+            if seat.lost:
+                continue
+            act = decide(self._health(seat), self._limits)
+            if act is Act.TAKE_OUT:
+                self._take_out(index)
+                act = decide(self._health(seat), self._limits)
+            if act is Act.GIVE_UP:
+                self._give_up(index)
+        with self._lock:
+            self._deal_waiting()
+        for index, seat in enumerate(self._seats):
+            if not seat.lost and decide(self._health(seat), self._limits) is Act.START:
+                self._start_again(index)
+
+    def _health(self, seat: _Seat) -> Health:
+        now = self._clock()
+        if seat.out_at is not None:
+            return Health(restarts=seat.restarts, out_s=now - seat.out_at)
+        stats = seat.sampler.stats()
+        progress = (stats.blocks, stats.prefill_tokens, stats.swaps)
+        with self._lock:
+            if progress != seat.progress or not seat.jobs:
+                seat.progress, seat.moved_at = progress, now
+            if seat.restarts and now - seat.up_at > FORGIVEN_S:
+                seat.restarts = 0
+            return Health(
+                error=seat.sampler.error,
+                working=bool(seat.jobs),
+                quiet_s=now - seat.moved_at,
+                nonfinite=seat.nonfinite,
+                restarts=seat.restarts,
+            )
+
+    def _take_out(self, index: int) -> None:
+        """No request goes there any more, and no update of the weights waits for it."""
+        seat = self._seats[index]
+        health = self._health(seat)
+        if isinstance(health.error, WeightsError):
+            raise health.error  # any other sampler would get the same weights
+        why = trouble(health, self._limits)
+        if why is None:  # it got on just now
+            return
+        with self._lock:
+            seat.out_at = self._clock()
+            jobs = list(seat.jobs)
+            seat.jobs.clear()
+            for job in jobs:
+                job.inner = None
+            self._waiting += jobs
+        seat.sampler.abandon()
+        if why is not Trouble.NONFINITE:
+            self._count("sampler_deaths" if why is Trouble.DEAD else "sampler_hangs", 1)
+        self._count("redone_requests", len(jobs))
+        log.error(
+            "sampler %d is taken out (%s), and its %d requests begin again elsewhere: %s",
+            index,
+            why,
+            len(jobs),
+            {
+                Trouble.DEAD: health.error,
+                Trouble.HANGS: f"no block for {health.quiet_s:.1f} s",
+                Trouble.NONFINITE: f"{health.nonfinite} refused completions in a row",
+            }[why],
+        )
+
+    def _give_up(self, index: int) -> None:
+        seat = self._seats[index]
+        seat.lost = True
+        self._count("samplers_lost", 1)
+        log.error("sampler %d is given up after %d restarts", index, seat.restarts)
+        if all(s.lost for s in self._seats):
+            cause = seat.sampler.error
+            raise RolloutError(
+                f"no sampler is left: the last one failed {seat.restarts + 1} times in a row "
+                f"({cause or 'no error: it hung, or its log-probs were not finite'}). Correct the "
+                "cause, or raise faults.sampler_restarts or faults.sampler_hang_s."
+            ) from cause
+
+    def _start_again(self, index: int) -> None:
+        """Another sampler in this seat, with the newest weights; may take a while."""
+        seat = self._seats[index]
+        seat.restarts += 1
+        old = seat.sampler
+        try:
+            new = old.successor()
+        except (Closed, WeightsError):
+            raise
+        except Exception as error:
+            log.error("sampler %d could not be started again: %s", index, error)
+            seat.out_at = self._clock()
+            return
+        new.start()
+        with self._lock:
+            seat.before = followed(seat.before, old.stats(), ended=True)
+            seat.sampler, seat.nonfinite, seat.progress = new, 0, ()
+            seat.up_at = seat.moved_at = self._clock()
+            out_s = seat.up_at - (seat.out_at or seat.up_at)
+            seat.out_at = None
+            self._deal_waiting()
+        self._count("sampler_restarts", 1)
+        log.warning("sampler %d is at work again after %.1f s", index, out_s)
+
+    def _end(self, error: BaseException) -> None:
+        """Every caller gets the error."""
+        with self._lock:
+            if not self._closed:
+                self.error = self.error or error
+            jobs = [*self._waiting, *(job for seat in self._seats for job in seat.jobs)]
+            self._waiting = []
+            for seat in self._seats:
+                seat.jobs.clear()
+            for job in jobs:
+                job.inner = None
+        for job in jobs:
+            _settle(job, error)
+
+
+def _job(given: Request | Partial, future: Any, loop: Any = None) -> _Job:
+    if isinstance(given, Partial):
+        return _Job(request=given.request, begun=given, future=future, loop=loop)
+    return _Job(request=given, future=future, loop=loop)
+
+
+def _settle(job: _Job, result: Completion | BaseException) -> None:
+    """The answer into the caller's future, on its own loop."""
+    if job.loop is None:
+        _set(job.future, result)
+    elif not job.loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # closed just now: nobody waits any more
+            job.loop.call_soon_threadsafe(_set, job.future, result)
+
+
+def _set(future: Any, result: Completion | BaseException) -> None:
+    with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):  # cancelled meanwhile
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 LARGEST = ("swap_pause_s", "max_swap_pause_s", "probe_error", "max_probe_error")
 """Counters of which the largest says most."""
+NOW = ("in_flight", "waiting", "used_page_share")
+"""Readings of this moment, which end with the sampler."""
+
+
+def followed(before: Any, now: Any, *, ended: bool = False) -> Any:
+    """Counters of a sampler with those of the ones that sat in its seat before it (None: nobody).
+
+    ended: the sampler has gone too, and what holds only now is 0.
+    """
+    fields = {}
+    for name in type(now).__dataclass_fields__:
+        mine = getattr(now, name)
+        if name in NOW:
+            fields[name] = type(mine)(0) if ended else mine
+        elif before is None:
+            fields[name] = mine
+        else:
+            theirs = getattr(before, name)
+            largest = name in (*LARGEST, "compiled_programs")  # the programs outlive a sampler
+            fields[name] = max(mine, theirs) if largest else mine + theirs
+    return type(now)(**fields)
 
 
 def add_stats(stats: Sequence[Any]) -> Any:

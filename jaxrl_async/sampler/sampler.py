@@ -10,11 +10,14 @@ the futures, and the moment of the swap. Only the sampler's thread touches the b
 """
 
 import asyncio
+import contextlib
+import copy
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +46,8 @@ PROGRESS_S = 30.0
 """Longest wait of `progress` for the end of a block, seconds."""
 LOOK_S = 0.002
 """How often a replay looks whether what was recorded has come, seconds."""
+CLOSE_S = 60.0
+"""Longest wait for the thread to end, seconds; one that hangs is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +147,16 @@ class Sampler:
         )
         if mesh is not None:
             params = jax.device_put(params, shardings(weight_table(spec), mesh, SAMPLER_RULES))
-        self._prepared: Any = self.engine.prepare(params)
-        self.version, self.seed = version, seed
-        self._weights, self._probe, self._turns, self._clock = weights, probe, turns, clock
-        self._schedule, self._rounds = schedule, 0  # rounds that ran: waiting does not count
+        self.seed, self._name, self._schedule = seed, name, schedule
+        self._rounds = 0  # that ran: waiting does not count
         self._idle_s: float | None = None  # longest sleep; a replay may sleep through a wake-up
+        self._probe, self._turns, self._clock = probe, turns, clock
         self._probe_logprobs = lambda p, t: _sequence_logprobs(spec, p, t, jnp.dtype(dtype))
+        self._begin(version, self.engine.prepare(params), weights)
+
+    def _begin(self, version: int, prepared: Any, weights: WeightSource | None) -> None:
+        """Everything that changes, as it is before the first request."""
+        self.version, self._prepared, self._weights = version, prepared, weights
         self._incoming: list[Sequence_] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._arrived: VersionedParams | None = None  # polled, not taken yet (in a replay)
@@ -158,7 +167,8 @@ class Sampler:
         self._finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
-        self._name = name
+        self._batch: Any = None  # a Batch, once the thread has begun
+        self._heir: Any = None  # the end of the weights that a successor was to have
         if weights is not None and hasattr(weights, "attach"):
             weights.attach(self._wake)
 
@@ -177,8 +187,54 @@ class Sampler:
             self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.error("the thread of %s did not end within %.0f s", self._name, CLOSE_S)
         self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
+
+    def abandon(self) -> None:
+        """Leave the thread to itself, dead or hanging: what it still says is ignored, no update of
+        the weights waits for it, and it ends where it ever wakes up."""
+        with self._lock:
+            self._closed = True
+            commands, self._commands = self._commands, []
+        self._wake.set()
+        weights: Any = self._weights
+        if hasattr(weights, "leave"):
+            weights.leave()
+        for _, future in commands:
+            future.set_exception(self.error or Closed("the sampler was taken out: it hangs"))
+
+    def successor(self) -> "Sampler":
+        """Another in the place of this one, which was abandoned: same engine, seed and settings,
+        the newest weights, nothing under way. Waits for weights that are on their way.
+
+        Raises Closed and WeightsError, as the channel does.
+        """
+        if self.error is not None:  # it holds the KV, and there is no room for another
+            traceback.clear_frames(self.error.__traceback__)
+            self._batch = None
+        weights: Any = self._heir or self._weights
+        if not hasattr(weights, "rejoin"):
+            return self._replaced(weights, None)
+        weights = self._heir = weights.rejoin()
+        try:
+            return self._replaced(weights, weights.poll(wait=True))
+        except BaseException:
+            weights.leave()
+            raise
+
+    def _replaced(self, weights: Any, update: VersionedParams | None) -> "Sampler":
+        """A copy that begins anew; update: null where this one drew from the newest weights."""
+        version, prepared = self.version, self._prepared
+        if update is not None:
+            version, prepared = update.version, self.engine.prepare(update.params)
+        assert prepared is not None, "what was taken and is not live is staged again"
+        other = copy.copy(self)
+        other._begin(version, prepared, weights)
+        if update is not None:
+            weights.live(version)
+        return other
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete all requests, in order; blocks. Raises RolloutError for one that cannot be
@@ -338,7 +394,7 @@ class Sampler:
         except BaseException as error:
             with self._lock:
                 self.error, self._closed = error, True
-            log.error("the sampler stopped: %s", error)
+            log.error("the sampler stopped: %s", error, exc_info=error)
             self._fail_all(error)
 
     def _round(self) -> None:
@@ -598,7 +654,7 @@ class Sampler:
         with self._lock:
             sequences, self._incoming = self._incoming, []
             commands, self._commands = self._commands, []
-        batch = getattr(self, "_batch", None)
+        batch = self._batch
         if batch is not None:
             sequences = [*sequences, *batch.queue, *batch.placed.values()]
             sequences += [s for s, _ in self._finished]
@@ -668,12 +724,13 @@ def _resolve(done: Sequence[tuple[_Waiter, Completion | BaseException]]) -> None
 
 def _set(results: Sequence[tuple[Any, Completion | BaseException]]) -> None:
     for future, result in results:
-        if future.cancelled() or future.done():
+        if future.done():
             continue
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+        with contextlib.suppress(InvalidStateError):  # cancelled just now, by another thread
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 @partial(jax.jit, static_argnums=(0, 3))

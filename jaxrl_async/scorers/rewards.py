@@ -18,12 +18,15 @@ from typing import TypeVar
 
 from jaxrl_async.config.schema import Reward
 from jaxrl_async.config.userfile import is_own, load_function
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[[str, str, str], float | Mapping[str, float]]
 
 T = TypeVar("T")
+
+MAX_STUCK = 64
+"""Threads of functions that never came back, at most: a thread cannot be stopped."""
 
 NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
 
@@ -106,6 +109,7 @@ class RewardScorer:
         self._timeout_s = timeout_s
         self._name = name or getattr(function, "__name__", "reward")
         self._quick = function in REWARDS.values()
+        self._stuck: list[threading.Thread] = []  # took too long and may still run
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """One score per episode, of all that the policy drew in it.
@@ -115,12 +119,18 @@ class RewardScorer:
         """
         if self._quick:
             return self._score(episodes, prompt)
-        try:
-            return await asyncio.wait_for(
-                _in_daemon_thread(lambda: self._score(episodes, prompt)), self._timeout_s
-            )
-        except TimeoutError:
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if len(self._stuck) >= MAX_STUCK:
             raise RolloutError(
+                f"{self._about(prompt)}: {len(self._stuck)} earlier calls have not come back, and "
+                "no further one is begun. Give what the function waits for a time limit."
+            )
+        future, thread = _in_daemon_thread(lambda: self._score(episodes, prompt))
+        try:
+            return await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            self._stuck.append(thread)
+            raise RolloutTimeout(
                 f"{self._about(prompt)} took more than {self._timeout_s:g} s for a group of "
                 f"{len(episodes)}. Make it quicker or raise reward.timeout_s."
             ) from None
@@ -163,7 +173,7 @@ def make_scorer(section: Reward, decode: Callable[[IntArray], str]) -> RewardSco
     return RewardScorer(function, decode, timeout_s=section.timeout_s, name=section.function)
 
 
-def _in_daemon_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
+def _in_daemon_thread(work: Callable[[], T]) -> tuple["asyncio.Future[T]", threading.Thread]:
     """The result of `work`, from a thread that nobody waits for when the process ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -185,5 +195,6 @@ def _in_daemon_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=target, name="reward", daemon=True).start()
-    return future
+    thread = threading.Thread(target=target, name="reward", daemon=True)
+    thread.start()
+    return future, thread

@@ -300,9 +300,11 @@ class Learner:
         if warming:
             told = self._step.measure(self.state.params, batch, columns=columns, **how)
             reports.append({**told, "train/skipped": 0.0, "train/flops": 0.0})
+        retries = sum(r.get("faults/oom_retries", 0.0) for r in (*reports, *of_critic))
         return {
             **mean_report(reports),
             **mean_report(of_critic, tokens="critic/tokens"),
+            "faults/oom_retries": retries,
             "train/updates": 0.0 if warming else float(len(reports)),
             **({"critic/warming": float(warming)} if self._with.critic is not None else {}),
         }

@@ -90,6 +90,7 @@ class PreferenceStep:
             learning_rate=learning_rate,
             total_steps=total_steps,
             param_dtype=param_dtype,
+            whole_rows=False,
         )
         self.state_shardings = self._updater.state_shardings
         self.micro_rows = pair_rows(trainer, row_length, self._updater.num_row_shards)
@@ -216,6 +217,7 @@ class RewardStep:
             learning_rate=learning_rate,
             total_steps=total_steps,
             param_dtype=param_dtype,
+            whole_rows=False,
         )
         self.state_shardings = self._updater.state_shardings
         self.micro_rows = pair_rows(trainer, row_length, self._updater.num_row_shards)

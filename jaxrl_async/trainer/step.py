@@ -155,7 +155,9 @@ class TrainStep:
         micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
         state, stats = self._updater.update(state, micros, context, turns)
-        return state, stats | self._sizes(batch, len(micros), reference_params is not None)
+        passes = self._updater.num_passes(micros)
+        sizes = self._sizes(batch, len(micros), reference_params is not None)
+        return state, stats | sizes | {"train/micro_batches": float(passes)}
 
     def measure(
         self,

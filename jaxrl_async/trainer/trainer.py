@@ -79,6 +79,7 @@ class Trainer:
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._probe, self._turns, self._clock = probe, turns, clock
         self._saved_version = -1 if resumed is None else version
+        self.doing, self.since = "starting", clock()  # for the watchdog
         self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
         if resumed is not None:
             self._skipped_in_row = resumed["skipped"]
@@ -95,6 +96,7 @@ class Trainer:
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
         if self.version == 0 or self._evaluation_is_due():  # resumed elsewhere: as if never stopped
+            self._now("evaluating")
             self._outlets.report(self.version, self._outlets.evaluate(), ())
         if self._save_every:
             self._save()  # the warm start, if nothing else
@@ -115,19 +117,24 @@ class Trainer:
 
     def _one_step(self) -> None:
         start = self._clock()
+        self._now("waiting for groups")
         draw = self._draw()
         if draw is None:
             return
+        self._now("learning")
         values = self._learn(draw)
         trained = self._clock()
         last = self.version == self._total_steps or self._outlets.should_stop()
         evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
         if evaluates:  # nothing new starts until the evaluation has run on exactly this version
             self._source.pause()
+        self._now("publishing")
         self._publish()
         published = self._clock()
         if evaluates:
+            self._now("waiting for live weights")
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S)
+            self._now("evaluating")
             values |= self._outlets.evaluate()
         step_s = self._clock() - start
         values |= {
@@ -181,7 +188,11 @@ class Trainer:
         self._source.set_limit(self._pace.limit)
         return {"staleness/limit": float(self._pace.limit)}
 
+    def _now(self, doing: str) -> None:
+        self.doing, self.since = doing, self._clock()
+
     def _publish(self) -> None:
+        self._publisher.wait_taken()  # outside the turn: a sampler that waits for it does not poll
         with self._turns:
             logprobs = None
             if self._probe is not None:
@@ -193,6 +204,7 @@ class Trainer:
         is due; several in a row, or the last one, end the run."""
         if self._saved_version == self.version:
             return
+        self._now("saving")
         start = self._clock()
         try:
             self._outlets.save(self.learner, self.version, self.numbers())

@@ -3,11 +3,15 @@
     device    accumulate(params, sum, micro, context) -> sum, totals     for each micro-batch
               apply(state, sum) -> state                                 once
 
-Two programs, compiled once each. The state is donated, and so is the sum.
+Two programs, compiled once each. The state is donated, and so is the sum: the state only by
+`apply`, which begins once every gradient is there. Where memory does not suffice before that, the
+update begins again with half the rows in a micro-batch, and stays with them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +21,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
+from jaxrl_async.errors import TrainingError
 from jaxrl_async.mesh import NO_TURNS, Rules, shardings
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
 from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
+
+log = logging.getLogger(__name__)
 
 Params = Any  # nested dict of arrays in the tree of a table of weights
 
@@ -61,9 +68,12 @@ class Updater:
         learning_rate: float,
         total_steps: int,
         param_dtype: Any = jnp.float32,
+        whole_rows: bool = True,
     ) -> None:
-        """table: of Weights, which says shapes, shardings and what decays."""
+        """table: of Weights, which says shapes, shardings and what decays. whole_rows: a row of a
+        micro-batch stands for itself, so that one that is too large may be halved."""
         self._objective, self._param_dtype = objective, param_dtype
+        self._whole_rows, self._halvings = whole_rows, 0
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
@@ -115,24 +125,70 @@ class Updater:
         """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
 
         turns: held for each program, until it has run, where a sampler shares the devices.
-        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
+        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
+        TrainingError where memory does not suffice with one row on each device; the state is then
+        as it was.
         """
+        retries = 0
+        while True:
+            parts = _halved(micros, self._halvings, self.num_row_shards)
+            try:
+                sums, totals = self._gradients(state.params, parts, context, turns)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self._halve(len(jax.tree.leaves(parts[0])[0]), error)
+            retries += 1
+        with turns:
+            state, applied = self._apply(state, sums)
+            told, host_applied = jax.device_get((totals, applied))
+        return state, {
+            **summarize(told),
+            **{f"train/{k}": float(v) for k, v in host_applied.items()},
+            **({"faults/oom_retries": float(retries)} if retries else {}),
+        }
+
+    def _gradients(
+        self,
+        params: Params,
+        micros: Sequence[Any],
+        context: Any,
+        turns: AbstractContextManager[Any],
+    ) -> tuple[GradSum, list[Totals]]:
+        """Summed over all micro-batches, and there: nothing that can fail is under way."""
         totals: list[Totals] = []
         with turns:
             sums = self._zeros()
         for index, micro in enumerate(micros):
             with turns:
-                sums, total = self._accumulate(state.params, sums, self.put(micro), context)
+                sums, total = self._accumulate(params, sums, self.put(micro), context)
                 if turns is not NO_TURNS or self.is_full(index):
                     jax.block_until_ready(sums)
             totals.append(total)
-        with turns:
-            state, applied = self._apply(state, sums)
-            told, host_applied = jax.device_get((totals, applied))  # the one sync of an update
-        return state, {
-            **summarize(told),
-            **{f"train/{k}": float(v) for k, v in host_applied.items()},
-        }
+        jax.block_until_ready((sums, totals))
+        return sums, totals
+
+    def _halve(self, rows: int, error: Exception) -> None:
+        """Half the rows from now on. Raises TrainingError where there is nothing to halve."""
+        if not self._whole_rows or rows <= self.num_row_shards:
+            fewer = "" if self._whole_rows else "lower trainer.micro_batch_tokens, "
+            raise TrainingError(
+                f"the trainer's devices are out of memory in an update of {rows} rows at once: "
+                f"{str(error).splitlines()[0]}. The weights are as before the step. To need less, "
+                f"{fewer}set model.remat=layer, lower trainer.row_length (with sampler.max_length) "
+                "or trainer.logprob_chunk, or share the weights by mesh.trainer.fsdp."
+            ) from error
+        self._halvings += 1
+        log.warning(
+            "out of memory in an update of %d rows at once; half as many from now on. Lower "
+            "trainer.micro_batch_tokens to begin so.",
+            rows,
+        )
+
+    def num_passes(self, micros: Sequence[Any]) -> int:
+        """Forward and backward passes that these take now: more where memory was short."""
+        return len(_halved(micros, self._halvings, self.num_row_shards))
 
     def measure(self, params: Params, micros: Sequence[Any], context: Any) -> dict[str, float]:
         """What `update` would report of the objective, without learning."""
@@ -178,6 +234,23 @@ class Updater:
             "param_norm": optax.tree.norm(_float32(kept.params)),
             "skipped": 1 - finite.astype(jnp.int32),
         }
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
+    """Each micro-batch in parts of rows / 2**times rows, rounded up to a multiple; one at least."""
+    if not times:
+        return list(micros)
+    parts = []
+    for micro in micros:
+        rows = len(jax.tree.leaves(micro)[0])
+        size = -(-rows // (multiple * 2**times)) * multiple
+        for at in range(0, rows, size):
+            parts.append(jax.tree.map(itemgetter(slice(at, at + size)), micro))
+    return parts
 
 
 def _zeros_of(shapes: Any) -> GradSum:

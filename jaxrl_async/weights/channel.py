@@ -1,12 +1,19 @@
 """The way of the weights: publish on the trainer's thread, poll on a sampler's, one flip between.
 
-publish(v, params) ──Push──> staged (copying) ──poll: every array ready──> taken ──live(v)──┐
-      ^                                           │                                         │
+publish(v, params) ──Push──> staged (copying) ──poll: every array sound──> taken ──live(v)──┐
+      ^                        ^  │               │                                         │
+      │                        └──┘ torn: again   │                                         │
       └────────── may publish v + 1 <─────────────┘       on_live(lowest of all samplers) <─┘
 
-Weights are there twice at most in a sampler: those it draws from and those that are staged.
+Staged for all samplers or for none; taken whole, and only where every array is there and adds up to
+the checksum of what was sent. Until then the sampler draws from the weights it has. Weights are
+there twice at most in a sampler, and once more on the trainer's side until they are taken.
+
+A sampler that is taken out leaves: nobody waits for it, and the newest weights lie ready for the
+one that rejoins in its place.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +25,11 @@ import jax
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import VersionedParams
+from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.local import Push
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
+
+log = logging.getLogger(__name__)
 
 Move = Callable[[Any], Any]
 
@@ -36,22 +46,44 @@ class ChannelStats:
     live_s: float = 0.0  # from publish to live in every sampler, seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """One update on its way to one sampler."""
+
+    update: VersionedParams  # params: on the sampler's devices, once they are there
+    held: Any  # what was moved: on the trainer's devices, to be moved again
+    sums: Sums | None  # of it; None: not compared
+    finished: bool  # whether `finish` has been applied to params
+    again: bool = False  # moved for the second time
+
+
+class _End:
+    """One sampler's place at the channel. Changed under the channel's lock."""
+
+    def __init__(self, push: Move, version: int) -> None:
+        self.cast: Move = push.cast if isinstance(push, Push) else lambda params: params
+        self.move: Move = push.move if isinstance(push, Push) else push
+        self.finish: Move | None = push.finish if isinstance(push, Push) and push.grows else None
+        self.crosses = isinstance(push, Push) and not push.stays  # from devices to others
+        self.staged: _Sent | None = None
+        self.taken: _Sent | None = None  # polled, and not live yet
+        self.live_version = version
+        self.holder = 0  # number of the subscription that holds it: of older ones nothing counts
+        self.away = False  # nobody draws here now
+        self.wake: threading.Event | None = None
+
+
 class Subscription:
     """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
 
-    def __init__(self, channel: "WeightChannel", push: Move, version: int) -> None:
-        self._channel = channel
-        self.push: Move = push.start if isinstance(push, Push) else push
-        self.finish: Move | None = push.finish if isinstance(push, Push) and push.grows else None
-        self.staged: VersionedParams | None = None
-        self.finished = False  # whether `finish` has been applied to what is staged
-        self.live_version = version
-        self.wake: threading.Event | None = None
+    def __init__(self, channel: "WeightChannel", end: _End) -> None:
+        self._channel, self._end, self._number = channel, end, end.holder
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """The staged update once every array of it is there; None before.
+        """The staged update once every array of it is there and sound; None before.
 
         wait: finish the copy first. Never a mix of versions: it is staged whole and taken whole.
+        Raises WeightsError where it did not arrive sound, twice.
         """
         return self._channel._poll(self, wait)
 
@@ -62,6 +94,21 @@ class Subscription:
     def attach(self, wake: threading.Event) -> None:
         """Set this event at every publish and at close; now, where one has been already."""
         self._channel._attach(self, wake)
+
+    def leave(self) -> None:
+        """Nobody draws here any more: no update waits for this sampler, and `live` is the lowest
+        of the others. From any thread. Idempotent."""
+        self._channel._leave(self)
+
+    def rejoin(self) -> "Subscription":
+        """For a sampler in the place of this one, which has left: the first poll gives the newest
+        weights, None where this one drew from them already. Raises Closed."""
+        return self._channel._rejoin(self)
+
+    @property
+    def holds(self) -> bool:
+        """Whether this is the sampler's end still; False once it has left."""
+        return self._number == self._end.holder
 
 
 class WeightChannel:
@@ -78,18 +125,24 @@ class WeightChannel:
         expected: Manifest | None = None,
         version: int = 0,
         num_samplers: int = 1,
+        checksum: bool = False,
+        count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """push: params to arrays on the sampler's devices; one for each sampler where they differ.
 
-        on_live is called on a sampler's thread, outside the lock, with the version that has become
-        live in every sampler. expected: what the trainer publishes; null: as the first time.
+        on_live is called outside the lock, on the thread of the sampler that was last, with the
+        version that has become live in every sampler. checksum: compare what a Push moves with what
+        it moved from. count: told the name of each fault (metrics.faults). expected: what the
+        trainer publishes; null: as the first time.
         version: what the samplers were built with: it is live from the start.
         """
         pushes = [push] * num_samplers if callable(push) else list(push)
         self._on_live, self._expected, self._clock = on_live, expected, clock
+        self._checksum, self._count = checksum, count
         self._changed = threading.Condition()
-        self._ends = [Subscription(self, p, version) for p in pushes]
+        self._ends = [_End(p, version) for p in pushes]
+        self._first = Subscription(self, self._ends[0])
         self._subscribed = 0
         self._live = self._published = version
         self._published_at: dict[int, float] = {}  # of versions that are not live everywhere
@@ -101,7 +154,8 @@ class WeightChannel:
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
         """Start the copies and return; waits only while a sampler has not taken the update before.
 
-        params may be donated right after. Raises Closed, WeightsError where the manifest differs.
+        params may be donated right after. Raises Closed, and WeightsError where the manifest
+        differs or the copies could not be started, twice: then no sampler gets any of it.
         Where trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler
         that waits for its turn does not poll.
         """
@@ -112,20 +166,17 @@ class WeightChannel:
         compare(manifest, self._expected)
         self.wait_taken()
         waited_s = self._clock() - start
-        copies = [end.push(params) for end in self._ends]
+        sent = self._sent(version, params, probe_logprobs)
         with self._changed:
             self._raise_if_closed()
-            for end, copy in zip(self._ends, copies, strict=True):
-                end.staged = VersionedParams(
-                    version=version, params=copy, probe_logprobs=probe_logprobs
-                )
-                end.finished = end.finish is None
+            for end, one in zip(self._ends, sent, strict=True):
+                end.staged = one
             self._published = version
             self._published_at[version] = start
             self._stats = replace(
                 self._stats,
                 published=self._stats.published + 1,
-                transfer_bytes=sum(x.nbytes for x in jax.tree.leaves(copies[0])),
+                transfer_bytes=sum(x.nbytes for x in jax.tree.leaves(sent[0].update.params)),
                 publish_s=self._clock() - start,
                 wait_s=waited_s,
             )
@@ -135,7 +186,7 @@ class WeightChannel:
         """Block until every sampler has taken the last update. Raises Closed."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or all(end.staged is None for end in self._ends)
+                lambda: self._closed or all(e.away or e.staged is None for e in self._ends)
             )
             self._raise_if_closed()
 
@@ -162,7 +213,7 @@ class WeightChannel:
                     "subscribed. Make it with a larger num_samplers."
                 )
             self._subscribed += 1
-            return self._ends[self._subscribed - 1]
+            return Subscription(self, self._ends[self._subscribed - 1])
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
         """Of the only sampler: see Subscription.poll."""
@@ -183,6 +234,11 @@ class WeightChannel:
         """What every sampler draws from, or something newer."""
         return self._live
 
+    @property
+    def published_version(self) -> int:
+        """The newest that the samplers were sent."""
+        return self._published
+
     def stats(self) -> ChannelStats:
         """A consistent reading."""
         return self._stats
@@ -198,43 +254,137 @@ class WeightChannel:
 
     def _only(self) -> Subscription:
         assert len(self._ends) == 1, "several samplers: each uses its own subscribe()"
-        return self._ends[0]
+        return self._first
 
-    def _attach(self, end: Subscription, wake: threading.Event) -> None:
+    def _sent(self, version: int, params: Any, probe_logprobs: Any) -> list[_Sent]:
+        """The update on its way to every sampler; tried twice. Raises WeightsError."""
+        try:
+            return [self._send(end, version, params, probe_logprobs) for end in self._ends]
+        except Exception as error:
+            self._count("transfer_retries")
+            log.warning("version %d could not be sent; once more: %s", version, error)
+        try:
+            return [self._send(end, version, params, probe_logprobs) for end in self._ends]
+        except Exception as error:
+            raise WeightsError(
+                f"version {version} could not be sent to the samplers, twice: {error}. They still "
+                f"have version {self._published}, and no part of this one. Look at the memory of "
+                "their devices."
+            ) from error
+
+    def _send(self, end: _End, version: int, params: Any, probe_logprobs: Any) -> _Sent:
+        held = end.cast(params)
+        return _Sent(
+            update=VersionedParams(
+                version=version, params=end.move(held), probe_logprobs=probe_logprobs
+            ),
+            held=held,
+            sums=Sums(held) if self._checksum and end.crosses else None,
+            finished=end.finish is None,
+        )
+
+    def _attach(self, by: Subscription, wake: threading.Event) -> None:
         with self._changed:
-            end.wake = wake
-            if end.staged is not None or self._closed:
+            if not by.holds:
+                return
+            by._end.wake = wake
+            if by._end.staged is not None or self._closed:
                 wake.set()
 
-    def _poll(self, end: Subscription, wait: bool) -> VersionedParams | None:
-        staged = end.staged  # set by publish only while it is None, so this thread may work on it
-        if staged is None or not _arrived(staged, wait):
+    def _poll(self, by: Subscription, wait: bool) -> VersionedParams | None:
+        end, sent = by._end, by._end.staged
+        if sent is None or not by.holds:
             return None
-        if end.finish is not None and not end.finished:
-            end.staged = staged = replace(staged, params=end.finish(staged.params))
-            end.finished = True
-            if not _arrived(staged, wait):
+        try:
+            if not _arrived(sent.update, wait):
                 return None
+            if end.finish is not None and not sent.finished:
+                finished = replace(sent.update, params=end.finish(sent.update.params))
+                sent = self._restage(by, sent, replace(sent, update=finished, finished=True))
+                if not _arrived(sent.update, wait):
+                    return None
+            if sent.sums is not None:
+                _compare(sent)
+        except (jax.errors.JaxRuntimeError, WeightsError) as error:
+            self._send_again(by, sent, error)
+            return self._poll(by, wait) if wait else None
         with self._changed:
-            end.staged = None
-            if all(e.staged is None for e in self._ends):
-                since = self._published_at.get(staged.version, self._clock())
-                self._stats = replace(self._stats, transfer_s=self._clock() - since)
-            self._changed.notify_all()
-        return staged
+            if end.staged is sent and by.holds:
+                end.staged, end.taken = None, replace(sent, held=None, sums=None)
+                if all(e.away or e.staged is None for e in self._ends):
+                    since = self._published_at.get(sent.update.version, self._clock())
+                    self._stats = replace(self._stats, transfer_s=self._clock() - since)
+                self._changed.notify_all()
+                return sent.update
+        return self._poll(by, wait)  # a newer one was staged while this sampler joined
 
-    def _set_live(self, end: Subscription, version: int) -> None:
+    def _restage(self, by: Subscription, old: _Sent, new: _Sent) -> _Sent:
         with self._changed:
-            end.live_version = version
-            lowest = min(e.live_version for e in self._ends)
-            if lowest <= self._live:
+            if by.holds and by._end.staged is old:
+                by._end.staged = new
+        return new
+
+    def _send_again(self, by: Subscription, sent: _Sent, error: Exception) -> None:
+        """The second try, from what the trainer's side still holds. Raises WeightsError after
+        it."""
+        self._count("torn_transfers")
+        version = sent.update.version
+        if sent.again:
+            raise WeightsError(
+                f"version {version} did not arrive sound, twice, and was not used: {error}. Look "
+                "at the devices and what connects them; the run can be resumed."
+            ) from error
+        log.warning("version %d did not arrive sound; once more: %s", version, error)
+        self._count("transfer_retries")
+        moved = replace(sent.update, params=by._end.move(sent.held))
+        again = replace(sent, update=moved, finished=by._end.finish is None, again=True)
+        self._restage(by, sent, again)
+        if by._end.wake is not None:
+            by._end.wake.set()  # a sampler that has nothing else to do waits for it
+
+    def _set_live(self, by: Subscription, version: int) -> None:
+        with self._changed:
+            if not by.holds:
                 return
-            self._live = lowest
-            since = self._published_at.get(lowest, self._clock())
-            self._published_at = {v: t for v, t in self._published_at.items() if v > lowest}
-            self._stats = replace(self._stats, live_s=self._clock() - since)
+            by._end.live_version, by._end.taken = version, None
+            lowest = self._lowest()
+        self._tell_live(lowest)
+
+    def _leave(self, by: Subscription) -> None:
+        with self._changed:
+            if not by.holds:
+                return
+            end = by._end
+            end.holder += 1
+            end.away = True
+            end.staged, end.taken = end.staged or end.taken, None
+            lowest = self._lowest()
             self._changed.notify_all()
-        self._on_live(lowest)
+        self._tell_live(lowest)
+
+    def _rejoin(self, by: Subscription) -> Subscription:
+        with self._changed:
+            self._raise_if_closed()
+            end = by._end
+            assert end.away and end.holder == by._number + 1, "it left, and nobody came since"
+            end.away, end.wake = False, None
+            return Subscription(self, end)
+
+    def _lowest(self) -> int | None:
+        """The version that has just become live everywhere; None: none has."""
+        lowest = min((e.live_version for e in self._ends if not e.away), default=self._live)
+        if lowest <= self._live:
+            return None
+        self._live = lowest
+        since = self._published_at.get(lowest, self._clock())
+        self._published_at = {v: t for v, t in self._published_at.items() if v > lowest}
+        self._stats = replace(self._stats, live_s=self._clock() - since)
+        self._changed.notify_all()
+        return lowest
+
+    def _tell_live(self, lowest: int | None) -> None:
+        if lowest is not None:
+            self._on_live(lowest)
 
     def _wake_all(self) -> None:
         for end in self._ends:
@@ -252,3 +402,17 @@ def _arrived(update: VersionedParams, wait: bool) -> bool:
     if wait:
         jax.block_until_ready(leaves)
     return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
+
+
+def _compare(sent: _Sent) -> None:
+    """Raise WeightsError unless what arrived adds up to what was sent."""
+    assert sent.sums is not None
+    theirs, ours = sent.sums.read(), Sums(sent.update.params).read()
+    if theirs is None or ours is None:
+        raise WeightsError("copies of one array differ between devices")
+    if (theirs != ours).any():
+        names = [name for name, _, _ in manifest_of(sent.update.params).entries]
+        wrong = [name for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
+        raise WeightsError(
+            f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
+        )

@@ -28,6 +28,7 @@ class Push:
     """Compiled transfer for one tree of weights: never blocks on compute, never uses the host.
 
     grows: whether the sampler's slice is the larger one, so that `finish` has work to do.
+    stays: whether trainer and sampler share their devices, so that nothing is moved.
     """
 
     def __init__(self, source: Tree, target: Tree, *, dtype: Any = None) -> None:
@@ -39,11 +40,11 @@ class Push:
         self._dtype = dtype
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
-        self._stays = set(trainer) == set(sampler)
+        self.stays = set(trainer) == set(sampler)
         self.grows = len(sampler) > len(trainer)
-        if not self._stays:
+        if not self.stays:
             _check(trainer, sampler)
-        if self._stays:
+        if self.stays:
             self._cast = jax.jit(self._copy, out_shardings=target)
         elif self.grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
@@ -61,8 +62,17 @@ class Push:
 
     def start(self, params: Tree) -> Tree:
         """The trainer's part: params may be donated right after. Returns what `finish` takes."""
-        cast = self._cast(params)
-        return cast if self._stays else _move(cast, self._across)
+        return self.move(self.cast(params))
+
+    def cast(self, params: Tree) -> Tree:
+        """A private copy on the trainer's devices, in the sampler's types, in shards that `move`
+        need not cut."""
+        return self._cast(params)
+
+    def move(self, cast: Tree) -> Tree:
+        """Its shards to the sampler's devices; no program runs, so any thread may do it, and do it
+        again."""
+        return cast if self.stays else _move(cast, self._across)
 
     def finish(self, moved: Tree) -> Tree:
         """The sampler's part: nothing, but where its slice is the larger one."""

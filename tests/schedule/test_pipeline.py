@@ -30,7 +30,6 @@ from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.assemble import ROLLOUT_KINDS, RolloutsState, rollouts_state
-from jaxrl_async.sampler.router import Router
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.memory import MemorySampler, SteppedLoop, Transfer
@@ -164,7 +163,7 @@ class World:
             )
             for i in range(setup.samplers)
         ]
-        generate = Router(self.samplers) if setup.samplers > 1 else self.samplers[0]
+        generate = Dealt(self.samplers) if setup.samplers > 1 else self.samplers[0]
         self.generate, self.fail_next, self.dead = generate, False, False
         self.live = self.version
         self.open = {t.group: t for t in was.pending}  # tickets that are out
@@ -472,6 +471,29 @@ class World:
                 assert self.channel.live_version == self.transfers[-1].version
             self.version = self.channel.live_version + 1
             self.channel.publish(self.version, {"w": np.full(2, self.version)})
+
+
+class Dealt:
+    """Several samplers as one, by the group: the real router has a thread of its own."""
+
+    seed = 0
+
+    def __init__(self, samplers):
+        self.samplers = samplers
+
+    def submit_many(self, requests):
+        homes = [chance(getattr(r, "request", r).key[0], of=len(self.samplers)) for r in requests]
+        futures = [None] * len(requests)
+        for index, sampler in enumerate(self.samplers):
+            mine = [i for i, home in enumerate(homes) if home == index]
+            for i, future in zip(
+                mine, sampler.submit_many([requests[i] for i in mine]), strict=True
+            ):
+                futures[i] = future
+        return futures
+
+    def progress(self):
+        return tuple(p for sampler in self.samplers for p in sampler.progress())
 
 
 class Watched:

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.config.schema import Reward
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
+from jaxrl_async.scorers import rewards
 from jaxrl_async.scorers.rewards import RewardScorer, exact, find_reward, gsm8k, make_scorer
 from jaxrl_async.types import Episode, Prompt, StopReason
 
@@ -204,6 +206,21 @@ def test_a_slow_reward_does_not_stop_the_loop():
 
     ticks, (got,) = asyncio.run(both())
     assert ticks > 3 and got.reward == 1.0
+
+
+def test_calls_that_never_come_back_do_not_pile_up_without_end(monkeypatch):
+    monkeypatch.setattr(rewards, "MAX_STUCK", 2)
+    release = threading.Event()
+    scorer = RewardScorer(lambda *a: release.wait(60) and 1.0, spell, timeout_s=0.05)
+    for _ in range(2):
+        with pytest.raises(RolloutTimeout, match="took more than"):
+            score(scorer, episode("a"))
+    with pytest.raises(RolloutError, match="2 earlier calls have not come back"):
+        score(scorer, episode("a"))
+    release.set()
+    for thread in scorer._stuck:
+        thread.join(30)
+    assert score(scorer, episode("a"))[0].reward == 1.0
 
 
 def test_scorers_need_no_jax():

@@ -74,6 +74,9 @@ class Script:
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
         self.events.append(f"publish {version}")
 
+    def wait_taken(self) -> None:
+        pass
+
     def wait_live(self, version: int, timeout_s: float) -> None:
         self.events.append(f"live {version}")
 

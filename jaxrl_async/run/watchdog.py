@@ -1,0 +1,142 @@
+"""Who has stopped making progress: one thread that looks at every part's counters.
+
+    trainer <─groups─ buffer <─scores─ scorer <─episodes─ environment <─completions─ sampler
+       └──weights──> channel ──live──> gate ──tickets──> rollouts ──requests──────────^
+
+Whoever waits for somebody else is not to blame: the search begins at the trainer and follows what
+each part waits for. A run that stands still is stopped with an error that names the part.
+"""
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_async.errors import StalledError
+from jaxrl_async.ports import Clock
+
+log = logging.getLogger(__name__)
+
+LOOKS = 20
+"""Looks at the counters within the time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What every part is at, at one moment."""
+
+    version: int = 0  # of the trainer
+    trainer: str = "waiting for groups"  # what it does
+    trainer_s: float = 0.0  # for how long
+    blocks: int = 0  # decode blocks and prefilled tokens, of all samplers
+    requests: int = 0  # given to the samplers and not answered
+    living: int = 1  # samplers at work
+    groups: int = 0  # finished or given up by the rollouts
+    playing: int = 0  # groups under way in the rollouts
+    score_s: float = 0.0  # longest call of the scorer under way; 0: none
+    env_s: float = 0.0  # longest reply of an environment under way; 0: none
+    published: int = 0  # version that the samplers were sent last
+    live: int = 0  # version that every sampler draws from
+    ready: int = 0  # groups finished, waiting for the trainer
+    slots_free: int = 0  # groups that the gate may admit
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """Changes whenever anything gets on."""
+        return (
+            self.version,
+            self.trainer,
+            self.blocks,
+            self.requests,
+            self.groups,
+            self.playing,
+            self.published,
+            self.live,
+        )
+
+
+def culprit(r: Reading) -> tuple[str, str]:
+    """The part that stands still, and the chain of who waits for whom that leads to it."""
+    if r.trainer in ("learning", "saving", "starting"):
+        return "trainer", f"the trainer has been {r.trainer} for {r.trainer_s:.0f} s"
+    of_weights = r.trainer in ("publishing", "waiting for live weights")
+    chain = f"the trainer ({r.trainer}, version {r.version})"
+    if r.trainer == "evaluating" or not of_weights:
+        part, why = _of_groups(r, chain)
+    else:
+        part, why = _of_samplers(r, f"{chain} <- the weights of version {r.published}")
+    return part, why
+
+
+def _of_groups(r: Reading, chain: str) -> tuple[str, str]:
+    """Who holds up the groups that the trainer, or its evaluation, waits for."""
+    if r.score_s:
+        return "scorer", f"{chain} <- a scorer under way for {r.score_s:.0f} s"
+    if r.env_s:
+        return "environment", f"{chain} <- an environment under way for {r.env_s:.0f} s"
+    if r.requests:
+        return _of_samplers(r, f"{chain} <- {r.requests} requests")
+    if r.playing:
+        return "rollouts", f"{chain} <- {r.playing} groups that nobody works on: a blocked loop?"
+    if not r.slots_free and r.live < r.published:
+        return _of_samplers(r, f"{chain} <- the gate <- version {r.published}, live is {r.live}")
+    if not r.slots_free:
+        return "gate", f"{chain} <- the gate is shut, with {r.ready} groups ready"
+    return "rollouts", f"{chain} <- the gate is open, and no group begins"
+
+
+def _of_samplers(r: Reading, chain: str) -> tuple[str, str]:
+    if not r.living:
+        return "sampler", f"{chain} <- no sampler is at work"
+    return "sampler", f"{chain} <- {r.living} samplers at work finish no block and take no weights"
+
+
+class Watchdog:
+    """Owned by the thread that runs `run`; `stop` from anywhere."""
+
+    def __init__(
+        self,
+        read: Callable[[], Reading],
+        *,
+        limit_s: float,
+        stacks: Path,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """limit_s: 0 never barks. stacks: where the threads' stacks are written."""
+        self._read, self._limit_s, self._stacks, self._clock = read, limit_s, stacks, clock
+        self._stopped = threading.Event()
+        self._last: tuple[object, ...] | None = None
+        self._moved_at = clock()
+
+    def run(self) -> None:
+        """Look until stopped. Raises StalledError where nothing gets on."""
+        if not self._limit_s:
+            return
+        while not self._stopped.wait(self._limit_s / LOOKS):
+            self.look()
+
+    def stop(self) -> None:
+        """End `run`. Idempotent."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """One look. Raises StalledError, after the stacks of all threads are written, where no
+        counter has moved for the limit."""
+        reading, now = self._read(), self._clock()
+        if reading.progress != self._last:
+            self._last, self._moved_at = reading.progress, now
+        if now - self._moved_at < self._limit_s:
+            return
+        part, why = culprit(reading)
+        with self._stacks.open("w", encoding="utf-8") as file:
+            file.write(f"{part}: {why}\n{reading}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        raise StalledError(
+            f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} "
+            f"({why}). The stacks of all threads are in {self._stacks}. Raise faults.watchdog_s if "
+            "it only needs longer."
+        )

@@ -1,0 +1,142 @@
+"""A guard around a scorer: time limit, retries, and a check of what came back. Needs no JAX.
+
+group ──> scorer ──in time?──> Scores ──sound?──> the same Scores
+            ^  │ raised, or too late
+            └──┘ again after a wait, `retries` times; then the group fails
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
+from jaxrl_async.metrics.faults import backoff_s
+from jaxrl_async.ports import Clock, Scorer
+from jaxrl_async.types import Episode, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+
+class GuardedScorer:
+    """ports.Scorer around another one. Used by one thread at a time; `oldest_s` from anywhere."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        timeout_s: float,
+        retries: int = 0,
+        backoff_s: float = 1.0,
+        count: Callable[[str], None] = lambda name: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """count: told the name of each fault (metrics.faults). backoff_s doubles with each try."""
+        self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
+        self._backoff_s, self._count, self._sleep, self._clock = backoff_s, count, sleep, clock
+        self._started: dict[object, float] = {}  # of calls under way
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """As ports.Scorer. Raises RolloutError where the last try failed, and at once where what
+        came back is no score of each episode: asking again would not change that."""
+        mine = object()
+        self._started[mine] = self._clock()
+        try:
+            return checked(await self._scored(episodes, prompt), episodes, prompt)
+        except _Refused:
+            self._count("refused_scores")
+            raise
+        finally:
+            del self._started[mine]
+
+    def oldest_s(self) -> float:
+        """How long the longest call under way has taken, retries included, seconds; 0: none."""
+        return max((self._clock() - s for s in list(self._started.values())), default=0.0)
+
+    async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
+        for tries_left in range(self._retries, -1, -1):
+            try:
+                return await self._in_time(episodes, prompt)
+            except Closed:
+                raise
+            except Exception as error:
+                if not tries_left:
+                    raise
+                self._count("scorer_retries")
+                wait_s = backoff_s(self._backoff_s, self._retries - tries_left)
+                log.warning("scoring again in %.1f s (%d left): %s", wait_s, tries_left, error)
+                await self._sleep(wait_s)
+        raise AssertionError("the last try returns or raises")
+
+    async def _in_time(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._scorer(episodes, prompt)
+        except TimeoutError:
+            self._count("scorer_timeouts")
+            if not limit.expired():  # the scorer's own limit, with a message of its own
+                raise
+            raise RolloutTimeout(
+                f"prompt {prompt.prompt_id}: scoring a group of {len(episodes)} took more than "
+                f"{self._timeout_s:g} s. Make the scorer quicker or raise faults.scorer_timeout_s."
+            ) from None
+
+
+class _Refused(RolloutError):
+    """What came back is no score."""
+
+
+def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+    """The scores as a tuple. Raises RolloutError that says which is wrong and how."""
+    where = f"prompt {prompt.prompt_id}: the scorer"
+    if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
+        given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else _tell(scores)
+        raise _Refused(
+            f"{where} gave {given} for {len(episodes)} episodes. It must give one Score each, in "
+            "order."
+        )
+    for i, (score, episode) in enumerate(zip(scores, episodes, strict=True)):
+        if not isinstance(score, Score):
+            raise _Refused(f"{where} gave {_tell(score)} for episode {i}. It must give a Score.")
+        numbers = {"reward": score.reward, **{f"part {k!r}": v for k, v in score.parts.items()}}
+        for what, value in numbers.items():
+            if not is_finite_number(value):
+                raise _Refused(
+                    f"{where} gave episode {i} a {what} of {_tell(value)}. It must be a finite "
+                    "number."
+                )
+        _check_token_rewards(score.token_rewards, len(episode.token_ids), f"{where}, episode {i}")
+    return tuple(scores)
+
+
+def is_finite_number(value: object) -> bool:
+    """A real number, neither NaN nor infinite; bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
+    if rewards is None:
+        return
+    shape = getattr(rewards, "shape", None)
+    if shape != (length,) or not np.issubdtype(rewards.dtype, np.floating):
+        raise _Refused(
+            f"{where}: token_rewards are {_tell(rewards)} of shape {shape}; they must be one float "
+            f"for each of the episode's {length} tokens, or None."
+        )
+    if not np.isfinite(rewards).all():
+        first = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise _Refused(
+            f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
+            "token earns nothing."
+        )
+
+
+def _tell(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,73 @@
+"""Environments that hang, or whose reply is none."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.metrics.faults import FaultCounts
+from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.testing.fakes import make_prompt
+
+
+class Scripted:
+    """An environment with one reply."""
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    async def step(self, prompt, completion):
+        if self.reply == "hang":
+            await asyncio.sleep(3600)
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
+
+
+def step(make_env, timeout_s=0.05):
+    faults = FaultCounts()
+    guard = GuardedEnvs(make_env, timeout_s=timeout_s, count=faults.add)
+    try:
+        found = asyncio.run(guard(make_prompt(3)).step(make_prompt(3), None))
+    except Exception as error:
+        found = error
+    assert guard.oldest_s() == 0
+    return found, {k: n for k, n in faults.read().items() if n}
+
+
+def test_a_sound_reply_passes():
+    reply = Reply(token_ids=np.array([4, 5], np.int32), done=False)
+    assert step(lambda p: Scripted(reply)) == (reply, {})
+    found, faults = step(SingleTurn)
+    assert found.done and not faults
+
+
+def test_one_that_hangs_is_late():
+    error, faults = step(lambda p: Scripted("hang"))
+    assert isinstance(error, RolloutTimeout) and faults == {"env_timeouts": 1}
+    assert "prompt 3" in str(error) and "faults.env_timeout_s" in str(error)
+
+
+def test_its_own_exception_is_raised_as_it_is():
+    error, faults = step(lambda p: Scripted(KeyError("mine")))
+    assert isinstance(error, KeyError) and not faults
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (None, "None"),
+        (Reply(token_ids=np.array([[1]]), done=True), r"\(1, 1\)"),
+        (Reply(token_ids=np.array([1.5]), done=True), "float64"),
+        (Reply(token_ids=np.array([float("nan")]), done=True), "float64"),
+        (Reply(token_ids="text", done=True), "shape"),
+        (Reply(token_ids=np.array([1]), done="yes"), "done='yes'"),
+    ],
+)
+def test_what_is_no_reply_is_refused(reply, words):
+    error, faults = step(lambda p: Scripted(reply))
+    assert isinstance(error, RolloutError) and faults == {"refused_replies": 1}
+    with pytest.raises(RolloutError, match=words):
+        raise error

@@ -1,0 +1,144 @@
+"""Faults while a tiny run goes on: what each one costs, and that the run ends as it should."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_async.config.load import load
+from jaxrl_async.errors import RolloutError, StalledError, WeightsError
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.ports import Reply
+from jaxrl_async.run import loop
+from jaxrl_async.testing import faults
+from jaxrl_async.testing.faults import Hits, injected
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "data.addition.eval_size=8",
+    "warm_start.steps=2",
+    "warm_start.batch_size=8",
+    "sampler.slots=16",
+    "sampler.max_new_tokens=16",
+    "algorithm.group_size=4",
+    "algorithm.groups_per_step=4",
+    "trainer.micro_batch_tokens=512",
+    "run.steps=6",
+    "eval.every=3",
+    "checkpoint.every=0",
+    "metrics.peak_flops=1e9",
+    "metrics.tensorboard=false",
+    "faults={backoff_s: 0.05, scorer_timeout_s: 2, env_timeout_s: 2, watchdog_s: 120}",
+)
+REWARD = """
+def many_digits(prompt, completion, reference):
+    return sum(c.isdigit() for c in completion) / 16
+"""
+
+
+def run(folder: Path, *wishes: str) -> list[dict]:
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    overrides = [*TINY, f"run.dir={folder}", f"reward.function={reward}:many_digits", *wishes]
+    loop.train(load(ROOT / "configs" / "addition.yaml", overrides))
+    return read_lines(folder / "addition" / "metrics.jsonl")
+
+
+def told(lines: list[dict]) -> dict[str, float]:
+    """All faults that the metrics tell of, and how often."""
+    keys = {k for line in lines for k in line if k.startswith("faults/")}
+    sums = {k.removeprefix("faults/"): sum(line.get(k, 0.0) for line in lines) for k in keys}
+    return {k: n for k, n in sums.items() if n}
+
+
+def assert_each_group_has_one_fate(folder: Path) -> None:
+    lines = [json.loads(s) for s in (folder / "addition/ledger.jsonl").read_text().splitlines()]
+    trained = [line["group"] for line in lines if line["fate"] == "trained"]
+    ended = [line["group"] for line in lines if line["fate"] != "admitted"]
+    assert len(trained) == len(set(trained)) == 6 * 4
+    assert len(ended) == len(set(ended))
+
+
+@pytest.mark.slow
+def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> None:
+    async def no_reply() -> Reply:
+        return Reply(token_ids=np.zeros((2, 2), np.int32), done=True)
+
+    lines = []
+    with injected(
+        faults.sampler_dies(Hits(after=8)),
+        faults.sampler_hangs(Hits(after=8), index=1),
+        faults.completions_are_nan(Hits(after=40)),
+        faults.scorer_raises(Hits(after=3)),
+        faults.scorer_hangs(Hits(after=6)),
+        faults.scores_are(Hits(after=9), lambda scores: scores[:-1]),
+        faults.env_replies(Hits(after=2), no_reply),
+        faults.env_replies(Hits(after=4), faults.forever),
+        faults.transfer_fails(Hits(after=2)),
+        faults.transfer_tears(Hits(after=4)),
+        faults.out_of_memory(Hits(after=2)),
+    ):
+        lines = run(tmp_path, "mesh.samplers=2", "faults.sampler_restarts=9")
+    assert [line["step"] for line in lines] == list(range(7))
+    found = told(lines)
+    for name in (
+        "sampler_deaths",
+        "sampler_hangs",
+        "sampler_restarts",
+        "redone_requests",
+        "nonfinite_completions",
+        "scorer_retries",
+        "scorer_timeouts",
+        "refused_scores",
+        "refused_replies",
+        "env_timeouts",
+        "failed_groups",
+        "torn_transfers",
+        "transfer_retries",
+        "oom_retries",
+    ):
+        assert found.get(name, 0) >= 1, (name, found)
+    assert "samplers_lost" not in found
+    assert all(line["staleness/max"] <= 1 for line in lines[1:])
+    assert_each_group_has_one_fate(tmp_path)
+
+
+@pytest.mark.slow
+def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_path: Path) -> None:
+    weights, rewards = [], []
+    for name, broken in (("whole", ()), ("hurt", (faults.sampler_dies(Hits(after=20)),))):
+        folder = tmp_path / name
+        folder.mkdir()
+        with injected(*broken):
+            lines = run(folder, "staleness.max_staleness=0")
+        rewards.append([line.get("reward/mean") for line in lines])
+        weights.append(load_file(folder / "addition/policy/model.safetensors"))
+        assert told(lines).get("sampler_deaths", 0) == len(broken)
+    assert rewards[0] == rewards[1]
+    for key, values in weights[0].items():
+        np.testing.assert_allclose(values, weights[1][key], atol=1e-5, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "error", "words"),
+    [
+        (faults.transfer_tears(Hits(times=2)), WeightsError, "did not arrive sound, twice"),
+        (faults.sampler_dies(Hits(after=8, times=99)), RolloutError, "no sampler is left"),
+        (faults.scorer_raises(Hits(times=10**6)), RolloutError, "groups failed in a row"),
+        (faults.trainer_stalls(Hits(after=1)), StalledError, "the trainer .*learning"),
+    ],
+)
+def test_what_cannot_be_survived_stops_the_run_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: faults.Fault, error: type, words: str
+) -> None:
+    monkeypatch.setattr(loop, "JOIN_S", 3.0)
+    with injected(broken), pytest.raises(error, match=words):
+        run(tmp_path, "faults.sampler_restarts=2")
+    if error is StalledError:
+        assert "in broken" in (tmp_path / "addition/stacks.txt").read_text()
+    else:
+        assert any((tmp_path / "addition/checkpoints").iterdir()), "what was learnt is saved"

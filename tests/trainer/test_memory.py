@@ -1,0 +1,137 @@
+"""An update for which memory does not suffice: half the rows, the same numbers, and an end."""
+
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import TrainingError
+from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.pack import TrainSequence, pack
+from jaxrl_async.trainer.preference_step import RewardStep
+from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.update import _halved
+
+VOCAB, ROW, ROWS = 24, 16, 6
+ARCHITECTURE = schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
+SPEC = ModelSpec.from_architecture(ARCHITECTURE, VOCAB)
+
+
+def make_step(**axes):
+    mesh = make_slices(schema.Mesh(trainer=schema.Axes(**axes)), jax.devices()).trainer
+    # epsilon 1: a step that is nearly the gradient, so that sums in another order agree
+    return TrainStep(
+        SPEC,
+        mesh,
+        TRAINER_RULES,
+        algorithm=schema.Algorithm(learning_rate=1e-2),
+        trainer=schema.Trainer(micro_batch_tokens=ROWS * ROW, epsilon=1.0),
+        row_length=ROW,
+        total_steps=10,
+    )
+
+
+def sequence(rng):
+    mask = np.ones(ROW, bool)
+    mask[:3] = False
+    return TrainSequence(
+        token_ids=rng.integers(0, VOCAB, ROW).astype(np.int32),
+        mask=mask,
+        behavior_logprobs=-3 - rng.random(ROW).astype(np.float32),
+        versions=np.zeros(ROW, np.int32),
+        advantages=np.full(ROW, rng.normal(), np.float32),
+    )
+
+
+RNG = np.random.default_rng(0)
+BATCH = pack([sequence(RNG) for _ in range(ROWS)], ROW)
+PARAMS = init_params(SPEC, jax.random.key(0))
+
+
+@contextmanager
+def memory_for(step, rows, seen):
+    """Programs of more rows than this run out of memory, as a device says it."""
+    updater = step._updater
+    real = updater._accumulate
+
+    def limited(params, sums, micro, context):
+        seen.append(len(jax.tree.leaves(micro)[0]))
+        if seen[-1] > rows:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        return real(params, sums, micro, context)
+
+    updater._accumulate = limited
+    try:
+        yield
+    finally:
+        updater._accumulate = real
+
+
+def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
+    whole = make_step()
+    expected, told = whole.update(whole.init(PARAMS), BATCH)
+    step, seen = make_step(), []
+    with memory_for(step, 2, seen):
+        state, stats = step.update(step.init(PARAMS), BATCH)
+        assert seen == [6, 3, 2, 2, 2]
+        learnt = jax.tree.map(np.array, state.params)
+        step.update(state, BATCH)
+        assert seen[5:] == [2, 2, 2], "it does not try the large ones again"
+    assert stats["faults/oom_retries"] == 2 and stats["train/micro_batches"] == 3
+    assert "faults/oom_retries" not in told
+    assert stats["train/loss"] == pytest.approx(told["train/loss"], abs=1e-6)  # terms of about 1
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_with_one_row_on_each_device_it_ends_with_a_reason_and_the_state_as_it_was():
+    step, seen = make_step(fsdp=2), []
+    state = step.init(PARAMS)
+    before = jax.tree.map(np.array, state)
+    with memory_for(step, 0, seen), pytest.raises(TrainingError, match=r"2 rows.*model\.remat"):
+        step.update(state, BATCH)
+    assert seen == [6, 4, 2]
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_another_error_of_the_device_is_not_taken_for_it():
+    step = make_step()
+
+    def broken(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    step._updater._accumulate = broken
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        step.update(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "multiple"), [(6, 1, 1), (7, 1, 1), (8, 2, 4), (5, 9, 1)]
+)
+def test_parts_hold_every_row_once_in_order(rows, times, multiple):
+    micro = {"a": np.arange(rows), "b": np.arange(rows * 2).reshape(rows, 2), "c": None}
+    parts = _halved([micro], times, multiple)
+    assert np.concatenate([p["a"] for p in parts]).tolist() == list(range(rows))
+    assert all(len(p["a"]) == len(p["b"]) for p in parts)
+    assert max(len(p["a"]) for p in parts) == max(-(-rows // (multiple * 2**times)) * multiple, 1)
+
+
+def test_pairs_are_not_torn_apart():
+    mesh = make_slices(schema.Mesh(), jax.devices()).trainer
+    step = RewardStep(
+        SPEC,
+        mesh,
+        TRAINER_RULES,
+        trainer=schema.Trainer(micro_batch_tokens=ROWS * ROW),
+        learning_rate=1e-2,
+        total_steps=10,
+        row_length=ROW,
+    )
+    assert not step._updater._whole_rows
+    with pytest.raises(TrainingError, match="out of memory"):
+        step._updater._halve(ROWS, RuntimeError("RESOURCE_EXHAUSTED"))
