@@ -52,8 +52,8 @@ async def two_rows() -> Reply:
     return Reply(token_ids=np.zeros((2, 2), np.int32), done=True)
 
 
-BLOCKS, SCORES, REPLIES, COMPLETIONS, STEPS = 4, 4, 1, 16, 1
-"""Calls in a step, about: of a sampler, the scorer, environments, the router, the rest."""
+BLOCKS, SCORES, REPLIES, COMPLETIONS, STEPS = 1, 4, 1, 16, 1
+"""Calls in a step, at least: of a sampler, the scorer, environments, the router, the rest."""
 FAULTS: dict[str, tuple[Callable[[Hits], Fault], int]] = {
     "sampler dies": (faults.sampler_dies, BLOCKS),
     "sampler hangs": (faults.sampler_hangs, BLOCKS),

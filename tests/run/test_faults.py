@@ -109,7 +109,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_path: Path) -> None:
     weights, rewards = [], []
-    for name, broken in (("whole", ()), ("hurt", (faults.sampler_dies(Hits(after=20)),))):
+    for name, broken in (("whole", ()), ("hurt", (faults.sampler_dies(Hits(after=7)),))):
         folder = tmp_path / name
         folder.mkdir()
         with injected(*broken):
