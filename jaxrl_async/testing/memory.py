@@ -138,8 +138,8 @@ class _Running:
 class MemorySampler:
     """A ports.Generate that draws `block` tokens for each of `places` requests at each round().
 
-    A token's version is that of the weights its round began with. Requests
-    under way can be saved (ports.SavesProgress).
+    A token's version is that of the weights its round began with. Requests under way can be saved
+    (ports.SavesProgress).
     """
 
     seed = 0

@@ -373,7 +373,7 @@ class World:
     def arrived(self, index):
         """Whether weights are there for this sampler to take."""
         staged = self.channel._ends[index].staged
-        return staged is not None and staged.params["w"].ready
+        return staged is not None and staged.update.params["w"].ready
 
     def arrive(self):
         next(t for t in self.transfers if not t.ready).ready = True
@@ -630,28 +630,27 @@ class AdmitsWhilePaused(ReplayBuffer):
 class LiveTooEarly(WeightChannel):
     """Live once the first of the samplers has the weights."""
 
-    def _set_live(self, end, version):
+    def _set_live(self, by, version):
         for each in self._ends:
             each.live_version = version
-        super()._set_live(end, version)
+        super()._set_live(by, version)
 
 
 class TakenTwice(WeightChannel):
-    def _poll(self, end, wait):
-        update = super()._poll(end, wait)
+    def _poll(self, by, wait):
+        sent = by._end.staged
+        update = super()._poll(by, wait)
         if update is not None and update.version % 3 == 0:
-            end.staged = update
+            by._end.staged = sent
         return update
 
 
 class NeverWaits(WeightChannel):
     """Takes weights that have not arrived."""
 
-    def _poll(self, end, wait):
-        if end.staged is not None:
-            end.staged.params["w"].ready = end.staged.params["w"].ready or None
-        staged, end.staged = end.staged, None
-        return staged
+    def _poll(self, by, wait):
+        sent, by._end.staged = by._end.staged, None
+        return None if sent is None else sent.update
 
 
 class DrawsWithOldWeights(MemorySampler):
