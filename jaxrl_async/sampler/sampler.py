@@ -451,6 +451,7 @@ class Sampler:
         self._idle_s = None if due is None else LOOK_S
         if isinstance(due, NotYet) or (due is not None and not self._has_come(due)):
             self._run_commands()
+            self._take_weights(None)  # recorded when they were staged
             return False
         with self._lock:
             incoming, self._incoming = self._incoming, []
