@@ -173,7 +173,8 @@ class Replay:
         did."""
         with self._changed:
             homes = self._homes.get(request_id)
-            return int(homes.popleft().rpartition("-")[2]) if homes else None
+            number = homes.popleft().rpartition("-")[2] if homes else ""
+            return int(number) if number.isdigit() else None  # an only sampler has none
 
     # ---- under the lock
 
