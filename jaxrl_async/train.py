@@ -10,10 +10,12 @@ stderr; 2 a bad command line or configuration; 130 a second Ctrl-C.
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.launch import distributed
 
 USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] [--print-config]"
@@ -44,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump(config), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
+        config = distributed.start(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return 2
+        return distributed.leave(2)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return distributed.leave(1)
+    except Exception:
+        traceback.print_exc()
+        return distributed.leave(1)
     return 0
 
 

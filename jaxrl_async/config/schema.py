@@ -42,8 +42,29 @@ class Run(Section):
     """Updates to make."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's folder (also: --resume)."""
+    resume_or_start: bool = False
+    """Continue the run where there is one, start it where there is none: for jobs that are started
+    again and again."""
     overwrite: bool = False
     """Start anew where the run's folder already holds a run; the old one is moved aside."""
+
+
+class Distributed(Section):
+    """Several processes, one on each host, that make one run. Nothing is started for one process."""
+
+    detect: bool = True
+    """Where the fields below are not given, look for a TPU pod's or GKE's settings in the
+    environment."""
+    coordinator: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    """HOST:PORT of process 0, as the others reach it; given with the next two or not at all."""
+    num_processes: Positive | None = None
+    """Processes of the run."""
+    process_id: NonNegative | None = None
+    """Which of them this is, from 0."""
+    wait_s: Positive = 300
+    """Longest wait for the other processes at the start, seconds."""
+    heartbeat_s: Positive = 100
+    """Silence of a process after which the others end, seconds."""
 
 
 class Axes(Section):
@@ -471,6 +492,7 @@ class Metrics(Section):
 
 class Config(Section):
     run: Run = Run()
+    distributed: Distributed = Distributed()
     mesh: Mesh = Mesh()
     model: Model = Model()
     data: Data = Data()

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
-from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
@@ -45,7 +44,8 @@ from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, check_job
 from jaxrl_async.run.exact import check_routing, keeps_masks
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.lockstep import Lockstep, SharedSource, local_place
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router import Router
@@ -90,7 +90,7 @@ class Parts:
     rollouts: RolloutLoop
     buffer: ReplayBuffer
     channel: WeightChannel
-    recorder: Recorder
+    recorder: Recorder | None  # None: another process writes
     checkpoints: Checkpoints
     console: Console
     observer: Observer
@@ -102,9 +102,13 @@ class Parts:
         return self.paths.policy
 
 
-def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Parts:
+def assemble(
+    config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep
+) -> Parts:
     """Build every part, warm-start the policy or restore it; nothing runs yet."""
-    paths.config.write_text(dump(config), encoding="utf-8")
+    if lockstep.writes:
+        write_config(config, paths)
+    check_lockstep(config, lockstep)
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
@@ -117,8 +121,8 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
-    held_out = eval_prompts(config.data, tokenizer)
-    prompts = make_stream(config.data, tokenizer, config.run.seed)
+    held_out = eval_prompts(config.data, tokenizer)[lockstep.index :: lockstep.count]
+    prompts = make_stream(config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count)
 
     version, next_group = 0, 0
     if not config.run.resume:
@@ -129,26 +133,28 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         check_job(saved, config.run.job, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
         version, next_group = int(saved.loop["version"]), int(saved.loop["next_group"])
-        prompts.restore(saved.loop["prompts"])
-    recorder = Recorder(
-        paths.root,
-        tensorboard=config.metrics.tensorboard,
-        resume_step=version if config.run.resume else None,
-    )
+        place = {"process_index": lockstep.index, "next": local_place(next_group, lockstep)}
+        prompts.restore(saved.loop["prompts"] | (place if lockstep.count > 1 else {}))
+    recorder = make_recorder(config, paths, version) if lockstep.writes else None
+    ledger = Ledger(paths.ledger) if lockstep.writes else Ledger()
+    kept = ledger if lockstep.count == 1 else Ledger(keep=True)
     buffer = ReplayBuffer(
-        groups_per_step=config.algorithm.groups_per_step,
+        groups_per_step=lockstep.share(
+            config.algorithm.groups_per_step, "algorithm.groups_per_step"
+        ),
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         when_too_old=config.staleness.when_too_old,
         overcommit=config.staleness.overcommit,
         version=version,
-        next_group=next_group,
+        next_group=local_place(next_group, lockstep),
         reuse=config.buffer.reuse,
         rank=RANKS[config.buffer.select],
         has_signal=has_signal if config.algorithm.dynamic_sampling else None,
         max_resampled=config.algorithm.max_resampled,
-        ledger=Ledger(paths.ledger),
+        ledger=kept,
     )
+    source = buffer if lockstep.count == 1 else SharedSource(buffer, lockstep, stop, kept, ledger)
     pushes = [
         Push(
             shardings(weight_table(policy.spec), slices.trainer, TRAINER_RULES),
@@ -202,9 +208,10 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             gate_wait_s=rollouts.stats().gate_wait_s,
         ),
         peak_flops=(
-            config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0])
+            config.metrics.peak_flops or measured_peak_flops(slices.trainer.local_devices[0])
         )
         * slices.trainer.size,
+        share=lockstep.gather_json,
     )
     outlets = Outlets(
         evaluate=functools.partial(
@@ -212,17 +219,18 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             sampler,
             held_out,
             judge,
+            lockstep,
             has_right_answers=config.reward.function != "none",
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
         report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
-        save=functools.partial(save, checkpoints, prompts, config.run.seed),
-        should_stop=stop.is_set,
+        save=functools.partial(save, checkpoints, prompts, config.run.seed, source, lockstep),
+        should_stop=stop.is_set if lockstep.count == 1 else source.is_set,
     )
     trainer = Trainer(
         learner=learner,
-        source=buffer,
+        source=source,
         publisher=channel,
         pacing=make_pacing(config),
         outlets=outlets,
@@ -251,6 +259,32 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     )
 
 
+def check_lockstep(config: Config, lockstep: Lockstep) -> None:
+    """Raise ConfigError for what one process alone can do."""
+    if lockstep.count == 1:
+        return
+    refused = {
+        "reward.model": (config.reward.model is not None, "leave it null"),
+        "data.curriculum": (config.data.curriculum != "none", "set data.curriculum=none"),
+        "mesh.colocated": (config.mesh.colocated, "set mesh.colocated=false"),
+    }
+    for key, (is_set, remedy) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{key} works in one process only, and this run has {lockstep.count}: {remedy}, or "
+                "run on one host."
+            )
+
+
+def make_recorder(config: Config, paths: Paths, version: int) -> Recorder:
+    """What a run writes down, from this version on."""
+    return Recorder(
+        paths.root,
+        tensorboard=config.metrics.tensorboard,
+        resume_step=version if config.run.resume else None,
+    )
+
+
 # ---- devices
 
 
@@ -264,7 +298,8 @@ def claim_devices(config: Config) -> None:
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
-        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+        processes = config.distributed.num_processes or 1
+        jax.config.update("jax_num_cpu_devices", -(-config.mesh.num_devices // processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 
@@ -588,19 +623,23 @@ def run_evaluation(
     sampler: Sampler | Router,
     held_out: Any,
     scorer: Scorer,
+    lockstep: Lockstep,
     *,
     has_right_answers: bool = True,
     **limits: Any,
 ) -> Mapping[str, float]:
     """Accuracy, where answers can be right, and reward on the held-out prompts with the weights
-    that are live now."""
+    that are live now; each process answers its part."""
     start = time.perf_counter()
     result: EvalResult = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
-    return {
+    told = {
         **({"eval/accuracy": result.accuracy} if has_right_answers else {}),
         "eval/reward": result.mean_reward,
         "eval/length_mean": result.mean_length_tokens,
         "eval/truncated_share": result.truncated_share,
+    }
+    return {
+        **lockstep.mean(told, result.num_prompts),
         "time/eval_s": time.perf_counter() - start,
     }
 
@@ -608,7 +647,7 @@ def run_evaluation(
 def report(
     config: Config,
     observer: Observer,
-    recorder: Recorder,
+    recorder: Recorder | None,
     console: Console,
     tokenizer: Tokenizer,
     prompts: PromptStream | Curriculum,
@@ -618,6 +657,8 @@ def report(
 ) -> None:
     """One step's line in metrics.jsonl, on the screen, and sometimes sample completions."""
     values = observer.complete(values)
+    if recorder is None:
+        return
     if groups:
         values |= prompts.measures(1 + max(g.ticket.group for g in groups))
     recorder.log(version, values)
@@ -652,18 +693,25 @@ def save(
     checkpoints: Checkpoints,
     prompts: PromptStream | Curriculum,
     seed: int,
+    source: ReplayBuffer | SharedSource,
+    lockstep: Lockstep,
     learner: Learner,
     version: int,
     next_group: int,
 ) -> None:
     """Write all that learns and where the loop is. Prompts in flight are admitted again on
-    resume."""
+    resume. A process that failed alone writes nothing: the others could not follow."""
+    if isinstance(source, SharedSource):
+        if source.alone:
+            log.error("version %d is not saved: this process failed alone", version)
+            return
+        source.settle()
     loop = {
         "job": "rl",
         "version": version,
         "next_group": next_group,
         "seed": seed,
         "numbers": learner.numbers(),
-        "prompts": prompts.state(next_group),
+        "prompts": prompts.state(local_place(next_group, lockstep)),
     }
     checkpoints.save(version, {"state": learner.tree(), "loop": loop})

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, Mesh
 from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
 from jaxrl_async.data.preferences import mismatched
@@ -34,12 +33,14 @@ from jaxrl_async.run.assemble import (
     keep_compiled_programs,
     learning,
     make_policy,
+    make_recorder,
     make_tokenizer,
     reference_params,
     warm_start,
 )
 from jaxrl_async.run.checkpoint import Checkpoints, check_job
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.lockstep import Asked, Lockstep, SharedStop
 from jaxrl_async.run.observe import measured_peak_flops
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
@@ -84,20 +85,20 @@ class Progress:
     version: int = 0
 
 
-def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
-    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds."""
-    paths.config.write_text(dump(config), encoding="utf-8")
+def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds.
+
+    Several processes take the same examples, and each computes its rows of them.
+    """
+    if lockstep.writes:
+        write_config(config, paths)
     config = config.model_copy(update={"mesh": trainer_only(config.mesh)})
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     with Checkpoints(paths.checkpoints, config.checkpoint.keep) as checkpoints:
         job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
         progress = begin(config, job, checkpoints)
-        recorder = Recorder(
-            paths.root,
-            tensorboard=config.metrics.tensorboard,
-            resume_step=progress.version if config.run.resume else None,
-        )
+        recorder = make_recorder(config, paths, progress.version) if lockstep.writes else None
         try:
             learn(
                 config,
@@ -105,10 +106,11 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
                 progress,
                 checkpoints,
                 functools.partial(_tell, recorder, console),
-                stop,
+                stop if lockstep.count == 1 else SharedStop(stop, lockstep),
             )
         finally:
-            recorder.close()
+            if recorder is not None:
+                recorder.close()
     console.phase("writing the weights and the report")
     return job.write(progress.state.params)
 
@@ -251,7 +253,7 @@ def learn(
     progress: Progress,
     checkpoints: Checkpoints,
     tell: Callable[[int, Mapping[str, float]], None],
-    stop: Stop,
+    stop: Asked,
 ) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop.
 
@@ -315,7 +317,7 @@ def _held_out(job: Job, reference: Params | None) -> Callable[[Params], dict[str
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
     """(values of a step, seconds that it learnt, seconds in all) -> values with times and rates."""
-    device, began = jax.devices()[0], time.perf_counter()
+    device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
     peak *= config.mesh.trainer.num_devices
 
@@ -334,7 +336,11 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
     return rates
 
 
-def _tell(recorder: Recorder, console: Console, version: int, values: Mapping[str, float]) -> None:
+def _tell(
+    recorder: Recorder | None, console: Console, version: int, values: Mapping[str, float]
+) -> None:
+    if recorder is None:
+        return
     recorder.log(version, values)
     console.phase("training")
     console.step(version, values)

@@ -1,0 +1,246 @@
+"""Several processes that make the same steps: what they tell each other, and who writes.
+
+    process 0   samplers, rollouts, buffer ──draw──┐                 ┌──> the same groups ──> Trainer
+    process 1   samplers, rollouts, buffer ──draw──┴──── gather ─────┴──> the same groups ──> Trainer
+
+The trainer's mesh spans all processes, so that each must run its programs in the same order: every
+decision of the trainer's thread is made from values that are equal everywhere. A process that
+fails alone leaves the others waiting; it ends at once, and JAX's coordinator ends them.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async import types
+from jaxrl_async.buffer.ledger import Ledger
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.ports import GroupSource
+from jaxrl_async.types import Draw, Drop, EpisodeGroup
+
+SMALLEST = 1024
+"""Bytes of the smallest message; longer ones are padded to powers of two (one program each)."""
+
+log = logging.getLogger(__name__)
+
+
+class Lockstep:
+    """This process's place among those that make one run. All must call the same methods in the
+    same order, on one thread at a time; alone, nothing is sent and JAX is not touched."""
+
+    def __init__(self) -> None:
+        self.count, self.index = 1, 0
+        if jax.distributed.is_initialized():
+            self.count, self.index = jax.process_count(), jax.process_index()
+        self.writes = self.index == 0  # logs, metrics, ledger, report
+        if self.count > 1:
+            first = {d.process_index: d for d in reversed(jax.devices())}
+            mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
+            self._mine = NamedSharding(mesh, PartitionSpec("process"))
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            self._share = jax.jit(lambda x: x, out_shardings=everywhere)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every process's message, in the order of the processes."""
+        if self.count == 1:
+            return [message]
+        lengths = [int(n) for n in self._gathered(np.array([len(message)], np.int32))[:, 0]]
+        size = max(SMALLEST, 1 << (max(lengths) - 1).bit_length())
+        padded = np.frombuffer(message.ljust(size, b"\0"), np.uint8)
+        return [row[:n].tobytes() for row, n in zip(self._gathered(padded), lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The same of JSON values."""
+        if self.count == 1:
+            return [value]
+        return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
+
+    def agreed(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        return any(self.gather_json(flag))
+
+    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Means over all processes, each with its weight."""
+        told = self.gather_json([dict(values), weight])
+        total = sum(w for _, w in told)
+        return {key: math.fsum(v[key] * w for v, w in told) / total for key in values}
+
+    def share(self, number: int, what: str) -> int:
+        """This process's part of `number` things. Raises ConfigError where it has no equal one."""
+        if number % self.count:
+            raise ConfigError(
+                f"{what} ({number}) must be a multiple of the number of processes ({self.count}): "
+                "each takes an equal part. Change it, or the number of processes."
+            )
+        return number // self.count
+
+    def _gathered(self, mine: np.ndarray) -> np.ndarray:
+        """[n] of each process -> [processes, n]."""
+        shape = (self.count, *mine.shape)
+        rows = jax.make_array_from_process_local_data(self._mine, mine[None], shape)
+        return np.asarray(self._share(rows))
+
+
+class Asked(Protocol):
+    """Whatever knows whether somebody asked for a stop."""
+
+    def is_set(self) -> bool: ...
+
+
+class SharedStop:
+    """A stop that all processes make in the same step, whichever of them was asked."""
+
+    def __init__(self, stop: Asked, lockstep: Lockstep) -> None:
+        self._stop, self._lockstep = stop, lockstep
+
+    def is_set(self) -> bool:
+        """Whether any process was asked. Exchanges: all must call it."""
+        return self._lockstep.agreed(self._stop.is_set())
+
+
+class SharedSource:
+    """A GroupSource over the buffers of all processes: each gives its part of a step's groups.
+
+    Group k of process i of n is group k n + i of the run, as its prompt's place in the stream is.
+    Used by the trainer's thread; `is_set` is the stop agreed on at the last draw.
+    """
+
+    def __init__(
+        self, buffer: GroupSource, lockstep: Lockstep, stop: Asked, kept: Ledger, ledger: Ledger
+    ) -> None:
+        """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
+        self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
+        self._kept, self._ledger = kept, ledger
+        self._asked = False
+        self.alone = False  # whether this process failed where the others may not have
+
+    def is_set(self) -> bool:
+        """Whether any process had been asked to stop by the last draw. Exchanges nothing."""
+        return self._asked
+
+    def draw(self, version: int, timeout_s: float | None = None) -> Draw:
+        """One step's groups of all processes, the same in each. Raises what the buffer raises."""
+        try:
+            mine = self._buffer.draw(version, timeout_s)
+        except BaseException:
+            self.alone = True
+            raise
+        sent = {"draw": mine, "stop": self._stop.is_set(), "ledger": self._kept.take()}
+        told = [decode(message) for message in self._lockstep.gather(encode(sent))]
+        self._asked = any(t["stop"] for t in told)
+        self._write([t["ledger"] for t in told])
+        return merged([t["draw"] for t in told])
+
+    def settle(self) -> None:
+        """Write down what became of groups since the last draw."""
+        self._write(self._lockstep.gather_json(self._kept.take()))
+
+    def pause(self) -> None:
+        """As the buffer's."""
+        self._buffer.pause()
+
+    def resume(self) -> None:
+        """As the buffer's."""
+        self._buffer.resume()
+
+    def set_limit(self, limit: int) -> None:
+        """As the buffer's."""
+        self._buffer.set_limit(limit)
+
+    def _write(self, lines: list[list[dict[str, Any]]]) -> None:
+        if not self._lockstep.writes:
+            return
+        for process, of_process in enumerate(lines):
+            for line in of_process:
+                facts = line | {"group": line["group"] * self._lockstep.count + process}
+                self._ledger.write(**facts)
+
+
+def merged(draws: list[Draw]) -> Draw:
+    """One step's draws of all processes as one: in turns, the order of one process."""
+    count = len(draws)
+    numbered = [
+        (
+            tuple(_renumbered(g, count, i) for g in draw.groups),
+            tuple((_renumbered(g, count, i), Drop(reason)) for g, reason in draw.dropped),
+        )
+        for i, draw in enumerate(draws)
+    ]
+    return Draw(
+        groups=tuple(g for turn in zip(*(n[0] for n in numbered), strict=True) for g in turn),
+        dropped=tuple(d for n in numbered for d in n[1]),
+        waited_s=max(draw.waited_s for draw in draws),
+    )
+
+
+def local_place(next_group: int, lockstep: Lockstep) -> int:
+    """The next group of this process, where `next_group` is the run's."""
+    return max(0, -(-(next_group - lockstep.index) // lockstep.count))
+
+
+def _renumbered(group: EpisodeGroup, count: int, process: int) -> EpisodeGroup:
+    number = group.ticket.group * count + process
+    return replace(group, ticket=replace(group.ticket, group=number))
+
+
+# ---- carriers as bytes: a line of JSON, then the arrays one after the other
+
+
+def encode(value: Any) -> bytes:
+    """Carriers of types.py, arrays, JSON values, in lists, tuples and dicts."""
+    arrays: list[np.ndarray] = []
+    head = json.dumps(_plain(value, arrays)).encode() + b"\n"
+    return head + b"".join(a.tobytes() for a in arrays)
+
+
+def decode(message: bytes) -> Any:
+    """What `encode` was given; lists come back as tuples. Raises DataError for anything else."""
+    head, _, rest = message.partition(b"\n")
+    try:
+        return _carrier(json.loads(head), rest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"a message from another process cannot be read ({error}). Run the same version of "
+            "jaxrl_async in all processes."
+        ) from error
+
+
+def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
+    if isinstance(value, np.ndarray):
+        at = sum(a.nbytes for a in arrays)
+        arrays.append(value)
+        return {"array": [at, value.dtype.str, list(value.shape)]}
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: _plain(getattr(value, f.name), arrays) for f in fields(value)}
+        return {"carrier": type(value).__name__, "fields": held}
+    if isinstance(value, StrEnum):
+        return {"enum": type(value).__name__, "value": value.value}
+    if isinstance(value, Mapping):
+        return {"map": [[k, _plain(v, arrays)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_plain(v, arrays) for v in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _carrier(value: Any, rest: bytes) -> Any:
+    if isinstance(value, list):
+        return tuple(_carrier(v, rest) for v in value)
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        at, dtype, shape = value["array"]
+        return np.frombuffer(rest, dtype, math.prod(shape), at).reshape(shape)
+    if "map" in value:
+        return {k: _carrier(v, rest) for k, v in value["map"]}
+    if "enum" in value:
+        return getattr(types, value["enum"])(value["value"])
+    kind = getattr(types, value["carrier"])
+    return kind(**{k: _carrier(v, rest) for k, v in value["fields"].items()})
