@@ -26,22 +26,22 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, *, keep: bool = False) -> None:
         self._file: TextIO | None = None
-        self._lines: list[dict[str, Any]] | None = [] if keep else None
+        self._keep, self._lines = keep, list[dict[str, Any]]()
         if path is not None:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, fate: str, **facts: Any) -> None:
         """One line: the fate (admitted, trained, dropped, retired) and its facts."""
-        if self._lines is not None:
+        if self._keep:
             self._lines.append({"fate": fate, **facts})
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
 
     def take(self) -> list[dict[str, Any]]:
         """The lines kept since the last call, oldest first."""
-        count = len(self._lines or ())  # the buffer may append meanwhile: those wait
-        lines = (self._lines or [])[:count]
-        del (self._lines or [])[:count]
+        count = len(self._lines)  # the buffer may append meanwhile: what it does waits
+        lines = self._lines[:count]
+        del self._lines[:count]
         return lines
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class Run(Section):
 
 
 class Distributed(Section):
-    """Several processes, one on each host, that make one run. Nothing is started for one process."""
+    """Several processes, one on each host, that make one run; one process needs none of this."""
 
     detect: bool = True
     """Where the fields below are not given, look for a TPU pod's or GKE's settings in the

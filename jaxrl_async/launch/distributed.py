@@ -60,6 +60,7 @@ def start(config: Config) -> Config:
     told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
     print(f"{told}; process 0 is at {place.coordinator}", file=sys.stderr, flush=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
     section = config.distributed
     try:
         jax.distributed.initialize(

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def assemble(
     slices = make_slices(config.mesh)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
+    saving = Turns() if lockstep.count > 1 else NO_TURNS
     checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
 
     tokenizer = make_tokenizer(config)
@@ -154,7 +156,9 @@ def assemble(
         max_resampled=config.algorithm.max_resampled,
         ledger=kept,
     )
-    source = buffer if lockstep.count == 1 else SharedSource(buffer, lockstep, stop, kept, ledger)
+    source: ReplayBuffer | SharedSource = (
+        buffer if lockstep.count == 1 else SharedSource(buffer, lockstep, stop, kept, ledger)
+    )
     pushes = [
         Push(
             shardings(weight_table(policy.spec), slices.trainer, TRAINER_RULES),
@@ -174,7 +178,7 @@ def assemble(
         probe=None
         if probe is None
         else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        turns=turns if slices.colocated else NO_TURNS,
+        turns=turns if slices.colocated else saving,
     )
     sampling = SamplingParams(
         temperature=config.sampler.temperature,
@@ -225,8 +229,10 @@ def assemble(
             **limits,
         ),
         report=functools.partial(report, config, observer, recorder, console, tokenizer, prompts),
-        save=functools.partial(save, checkpoints, prompts, config.run.seed, source, lockstep),
-        should_stop=stop.is_set if lockstep.count == 1 else source.is_set,
+        save=functools.partial(
+            save, checkpoints, prompts, config.run.seed, source, lockstep, saving
+        ),
+        should_stop=source.is_set if isinstance(source, SharedSource) else stop.is_set,
     )
     trainer = Trainer(
         learner=learner,
@@ -695,12 +701,14 @@ def save(
     seed: int,
     source: ReplayBuffer | SharedSource,
     lockstep: Lockstep,
+    turns: AbstractContextManager[Any],
     learner: Learner,
     version: int,
     next_group: int,
 ) -> None:
     """Write all that learns and where the loop is. Prompts in flight are admitted again on
-    resume. A process that failed alone writes nothing: the others could not follow."""
+    resume. A process that failed alone writes nothing: the others could not follow. turns: with the
+    sampler, on whose devices, too, orbax compares the folder's name between processes."""
     if isinstance(source, SharedSource):
         if source.alone:
             log.error("version %d is not saved: this process failed alone", version)
@@ -714,4 +722,5 @@ def save(
         "numbers": learner.numbers(),
         "prompts": prompts.state(local_place(next_group, lockstep)),
     }
-    checkpoints.save(version, {"state": learner.tree(), "loop": loop})
+    with turns:
+        checkpoints.save(version, {"state": learner.tree(), "loop": loop})

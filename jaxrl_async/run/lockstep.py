@@ -1,7 +1,7 @@
 """Several processes that make the same steps: what they tell each other, and who writes.
 
-    process 0   samplers, rollouts, buffer ──draw──┐                 ┌──> the same groups ──> Trainer
-    process 1   samplers, rollouts, buffer ──draw──┴──── gather ─────┴──> the same groups ──> Trainer
+    process 0   samplers, rollouts, buffer ──draw──┐            ┌──> the same groups ──> Trainer
+    process 1   samplers, rollouts, buffer ──draw──┴── gather ──┴──> the same groups ──> Trainer
 
 The trainer's mesh spans all processes, so that each must run its programs in the same order: every
 decision of the trainer's thread is made from values that are equal everywhere. A process that
@@ -24,6 +24,7 @@ from jaxrl_async import types
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.ports import GroupSource
+from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import Draw, Drop, EpisodeGroup
 
 SMALLEST = 1024
@@ -63,10 +64,6 @@ class Lockstep:
             return [value]
         return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
 
-    def agreed(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        return any(self.gather_json(flag))
-
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
         """Means over all processes, each with its weight."""
         told = self.gather_json([dict(values), weight])
@@ -98,12 +95,20 @@ class Asked(Protocol):
 class SharedStop:
     """A stop that all processes make in the same step, whichever of them was asked."""
 
-    def __init__(self, stop: Asked, lockstep: Lockstep) -> None:
+    def __init__(self, stop: Stop, lockstep: Lockstep) -> None:
         self._stop, self._lockstep = stop, lockstep
 
     def is_set(self) -> bool:
         """Whether any process was asked. Exchanges: all must call it."""
-        return self._lockstep.agreed(self._stop.is_set())
+        return pass_on(self._stop, self._lockstep.gather_json(self._stop.reason))
+
+
+def pass_on(stop: Stop, reasons: Iterable[str]) -> bool:
+    """Ask for a stop here, too, where there is a reason in any process; whether there is."""
+    reason = next(filter(None, reasons), "")
+    if reason:
+        stop.request(reason)
+    return bool(reason)
 
 
 class SharedSource:
@@ -114,7 +119,7 @@ class SharedSource:
     """
 
     def __init__(
-        self, buffer: GroupSource, lockstep: Lockstep, stop: Asked, kept: Ledger, ledger: Ledger
+        self, buffer: GroupSource, lockstep: Lockstep, stop: Stop, kept: Ledger, ledger: Ledger
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
@@ -133,9 +138,9 @@ class SharedSource:
         except BaseException:
             self.alone = True
             raise
-        sent = {"draw": mine, "stop": self._stop.is_set(), "ledger": self._kept.take()}
+        sent = {"draw": mine, "stop": self._stop.reason, "ledger": self._kept.take()}
         told = [decode(message) for message in self._lockstep.gather(encode(sent))]
-        self._asked = any(t["stop"] for t in told)
+        self._asked = pass_on(self._stop, [t["stop"] for t in told])
         self._write([t["ledger"] for t in told])
         return merged([t["draw"] for t in told])
 
