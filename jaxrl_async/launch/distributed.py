@@ -256,3 +256,18 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
     if not text.strip().isdigit():
         raise ConfigError(f"{where}: {name}={text!r} must be a whole number.")
     return int(text)
+
+
+def main() -> int:
+    """Print how many processes the environment speaks of: python -m jaxrl_async.launch.distributed."""
+    try:
+        place = find(Distributed(), os.environ, ask_metadata if _has_tpu() else _nobody)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    print(place.num_processes if place else 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
