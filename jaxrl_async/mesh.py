@@ -92,25 +92,15 @@ def _processes(devices: Sequence[jax.Device]) -> list[int]:
 
 def _check_hosts(section: schema.Mesh, hosts: Sequence[Sequence[jax.Device]]) -> None:
     """Raise MeshError where the slices cannot be cut from the devices of several processes."""
-    count, trainer, each = len(hosts), section.trainer.num_devices, section.sampler.num_devices
-    samplers = 0 if section.colocated else section.samplers
-    if trainer % count or samplers % count:
-        raise MeshError(
-            f"mesh.trainer ({trainer} devices) and mesh.samplers ({section.samplers}) must be "
-            f"multiples of the number of processes ({count}): each gives as many devices to the "
-            "trainer, and runs as many samplers, as the others. Change them."
-        )
-    if samplers and (trainer // count) % each:
-        raise MeshError(
-            f"mesh.sampler ({each} devices) must divide the trainer's devices of one process "
-            f"({trainer // count}), so that the weights need not leave it. Make mesh.sampler "
-            "smaller and mesh.samplers more."
-        )
-    needed, fewest = section.num_devices // count, min(len(host) for host in hosts)
+    try:
+        needed = section.devices_of_process(len(hosts))
+    except ValueError as error:
+        raise MeshError(str(error)) from None
+    fewest = min(len(host) for host in hosts)
     if fewest < needed:
         raise MeshError(
-            f"mesh needs {needed} devices in each of {count} processes, and one has {fewest}. Make "
-            "the axes smaller."
+            f"mesh needs {needed} devices in each of {len(hosts)} processes, and one has {fewest}. "
+            "Make the axes smaller."
         )
 
 

@@ -97,6 +97,27 @@ class Mesh(Section):
         both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
         return max(both) if self.colocated else sum(both)
 
+    def devices_of_process(self, count: int) -> int:
+        """Devices that each of `count` processes needs. ValueError where they cannot take equal
+        parts: as many devices for the trainer, and as many samplers (colocated: none)."""
+        if count == 1:
+            return self.num_devices
+        trainer, each = self.trainer.num_devices, self.sampler.num_devices
+        samplers = 0 if self.colocated else self.samplers
+        if trainer % count or samplers % count:
+            raise ValueError(
+                f"mesh.trainer ({trainer} devices) and mesh.samplers ({samplers}) must be "
+                f"multiples of the number of processes ({count}): each gives as many devices to "
+                "the trainer, and runs as many samplers, as the others. Change them."
+            )
+        if samplers and (trainer // count) % each:
+            raise ValueError(
+                f"mesh.sampler ({each} devices) must divide the trainer's devices of one process "
+                f"({trainer // count}), so that the weights need not leave it. Make mesh.sampler "
+                "smaller and mesh.samplers more."
+            )
+        return (trainer + samplers * each) // count
+
     @model_validator(mode="after")
     def _same_devices(self) -> "Mesh":
         if self.colocated and self.trainer.num_devices != self.sampler.num_devices:
@@ -535,6 +556,32 @@ class Config(Section):
     def row_length(self) -> int:
         """Length of a packed training row, tokens."""
         return self.trainer.row_length or self.sampler.max_length
+
+    def devices_of_process(self, count: int) -> int:
+        """Devices that each of `count` processes needs for run.job. ValueError where so many cannot
+        make this run."""
+        if self.run.job != "rl":
+            only = self.mesh.trainer
+            return Mesh(trainer=only, sampler=only, colocated=True).devices_of_process(count)
+        if count == 1:
+            return self.mesh.num_devices
+        refused = {
+            "reward.model": (self.reward.model is not None, "leave it null"),
+            "data.curriculum": (self.data.curriculum != "none", "set data.curriculum=none"),
+            "mesh.colocated": (self.mesh.colocated, "set mesh.colocated=false"),
+        }
+        for key, (is_set, remedy) in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{key} works in one process only, and this run has {count}: {remedy}, or run "
+                    "on one host."
+                )
+        if self.algorithm.groups_per_step % count:
+            raise ValueError(
+                f"algorithm.groups_per_step ({self.algorithm.groups_per_step}) must be a multiple "
+                f"of the number of processes ({count}): each plays an equal part. Change it."
+            )
+        return self.mesh.devices_of_process(count)
 
     @model_validator(mode="after")
     def _can_be_paced(self) -> "Config":

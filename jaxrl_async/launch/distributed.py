@@ -2,6 +2,7 @@
 
     distributed.* of the configuration     all three of coordinator, num_processes, process_id
     else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+    else our manifests for GKE             JOBSET_*, JOB_COMPLETION_INDEX (launch/gke.py)
     else GKE and Cloud TPU                 TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*
     else the metadata server of a TPU VM   the same facts
     else one process: nothing is started
@@ -59,6 +60,10 @@ def start(config: Config) -> Config:
 
     told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
     print(f"{told}; process 0 is at {place.coordinator}", file=sys.stderr, flush=True)
+    try:
+        config.devices_of_process(place.num_processes)
+    except ValueError as error:
+        raise ConfigError(f"{told}: {error}") from None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
     section = config.distributed
@@ -95,7 +100,8 @@ def find(section: Distributed, env: Mapping[str, str], ask: Ask) -> Place | None
     """This process's place; None where nothing speaks of several. Raises ConfigError."""
     places = [from_settings(section)]
     if section.detect:
-        places += [from_jax(env), from_tpu(env.get, "the environment of a TPU pod or GKE")]
+        places += [from_jax(env), from_jobset(env)]
+        places.append(from_tpu(env.get, "the environment of a TPU pod or GKE"))
         if places[-1] is None and not env.get("TPU_SKIP_MDS_QUERY"):
             places.append(from_tpu(_of_tpu_vm(ask), "the TPU VM's metadata"))
     found = [place for place in places if place is not None]
@@ -123,6 +129,30 @@ def from_jax(env: Mapping[str, str]) -> Place | None:
     values: dict[str, str | int | None] = {address: env.get(address) or None}
     values |= {name: _number(env, name) for name in numbers}
     return _complete(values, "JAX_* of the environment")
+
+
+def from_jobset(env: Mapping[str, str]) -> Place | None:
+    """What the manifests of launch/gke.py say: process = Job * pods of a Job + pod."""
+    coordinator = env.get("JOBSET_COORDINATOR")
+    if not coordinator:
+        return None
+    names = ("JOBSET_JOBS", "JOBSET_PODS_PER_JOB", "JOBSET_JOB_INDEX", "JOB_COMPLETION_INDEX")
+    numbers = [_number(env, name) for name in names]
+    missing = [name for name, number in zip(names, numbers, strict=True) if number is None]
+    if missing:
+        raise ConfigError(
+            f"JOBSET_COORDINATOR is set in the environment, but not {' and '.join(missing)}. Set "
+            "them all, as the manifests of jaxrl_async.launch.gke do, or none."
+        )
+    jobs, pods, job, pod = (int(number or 0) for number in numbers)
+    return _checked(
+        Place(
+            coordinator=f"{coordinator}:{PORT}",
+            num_processes=jobs * pods,
+            process_id=job * pods + pod,
+            found_in="the JobSet's environment",
+        )
+    )
 
 
 def from_tpu(get: Callable[[str], str | None], where: str) -> Place | None:
@@ -259,7 +289,7 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 
 
 def main() -> int:
-    """Print how many processes the environment speaks of: python -m jaxrl_async.launch.distributed."""
+    """python -m jaxrl_async.launch.distributed: print how many processes make a run here."""
     try:
         place = find(Distributed(), os.environ, ask_metadata if _has_tpu() else _nobody)
     except ConfigError as error:

@@ -109,7 +109,6 @@ def assemble(
     """Build every part, warm-start the policy or restore it; nothing runs yet."""
     if lockstep.writes:
         write_config(config, paths)
-    check_lockstep(config, lockstep)
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
@@ -141,9 +140,7 @@ def assemble(
     ledger = Ledger(paths.ledger) if lockstep.writes else Ledger()
     kept = ledger if lockstep.count == 1 else Ledger(keep=True)
     buffer = ReplayBuffer(
-        groups_per_step=lockstep.share(
-            config.algorithm.groups_per_step, "algorithm.groups_per_step"
-        ),
+        groups_per_step=config.algorithm.groups_per_step // lockstep.count,
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         when_too_old=config.staleness.when_too_old,
@@ -265,23 +262,6 @@ def assemble(
     )
 
 
-def check_lockstep(config: Config, lockstep: Lockstep) -> None:
-    """Raise ConfigError for what one process alone can do."""
-    if lockstep.count == 1:
-        return
-    refused = {
-        "reward.model": (config.reward.model is not None, "leave it null"),
-        "data.curriculum": (config.data.curriculum != "none", "set data.curriculum=none"),
-        "mesh.colocated": (config.mesh.colocated, "set mesh.colocated=false"),
-    }
-    for key, (is_set, remedy) in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"{key} works in one process only, and this run has {lockstep.count}: {remedy}, or "
-                "run on one host."
-            )
-
-
 def make_recorder(config: Config, paths: Paths, version: int) -> Recorder:
     """What a run writes down, from this version on."""
     return Recorder(
@@ -305,7 +285,7 @@ def claim_devices(config: Config) -> None:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
         processes = config.distributed.num_processes or 1
-        jax.config.update("jax_num_cpu_devices", -(-config.mesh.num_devices // processes))
+        jax.config.update("jax_num_cpu_devices", config.devices_of_process(processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 

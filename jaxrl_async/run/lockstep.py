@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async import types
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import DataError
 from jaxrl_async.ports import GroupSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import Draw, Drop, EpisodeGroup
@@ -69,15 +69,6 @@ class Lockstep:
         told = self.gather_json([dict(values), weight])
         total = sum(w for _, w in told)
         return {key: math.fsum(v[key] * w for v, w in told) / total for key in values}
-
-    def share(self, number: int, what: str) -> int:
-        """This process's part of `number` things. Raises ConfigError where it has no equal one."""
-        if number % self.count:
-            raise ConfigError(
-                f"{what} ({number}) must be a multiple of the number of processes ({self.count}): "
-                "each takes an equal part. Change it, or the number of processes."
-            )
-        return number // self.count
 
     def _gathered(self, mine: np.ndarray) -> np.ndarray:
         """[n] of each process -> [processes, n]."""

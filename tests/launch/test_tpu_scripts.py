@@ -171,7 +171,9 @@ def test_a_gcloud_that_cannot_answer_is_no_preemption(fake):
     assert "no network" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["create", "install", "delete", "start a.yaml", "supervise a.yaml"])
+@pytest.mark.parametrize(
+    "command", ["create", "install", "delete", "start a.yaml", "supervise a.yaml"]
+)
 def test_a_dry_run_prints_the_commands_and_calls_nothing(fake, command):
     done = fake("--dry-run", *command.split(), RUNS="gs://ours")
     assert done.returncode == 0, done.stderr
@@ -219,7 +221,12 @@ def test_chips_are_shared_between_trainer_and_samplers(tmp_path, chips, hosts, m
     python.chmod(0o755)
     done = subprocess.run(
         [ROOT / "tpu_scripts/run_on_host.sh", "a.yaml", "run.name=b"],
-        env={**os.environ, "PYTHON": str(python), "CHIPS_PER_HOST": str(chips), "HOSTS": str(hosts)},
+        env={
+            **os.environ,
+            "PYTHON": str(python),
+            "CHIPS_PER_HOST": str(chips),
+            "HOSTS": str(hosts),
+        },
         capture_output=True,
         text=True,
         timeout=60,
