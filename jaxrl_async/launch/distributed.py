@@ -12,7 +12,9 @@ The first that says anything is taken, and must say all; what a later one says m
 
 import logging
 import os
+import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ class Place:
     found_in: str  # where this was read, for people
 
 
+RETRY_S = 0.5
+"""Between two attempts to reach the coordinator, seconds."""
+
 Ask = Callable[[str], str | None]
 """Name of an attribute of the host -> its text; None where there is no metadata server."""
 
@@ -59,7 +64,11 @@ def start(config: Config) -> Config:
     import jax  # after the settings are known to be right: it takes over a second
 
     told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
-    print(f"{told}; process 0 is at {place.coordinator}", file=sys.stderr, flush=True)
+    print(
+        f"{told}: meeting the others at {place.coordinator}, for {config.distributed.wait_s} s at most",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         config.devices_of_process(place.num_processes)
     except ValueError as error:
@@ -67,22 +76,36 @@ def start(config: Config) -> Config:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
     section = config.distributed
-    try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            initialization_timeout=section.wait_s,
-            heartbeat_timeout_seconds=section.heartbeat_s,
-        )
-    except RuntimeError as error:
-        raise MeshError(
-            f"{told}: the processes did not find each other at {place.coordinator} within "
-            f"distributed.wait_s ({section.wait_s} s): {str(error).splitlines()[0][:300]}. Look "
-            "whether all were started, and whether that port is open between the hosts."
-        ) from error
+    if place.process_id:
+        _wait_for(place, section.wait_s)
+    jax.distributed.initialize(  # ends the process itself where the others do not come
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        initialization_timeout=section.wait_s,
+        heartbeat_timeout_seconds=section.heartbeat_s,
+    )
     known = section.model_copy(update={"num_processes": place.num_processes})
     return config.model_copy(update={"distributed": known})
+
+
+def _wait_for(place: Place, wait_s: float) -> None:
+    """Block until somebody listens at the coordinator's address. Raises MeshError."""
+    host, _, port = place.coordinator.rpartition(":")
+    end, error = time.monotonic() + wait_s, ""
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host, int(port)), timeout=wait_s).close()
+            return
+        except OSError as failure:
+            error = str(failure)
+            time.sleep(RETRY_S)
+    raise MeshError(
+        f"process {place.process_id} of {place.num_processes}, found in {place.found_in}: nobody "
+        f"answered at the coordinator {place.coordinator} within distributed.wait_s ({wait_s} s): "
+        f"{error}. Look whether process 0 was started, and whether that port is open between the "
+        "hosts."
+    )
 
 
 def leave(code: int) -> int:

@@ -412,7 +412,7 @@ def _pod(values: Values, config: Config) -> dict[str, Any]:
         "containers": [_container(values)],
         "volumes": [
             {"name": "config", "configMap": {"name": f"{values.name}-config"}},
-            {"name": "runs", **_storage(values.runs)},
+            {"name": "runs", **_storage(values.runs, values.run_as_user)},
         ],
     }
     if tpu.spot:
@@ -429,10 +429,11 @@ def _pod(values: Values, config: Config) -> dict[str, Any]:
     return spec
 
 
-def _storage(runs: Runs) -> dict[str, Any]:
+def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
     if runs.bucket is None:
         return {"persistentVolumeClaim": {"claimName": runs.claim}}
-    attributes = {"bucketName": runs.bucket, "mountOptions": "implicit-dirs"}
+    options = ["implicit-dirs", *([f"uid={user}", f"gid={user}"] if user is not None else [])]
+    attributes = {"bucketName": runs.bucket, "mountOptions": ",".join(options)}
     return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 

