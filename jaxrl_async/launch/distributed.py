@@ -10,6 +10,7 @@
 The first that says anything is taken, and must say all; what a later one says must not contradict.
 """
 
+import importlib
 import logging
 import os
 import socket
@@ -61,21 +62,17 @@ def start(config: Config) -> Config:
     if place is None or place.num_processes == 1:
         log.info("one process")
         return config
-    import jax  # after the settings are known to be right: it takes over a second
-
+    section = config.distributed
     told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
-    print(
-        f"{told}: meeting the others at {place.coordinator}, for {config.distributed.wait_s} s at most",
-        file=sys.stderr,
-        flush=True,
-    )
+    meeting = f"meeting the others at {place.coordinator} within {section.wait_s} s"
+    print(f"{told}: {meeting}", file=sys.stderr, flush=True)
     try:
         config.devices_of_process(place.num_processes)
     except ValueError as error:
         raise ConfigError(f"{told}: {error}") from None
+    jax = importlib.import_module("jax")  # late, so that wrong settings are told at once
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
-    section = config.distributed
     if place.process_id:
         _wait_for(place, section.wait_s)
     jax.distributed.initialize(  # ends the process itself where the others do not come

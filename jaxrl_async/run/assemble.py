@@ -90,6 +90,7 @@ class Parts:
     sampler: Sampler | Router
     rollouts: RolloutLoop
     buffer: ReplayBuffer
+    ledger: Ledger
     channel: WeightChannel
     recorder: Recorder | None  # None: another process writes
     checkpoints: Checkpoints
@@ -254,6 +255,7 @@ def assemble(
         sampler=sampler,
         rollouts=rollouts,
         buffer=buffer,
+        ledger=ledger,
         channel=channel,
         recorder=recorder,
         checkpoints=checkpoints,

@@ -136,6 +136,7 @@ def run_rl(config: Config, paths: Paths, stop: Stop, console: Console, lockstep:
     finally:
         if parts.recorder is not None:
             parts.recorder.close()
+        parts.ledger.close()
         parts.checkpoints.close()
     console.phase("writing the policy and the report")
     return parts.save_policy()

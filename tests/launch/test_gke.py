@@ -1,4 +1,4 @@
-"""Manifests for GKE against the published schemas of JobSet and Kubernetes, and what they must say."""
+"""Manifests for GKE: what the published schemas allow, and what they must say."""
 
 import json
 from pathlib import Path
