@@ -123,7 +123,12 @@ def assemble(
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
-    held_out = eval_prompts(config.data, tokenizer)[lockstep.index :: lockstep.count]
+    held_out = eval_prompts(config.data, tokenizer)
+    if len(held_out) < lockstep.count:
+        raise ConfigError(
+            f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
+            "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+        )
     prompts = make_stream(config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count)
 
     version, next_group = 0, 0
@@ -219,7 +224,7 @@ def assemble(
         evaluate=functools.partial(
             run_evaluation,
             sampler,
-            held_out,
+            held_out[lockstep.index :: lockstep.count],
             judge,
             lockstep,
             has_right_answers=config.reward.function != "none",

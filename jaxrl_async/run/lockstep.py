@@ -9,12 +9,12 @@ fails alone leaves the others waiting; it ends at once, and JAX's coordinator en
 """
 
 import json
-import logging
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -22,15 +22,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async import types
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.errors import DataError
-from jaxrl_async.ports import GroupSource
+from jaxrl_async.errors import Closed, DataError
+from jaxrl_async.ports import Clock, GroupSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import Draw, Drop, EpisodeGroup
 
 SMALLEST = 1024
 """Bytes of the smallest message; longer ones are padded to powers of two (one program each)."""
 
-log = logging.getLogger(__name__)
+ROUND_S = 1.0
+"""Longest wait for groups until the processes look whether one of them was asked to stop, seconds.
+"""
 
 
 class Lockstep:
@@ -110,11 +112,18 @@ class SharedSource:
     """
 
     def __init__(
-        self, buffer: GroupSource, lockstep: Lockstep, stop: Stop, kept: Ledger, ledger: Ledger
+        self,
+        buffer: GroupSource,
+        lockstep: Lockstep,
+        stop: Stop,
+        kept: Ledger,
+        ledger: Ledger,
+        *,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
-        self._kept, self._ledger = kept, ledger
+        self._kept, self._ledger, self._clock = kept, ledger, clock
         self._asked = False
         self.alone = False  # whether this process failed where the others may not have
 
@@ -123,17 +132,40 @@ class SharedSource:
         return self._asked
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """One step's groups of all processes, the same in each. Raises what the buffer raises."""
+        """One step's groups of all processes, the same in each; timeout_s is not looked at.
+
+        Raises Closed in all where one is asked to stop while one waits for groups: a step's groups
+        may take longer than the time there is to save. Raises what the buffer raises.
+        """
+        start, mine = self._clock(), None
+        while True:
+            mine = mine or self._try(version)
+            told = self._lockstep.gather_json([mine is not None, self._stop.reason])
+            self._asked = pass_on(self._stop, [reason for _, reason in told])
+            if mine is not None and all(ready for ready, _ in told):
+                break
+            if self._asked:
+                self._give_up()
+        sent = {"draw": mine, "ledger": self._kept.take()}
+        shares = [decode(message) for message in self._lockstep.gather(encode(sent))]
+        self._write([share["ledger"] for share in shares])
+        waited_s = self._clock() - start
+        return replace(merged([share["draw"] for share in shares]), waited_s=waited_s)
+
+    def _try(self, version: int) -> Draw | None:
         try:
-            mine = self._buffer.draw(version, timeout_s)
+            return self._buffer.draw(version, ROUND_S)
+        except TimeoutError:
+            return None
         except BaseException:
             self.alone = True
             raise
-        sent = {"draw": mine, "stop": self._stop.reason, "ledger": self._kept.take()}
-        told = [decode(message) for message in self._lockstep.gather(encode(sent))]
-        self._asked = pass_on(self._stop, [t["stop"] for t in told])
-        self._write([t["ledger"] for t in told])
-        return merged([t["draw"] for t in told])
+
+    def _give_up(self) -> NoReturn:
+        """What was drawn is not trained on after all: a resumed run plays it again."""
+        lines = [line for line in self._kept.take() if line["fate"] != "trained"]
+        self._write(self._lockstep.gather_json(lines))
+        raise Closed("asked to stop while a step's groups were not complete")
 
     def settle(self) -> None:
         """Write down what became of groups since the last draw."""

@@ -146,8 +146,11 @@ def lockstep(index: int, count: int) -> Together:
     return Together(index, count, [b""] * count, threading.Barrier(count))
 
 
+LATE = -1
+
+
 class Buffer:
-    """A source that gives its groups one a draw, and writes its ledger."""
+    """A source that gives its groups one a draw, at LATE nothing yet, and writes its ledger."""
 
     def __init__(self, numbers: list[int], ledger: Ledger) -> None:
         self._numbers, self._ledger = iter(numbers), ledger
@@ -156,19 +159,22 @@ class Buffer:
         number = next(self._numbers, None)
         if number is None:
             raise Closed("over")
+        self._ledger.write("admitted", group=10, version=version)
+        if number == LATE:
+            raise TimeoutError
         self._ledger.write("trained", group=number, version=version)
         return Draw(groups=(group(number),), dropped=(), waited_s=0.0)
 
 
-def of_two(tmp_path, work):
-    """work(source, stop) in two threads, process 0 and 1; what each returned."""
+def of_two(tmp_path, work, numbers=((0, 1), (0, 1))):
+    """work(index, source, stop) in two threads, process 0 and 1; what each returned."""
     table, barrier = [b"", b""], threading.Barrier(2)
     results: list = [None, None]
 
     def process(index: int) -> None:
         place, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
         ledger = Ledger(tmp_path / "ledger.jsonl") if place.writes else Ledger()
-        source = SharedSource(Buffer([0, 1], kept), place, stop, kept, ledger)
+        source = SharedSource(Buffer(numbers[index], kept), place, stop, kept, ledger)
         results[index] = work(index, source, stop)
         ledger.close()
 
@@ -185,8 +191,38 @@ def test_every_process_learns_from_the_same_groups_and_one_keeps_the_ledger(tmp_
         return [[g.ticket.group for g in source.draw(v).groups] for v in (0, 1)]
 
     assert of_two(tmp_path, work) == [[[0, 1], [2, 3]]] * 2
-    lines = [json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert [(x["group"], x["version"]) for x in lines] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    trained = [(x["group"], x["version"]) for x in ledger(tmp_path) if x["fate"] == "trained"]
+    assert trained == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def ledger(folder):
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def test_who_has_its_groups_waits_for_who_has_not(tmp_path):
+    def work(index, source, stop):
+        return [g.ticket.group for g in source.draw(0).groups]
+
+    assert of_two(tmp_path, work, ([LATE, LATE, 0], [0])) == [[0, 1]] * 2
+
+
+def test_a_stop_does_not_wait_for_the_groups_of_a_step(tmp_path):
+    """They may take longer than the time there is to save; a resumed run plays them again."""
+
+    def work(index, source, stop):
+        source.draw(0)
+        if index == 1:
+            stop.request("SIGTERM")
+        with pytest.raises(Closed):
+            source.draw(1)
+        source.settle()
+        return source.is_set(), source.alone, stop.reason
+
+    numbers = ([0, LATE, LATE, 1], [0, 1])
+    assert of_two(tmp_path, work, numbers) == [(True, False, "SIGTERM")] * 2
+    trained = [(x["group"], x["version"]) for x in ledger(tmp_path) if x["fate"] == "trained"]
+    assert trained == [(0, 0), (1, 0)], "the group that was drawn for nothing is not"
+    assert len([x for x in ledger(tmp_path) if x["fate"] == "admitted"]) == 4
 
 
 def test_a_stop_asked_of_one_process_is_made_by_all_in_the_same_step(tmp_path):
