@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import Closed, DataError, MeshError
+from jaxrl_async.errors import Closed, ConfigError, DataError, MeshError
 from jaxrl_async.mesh import make_slices, put, whole
 from jaxrl_async.run.lockstep import (
     Lockstep,
@@ -23,6 +23,7 @@ from jaxrl_async.run.lockstep import (
     local_place,
     merged,
 )
+from jaxrl_async.run.loop import prepare_together
 from jaxrl_async.run.observe import combined
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
@@ -266,6 +267,41 @@ def test_a_stop_of_jobs_without_a_buffer_is_shared_too():
     for thread in threads:
         thread.join(20)
     assert reasons == ["SIGINT", "SIGINT"]
+
+
+def prepared(folder, **run):
+    """What two processes find that start in one folder: Paths or the error of each."""
+    table, barrier = [b"", b""], threading.Barrier(2)
+    found: list = [None, None]
+    config = Config(run={"dir": str(folder), **run})
+
+    def process(index: int) -> None:
+        try:
+            found[index] = prepare_together(config, Together(index, 2, table, barrier))
+        except ConfigError as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=process, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_processes_start_in_one_folder_that_one_of_them_makes(tmp_path):
+    (config, paths), other = prepared(tmp_path, name="new", resume_or_start=True)
+    assert paths.root.is_dir() and (config, paths) == other and not config.run.resume
+    (paths.root / "metrics.jsonl").write_text("{}")
+    for again, _ in prepared(tmp_path, name="new", resume_or_start=True):
+        assert again.run.resume
+
+
+def test_a_folder_that_holds_a_run_is_refused_in_every_process(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "metrics.jsonl").write_text("{}")
+    for error in prepared(tmp_path, name="there"):
+        assert isinstance(error, ConfigError) and "holds a run already" in str(error)
 
 
 def test_one_process_exchanges_nothing():

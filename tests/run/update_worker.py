@@ -1,13 +1,9 @@
-"""One of N processes that make three updates on a mesh over all their devices, two in all.
-
-update_worker.py HOST:PORT N INDEX prints the losses as JSON.
-"""
+"""Three updates on a mesh over the devices of two processes: update_worker.py HOST:PORT INDEX
+prints the losses as JSON."""
 
 import json
-import os
 import sys
-
-os.environ["PJRT_NPROC"] = "32"
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -21,17 +17,14 @@ from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.types import PackedBatch
 
 DEVICES = 2
+"""One for each process."""
 
 
-def main(address: str, count: int, index: int) -> None:
-    jax.config.update("jax_num_cpu_devices", DEVICES // count)
-    if count > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, count, index)
-    section = schema.Mesh(
-        trainer=schema.Axes(fsdp=DEVICES), sampler=schema.Axes(fsdp=DEVICES), colocated=True
-    )
-    mesh = make_slices(section).trainer
+def losses(devices: Sequence[jax.Device]) -> list[float]:
+    """Of three updates on these devices, of which this process may hold a part."""
+    axes = schema.Axes(fsdp=DEVICES)
+    section = schema.Mesh(trainer=axes, sampler=axes, colocated=True)
+    mesh = make_slices(section, devices).trainer
     architecture = schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64)
     spec = ModelSpec.from_architecture(architecture, 16)
     make = jax.jit(
@@ -47,11 +40,11 @@ def main(address: str, count: int, index: int) -> None:
         row_length=16,
         total_steps=3,
     )
-    state, losses = step.init(make()), []
+    state, found = step.init(make()), []
     for number in range(3):
         state, stats = step.update(state, batch(number))
-        losses.append(stats["train/loss"])
-    print(json.dumps(losses))
+        found.append(stats["train/loss"])
+    return found
 
 
 def batch(number: int) -> PackedBatch:
@@ -73,4 +66,7 @@ def batch(number: int) -> PackedBatch:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[1], DEVICES, int(sys.argv[2]))
+    print(json.dumps(losses(jax.devices())))
