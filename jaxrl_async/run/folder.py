@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config, Distributed, Run
+from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
 
 
@@ -61,8 +61,10 @@ class Paths:
 
 
 def write_config(config: Config, paths: Paths) -> None:
-    """The run's configuration beside it, without the part that differs between processes."""
-    of_all = config.model_copy(update={"distributed": Distributed()})
+    """The run's configuration beside it, without what differs between processes and starts."""
+    own = dict.fromkeys(("coordinator", "num_processes", "process_id"))
+    section = config.distributed.model_copy(update=own)
+    of_all = config.model_copy(update={"distributed": section})
     paths.config.write_text(dump(of_all), encoding="utf-8")
 
 

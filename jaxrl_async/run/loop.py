@@ -80,8 +80,8 @@ def train(config: Config) -> None:
     config, paths = prepare_together(config, lockstep)
     with ExitStack() as closing:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
-        console = closing.enter_context(Console(config.run.steps, stream=quiet))
         stop = closing.enter_context(Stop())
+        console = closing.enter_context(Console(config.run.steps, stream=quiet))
         console.phase("preparing")
         work = run_rl if config.run.job == "rl" else offline.run
         weights = work(config, paths, stop, console, lockstep)
