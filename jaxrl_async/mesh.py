@@ -1,6 +1,7 @@
 """Devices split into a trainer slice and a sampler slice, and what lies where on them: one table a
 role."""
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,11 @@ class Slices(NamedTuple):
 
 def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Slices:
     """Trainer on the first devices, sampler on the next (or the same). MeshError where there are
-    too few."""
+    too few.
+
+    Of several processes, each gives its first devices to the trainer's mesh, which spans them all;
+    the samplers are those of this process (colocated: none, a slice of all devices cannot sample).
+    """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
@@ -65,14 +70,38 @@ def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = Non
             f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
             "mesh.colocated=true."
         )
-    count, each = section.trainer.num_devices, section.sampler.num_devices
+    hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
+    if len(hosts) > 1:
+        _check_hosts(section, hosts)
+    count, each = section.trainer.num_devices // len(hosts), section.sampler.num_devices
+    alone = len(hosts) == 1
     first = 0 if section.colocated else count
-    starts = range(first, first + section.samplers * each, each)
+    samplers = section.samplers // len(hosts) if alone or not section.colocated else 0
+    starts = range(first, first + samplers * each, each)
+    here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     return Slices(
-        _mesh(section.trainer, devices[:count]),
-        tuple(_mesh(section.sampler, devices[start : start + each]) for start in starts),
+        _mesh(section.trainer, [d for host in hosts for d in host[:count]]),
+        tuple(_mesh(section.sampler, here[start : start + each]) for start in starts),
         section.colocated,
     )
+
+
+def _processes(devices: Sequence[jax.Device]) -> list[int]:
+    return sorted({d.process_index for d in devices})
+
+
+def _check_hosts(section: schema.Mesh, hosts: Sequence[Sequence[jax.Device]]) -> None:
+    """Raise MeshError where the slices cannot be cut from the devices of several processes."""
+    try:
+        needed = section.devices_of_process(len(hosts))
+    except ValueError as error:
+        raise MeshError(str(error)) from None
+    fewest = min(len(host) for host in hosts)
+    if fewest < needed:
+        raise MeshError(
+            f"mesh needs {needed} devices in each of {len(hosts)} processes, and one has {fewest}. "
+            "Make the axes smaller."
+        )
 
 
 def _mesh(axes: schema.Axes, devices: Sequence[jax.Device]) -> Mesh:
@@ -105,6 +134,31 @@ def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
         table,
         is_leaf=lambda w: hasattr(w, "axes"),
     )
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Host arrays on the devices of a sharding, of which other processes may hold some: all then
+    give the same arrays."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def spread(x: Any) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(spread, tree)
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """The array on the host. Where other processes hold parts of it, all must call this."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
+        array = _everywhere(array.sharding.mesh)(array)
+    return np.asarray(array)
+
+
+@functools.cache
+def _everywhere(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 class Turns:

@@ -13,10 +13,12 @@ within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C.
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted
+from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
@@ -59,28 +61,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump(config), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
+        config = distributed.start(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
     except Preempted as error:
         print(error, file=sys.stderr)
         return PREEMPTED_CODE
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return 2
+        return distributed.leave(2)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return distributed.leave(1)
     except OSError as error:  # a path that is too long, not permitted or not there; a full disk
         print(
             f"{type(error).__name__}: {error}. Look whether the path is right, permitted and not "
             "on a full disk.",
             file=sys.stderr,
         )
-        return 1
+        return distributed.leave(1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            traceback.print_exc()
+            return distributed.leave(1)
         print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
-        return 1
+        return distributed.leave(1)
+    except Exception:
+        traceback.print_exc()
+        return distributed.leave(1)
     return 0
 
 

@@ -16,6 +16,7 @@ HOST_SIDE = [
     "errors",
     "train",
     "config",
+    "launch",
     "metrics",
     "buffer",
     "rollout",

@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]: the main job on all local accelerators, half and half.
+# tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]: the run on this host's accelerators, half trainer and half
+# sampler. On a slice of several hosts it is started on each of them, with the same words.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-.venv/bin/python}
 config=${1:?usage: tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]}
 shift
-chips=$("$python" -c 'import jax; print(jax.local_device_count())')
-if ((chips == 1)); then
+hosts=$("$python" -m jaxrl_async.launch.distributed)
+# JAX itself cannot be asked on a slice of several hosts: it would wait for the others.
+chips=${CHIPS_PER_HOST:-$(find /dev -maxdepth 2 \( -path '/dev/accel[0-9]*' -o -path '/dev/vfio/[0-9]*' \) | wc -l)}
+((chips)) || chips=$("$python" -c 'import jax; print(jax.local_device_count())')
+if ((chips > 1)); then
+    mesh=("mesh.trainer.fsdp=$((hosts * (chips / 2)))" "mesh.sampler.tensor=$((chips / 2))" "mesh.samplers=$hosts")
+elif ((hosts == 1)); then
     mesh=(mesh.colocated=true)
 else
-    mesh=("mesh.trainer.fsdp=$((chips / 2))" "mesh.sampler.tensor=$((chips / 2))")
+    echo "$hosts hosts with one chip each: a run needs a chip for the trainer and one for a sampler on each host." >&2
+    exit 2
 fi
 exec "$python" -m jaxrl_async.train "$config" "${mesh[@]}" "$@"

@@ -23,12 +23,14 @@ from typing import Any, TextIO
 class Ledger:
     """Appends to a file line by line, so that a killed run keeps all; without a path keeps nothing.
 
-    Owned by the buffer and written under its lock.
+    Owned by the buffer and written under its lock. keep: hold the lines for `take` instead, which
+    may be called from another thread.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, keep: bool = False) -> None:
         self._file: TextIO | None = None
         self.lines = 0  # in the file
+        self._keep, self._lines = keep, list[dict[str, Any]]()
         if path is not None:
             self._file = path.open("a+", encoding="utf-8", buffering=1)
             self._file.seek(0)
@@ -36,9 +38,18 @@ class Ledger:
 
     def write(self, fate: str, **facts: Any) -> None:
         """One line: the fate (admitted, trained, dropped, retired) and its facts."""
+        if self._keep:
+            self._lines.append({"fate": fate, **facts})
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
             self.lines += 1
+
+    def take(self) -> list[dict[str, Any]]:
+        """The lines kept since the last call, oldest first."""
+        count = len(self._lines)  # the buffer may append meanwhile: what it does waits
+        lines = self._lines[:count]
+        del self._lines[:count]
+        return lines
 
     def close(self) -> None:
         """Idempotent; what is written afterwards is lost."""

@@ -69,6 +69,17 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def help_text() -> str:
     """Every field: key path, type and range, default, what it means."""
     return "\n".join(_help_lines(Config, ()))

@@ -46,6 +46,9 @@ class Run(Section):
     """Updates to make."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's folder (also: --resume)."""
+    resume_or_start: bool = False
+    """Continue the run where there is one, start it where there is none: for jobs that are started
+    again and again."""
     overwrite: bool = False
     """Start anew where the run's folder already holds a run; the old one is moved aside."""
     replay_schedule: str | None = None
@@ -65,6 +68,24 @@ class Run(Section):
                 "checkpoint. Leave one out."
             )
         return self
+
+
+class Distributed(Section):
+    """Several processes, one on each host, that make one run; one process needs none of this."""
+
+    detect: bool = True
+    """Where the fields below are not given, look for a TPU pod's or GKE's settings in the
+    environment."""
+    coordinator: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    """HOST:PORT of process 0, as the others reach it; given with the next two or not at all."""
+    num_processes: Positive | None = None
+    """Processes of the run."""
+    process_id: NonNegative | None = None
+    """Which of them this is, from 0."""
+    wait_s: Positive = 300
+    """Longest wait for the other processes at the start, seconds."""
+    heartbeat_s: Positive = 100
+    """Silence of a process after which the others end, seconds."""
 
 
 class Axes(Section):
@@ -96,6 +117,27 @@ class Mesh(Section):
         """Devices that the run needs: the larger slice when colocated, else both."""
         both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
         return max(both) if self.colocated else sum(both)
+
+    def devices_of_process(self, count: int) -> int:
+        """Devices that each of `count` processes needs. ValueError where they cannot take equal
+        parts: as many devices for the trainer, and as many samplers (colocated: none)."""
+        if count == 1:
+            return self.num_devices
+        trainer, each = self.trainer.num_devices, self.sampler.num_devices
+        samplers = 0 if self.colocated else self.samplers
+        if trainer % count or samplers % count:
+            raise ValueError(
+                f"mesh.trainer ({trainer} devices) and mesh.samplers ({samplers}) must be "
+                f"multiples of the number of processes ({count}): each gives as many devices to "
+                "the trainer, and runs as many samplers, as the others. Change them."
+            )
+        if samplers and (trainer // count) % each:
+            raise ValueError(
+                f"mesh.sampler ({each} devices) must divide the trainer's devices of one process "
+                f"({trainer // count}), so that the weights need not leave it. Make mesh.sampler "
+                "smaller and mesh.samplers more."
+            )
+        return (trainer + samplers * each) // count
 
     @model_validator(mode="after")
     def _same_devices(self) -> "Mesh":
@@ -532,6 +574,7 @@ class Metrics(Section):
 
 class Config(Section):
     run: Run = Run()
+    distributed: Distributed = Distributed()
     mesh: Mesh = Mesh()
     model: Model = Model()
     data: Data = Data()
@@ -575,6 +618,32 @@ class Config(Section):
     def row_length(self) -> int:
         """Length of a packed training row, tokens."""
         return self.trainer.row_length or self.sampler.max_length
+
+    def devices_of_process(self, count: int) -> int:
+        """Devices that each of `count` processes needs for run.job. ValueError where so many cannot
+        make this run."""
+        if self.run.job != "rl":
+            only = self.mesh.trainer
+            return Mesh(trainer=only, sampler=only, colocated=True).devices_of_process(count)
+        if count == 1:
+            return self.mesh.num_devices
+        refused = {
+            "reward.model": (self.reward.model is not None, "leave it null"),
+            "data.curriculum": (self.data.curriculum != "none", "set data.curriculum=none"),
+            "mesh.colocated": (self.mesh.colocated, "set mesh.colocated=false"),
+        }
+        for key, (is_set, remedy) in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{key} works in one process only, and this run has {count}: {remedy}, or run "
+                    "on one host."
+                )
+        if self.algorithm.groups_per_step % count:
+            raise ValueError(
+                f"algorithm.groups_per_step ({self.algorithm.groups_per_step}) must be a multiple "
+                f"of the number of processes ({count}): each plays an equal part. Change it."
+            )
+        return self.mesh.devices_of_process(count)
 
     @model_validator(mode="after")
     def _can_be_paced(self) -> "Config":

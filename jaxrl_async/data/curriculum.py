@@ -259,10 +259,12 @@ class Curriculum:
         return drawn
 
 
-def make_stream(data: Data, tokenizer: Tokenizer, seed: int) -> PromptStream | Curriculum:
-    """The endless stream of prompts, in fixed order or by data.curriculum. Raises DataError or
-    ConfigError."""
-    stream = make_prompts(data, tokenizer, seed)
+def make_stream(
+    data: Data, tokenizer: Tokenizer, seed: int, process_index: int = 0, process_count: int = 1
+) -> PromptStream | Curriculum:
+    """One process's endless stream of prompts, in fixed order or by data.curriculum. Raises
+    DataError or ConfigError."""
+    stream = make_prompts(data, tokenizer, seed, process_index, process_count)
     if data.curriculum == "none":
         return stream
     return Curriculum(

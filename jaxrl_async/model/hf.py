@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.mesh import whole
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.model.tensorfile import Stored, read_header
 
@@ -85,7 +86,14 @@ def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
 
 
 def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
-    """The same for any table of weights and its config.json."""
+    """The same for any table of weights and its config.json.
+
+    Of several processes that hold the weights together all must call it; the first one writes.
+    """
+    if jax.process_index() != 0:
+        for _ in _export(table, params):
+            pass
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(jax.tree.leaves(params)[0].dtype)
@@ -283,7 +291,7 @@ def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
         for i, name in enumerate(_names(weight)):
-            ours = np.asarray(values[i] if "{layer}" in weight.hf else values)
+            ours = whole(values[i] if "{layer}" in weight.hf else values)
             if _is_turned(weight):
                 ours = ours.reshape(weight.hf_shape[::-1]).T
             yield name, np.ascontiguousarray(ours.reshape(weight.hf_shape))

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
-from jaxrl_async.codec import dumps, loads
-from jaxrl_async.config.load import dump
+from jaxrl_async.codec import loads
 from jaxrl_async.config.schema import Config, Faults, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.addition import addition_tokenizer
@@ -38,7 +37,7 @@ from jaxrl_async.mesh import (
 )
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.faults import AwakeClock, FaultCounts
-from jaxrl_async.metrics.recorder import Recorder, set_aside
+from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import check_params, load_spec
@@ -47,12 +46,22 @@ from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
-from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop, SavedGroup
+from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
 from jaxrl_async.run.exact import check_routing, keeps_masks
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.lockstep import Lockstep, SharedSource
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.replay import OrderedPrompts, Replay, ReplayedBuffer
+from jaxrl_async.run.resume import (
+    NOTHING_YET,
+    ROLLOUT_KINDS,
+    local_share,
+    reopened,
+    resuming_if_possible,
+    save,
+    stream_place,
+)
 from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Reading, Watchdog
@@ -106,8 +115,9 @@ class Parts:
     rollouts: RolloutLoop
     buffer: ReplayBuffer
     schedule: Recording | Replay
+    ledger: Ledger
     channel: WeightChannel
-    recorder: Recorder
+    recorder: Recorder | None  # None: another process writes
     checkpoints: Checkpoints
     console: Console
     observer: Observer
@@ -120,17 +130,21 @@ class Parts:
         return self.paths.policy
 
 
-def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Parts:
+def assemble(
+    config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep
+) -> Parts:
     """Build every part, warm-start the policy or restore it; nothing runs yet."""
     claim_devices(config)
     file = config.run.replay_schedule
     recorded = None if file is None else read_schedule(Path(file), config)
-    paths.config.write_text(dump(config), encoding="utf-8")
+    if lockstep.writes:
+        write_config(config, paths)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     slices = make_slices(config.mesh)
     check_algorithm(config.algorithm, config.teacher)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
+    saving = Turns() if lockstep.count > 1 else NO_TURNS
     checkpoints = Checkpoints(
         paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
     )
@@ -156,34 +170,40 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
     if is_own(config.reward.function):
         where = f"reward.function = {config.reward.function!r}"
         try_once(judge, held_out[0], tokenizer.encode, where)
-    prompts = make_stream(config.data, tokenizer, config.run.seed)
+    if len(held_out) < lockstep.count:
+        raise ConfigError(
+            f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
+            "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+        )
+    prompts = make_stream(config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count)
 
     resume_asked = config.run.resume
     config = resuming_if_possible(config, checkpoints)
     if not config.run.resume:
         policy = warm_start(config, policy, slices, tokenizer, console)
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
-    version, was = 0, RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
-    numbers = None
+    version, was, numbers = 0, NOTHING_YET, None
     if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
         check_resumed(saved, config, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
-        prompts.restore(saved.loop["prompts"])
         assert saved.rollouts is not None, "every checkpoint of rl has them"
-        version, was = saved.step, loads(saved.rollouts, ROLLOUT_KINDS)
-        numbers = saved.loop["trainer"]
-    recorder = Recorder(
-        paths.root,
-        tensorboard=config.metrics.tensorboard,
-        resume_step=version if resume_asked else None,
+        was = loads(saved.rollouts, ROLLOUT_KINDS)
+        version, numbers = saved.step, saved.loop["trainer"]
+        prompts.restore(saved.loop["prompts"] | stream_place(was, lockstep))
+    recorder, ledger = None, Ledger()
+    if lockstep.writes:
+        recorder = make_recorder(config, paths, version if resume_asked else None)
+        ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
+    was = local_share(was, lockstep)
+    kept = ledger if lockstep.count == 1 else Ledger(keep=True)
+    recording = Recording(
+        paths.schedule if lockstep.count == 1 else None, header_of(config, version)
     )
-    ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
-    recording = Recording(paths.schedule, header_of(config, version))
     replay = None if recorded is None else Replay(recorded, recording)
     schedule = replay or recording
     buffer = ReplayBuffer(
-        groups_per_step=config.algorithm.groups_per_step,
+        groups_per_step=config.algorithm.groups_per_step // lockstep.count,
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         when_too_old=config.staleness.when_too_old,
@@ -192,9 +212,12 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         rank=RANKS[config.buffer.select],
         has_signal=has_signal if config.algorithm.dynamic_sampling else None,
         max_resampled=config.algorithm.max_resampled,
-        ledger=ledger,
+        ledger=kept,
         note=schedule.write,
     )
+    shared = None
+    if lockstep.count > 1:
+        shared = SharedSource(buffer, lockstep, stop, kept, ledger)
     weighed = isinstance(prompts, Curriculum)
     gate = buffer if replay is None else ReplayedBuffer(buffer, replay, curriculum=weighed)
     stream: PromptStream | OrderedPrompts = (
@@ -231,7 +254,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         probe=None
         if probe is None
         else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        turns=turns if slices.colocated else NO_TURNS,
+        turns=turns if slices.colocated else saving,
     )
     sampling = SamplingParams(
         temperature=config.sampler.temperature,
@@ -270,28 +293,32 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
             faults={**faults.read(), "failed_groups": rollouts.stats().failures},
         ),
         peak_flops=(
-            config.metrics.peak_flops or measured_peak_flops(slices.trainer.devices.flat[0])
+            config.metrics.peak_flops or measured_peak_flops(slices.trainer.local_devices[0])
         )
         * slices.trainer.size,
+        share=lockstep.gather_json,
     )
     outlets = Outlets(
         evaluate=functools.partial(
             run_evaluation,
             sampler,
-            held_out,
+            held_out[lockstep.index :: lockstep.count],
             judge,
+            lockstep,
             has_right_answers=config.reward.function != "none",
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
         report=functools.partial(report, config, observer, recorder, console, tokenizer, stream),
-        save=functools.partial(save, config, checkpoints, prompts, buffer, rollouts),
-        should_stop=stop.is_set,
-        should_hurry=lambda: stop.preempted,
+        save=functools.partial(
+            save, config, checkpoints, prompts, buffer, rollouts, ledger, shared, lockstep, saving
+        ),
+        should_stop=stop.is_set if shared is None else shared.is_set,
+        should_hurry=lambda: stop.preempted if shared is None else shared.preempted,
     )
     trainer = Trainer(
         learner=learner,
-        source=gate,
+        source=shared or gate,
         publisher=channel,
         pacing=make_pacing(config),
         outlets=outlets,
@@ -319,6 +346,7 @@ def assemble(config: Config, paths: Paths, stop: Stop, console: Console) -> Part
         rollouts=rollouts,
         buffer=buffer,
         schedule=schedule,
+        ledger=ledger,
         channel=channel,
         recorder=recorder,
         checkpoints=checkpoints,
@@ -371,6 +399,11 @@ def reading(
     )
 
 
+def make_recorder(config: Config, paths: Paths, resume_step: int | None) -> Recorder:
+    """What a run writes down; from this step on where it was resumed."""
+    return Recorder(paths.root, tensorboard=config.metrics.tensorboard, resume_step=resume_step)
+
+
 # ---- devices
 
 
@@ -387,7 +420,8 @@ def claim_devices(config: Config) -> None:
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
-        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+        processes = config.distributed.num_processes or 1
+        jax.config.update("jax_num_cpu_devices", config.devices_of_process(processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 
@@ -760,19 +794,23 @@ def run_evaluation(
     sampler: Router,
     held_out: Any,
     scorer: Scorer,
+    lockstep: Lockstep,
     *,
     has_right_answers: bool = True,
     **limits: Any,
 ) -> Mapping[str, float]:
     """Accuracy, where answers can be right, and reward on the held-out prompts with the weights
-    that are live now."""
+    that are live now; each process answers its part."""
     start = time.perf_counter()
     result: EvalResult = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
-    return {
+    told = {
         **({"eval/accuracy": result.accuracy} if has_right_answers else {}),
         "eval/reward": result.mean_reward,
         "eval/length_mean": result.mean_length_tokens,
         "eval/truncated_share": result.truncated_share,
+    }
+    return {
+        **lockstep.mean(told, result.num_prompts),
         "time/eval_s": time.perf_counter() - start,
     }
 
@@ -780,7 +818,7 @@ def run_evaluation(
 def report(
     config: Config,
     observer: Observer,
-    recorder: Recorder,
+    recorder: Recorder | None,
     console: Console,
     tokenizer: Tokenizer,
     prompts: PromptStream | OrderedPrompts,
@@ -790,6 +828,8 @@ def report(
 ) -> None:
     """One step's line in metrics.jsonl, on the screen, and sometimes sample completions."""
     values = observer.complete(values)
+    if recorder is None:
+        return
     if groups:
         values |= prompts.measures(1 + max(g.ticket.group for g in groups))
     recorder.log(version, values)
@@ -815,83 +855,3 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
     ]
-
-
-# ---- checkpoints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutsState:
-    """All that lies between two updates: the buffer, and the groups that are being played."""
-
-    buffer: BufferState
-    groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
-
-
-ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
-
-
-def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:
-    """Read while everything runs. active: with what is ready or being drawn.
-
-    The rollouts are read first: what they finish meanwhile is found in the buffer. Who was admitted
-    meanwhile, with the highest numbers, has no prompt yet and is admitted again by a resumed run.
-    """
-    playing = {g.ticket.group: g for g in (rollouts.progress() if active else ())}
-    state = buffer.state(active=active)
-    known = tuple(t for t in state.pending if t.group in playing)
-    fresh = [t.group for t in state.pending if t.group not in playing]
-    state = replace(state, pending=known, next_group=min([state.next_group, *fresh]))
-    return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in known))
-
-
-def save(
-    config: Config,
-    checkpoints: Checkpoints,
-    prompts: PromptStream | Curriculum,
-    buffer: ReplayBuffer,
-    rollouts: RolloutLoop,
-    learner: Learner,
-    version: int,
-    numbers: Mapping[str, int],
-) -> None:
-    """Write the whole run: what learns, the buffer, what is being drawn, and where everything is.
-
-    At max_staleness 0 what is being drawn is left out: drawn anew it is the same, bit for bit,
-    while half of it on its own would run on another schedule.
-    """
-    active = config.staleness.max_staleness > 0
-    state = rollouts_state(buffer, rollouts, active=active)
-    loop = {
-        "job": "rl",
-        "version": version,
-        "config": dump(config),
-        "numbers": learner.numbers(),
-        "trainer": dict(numbers),
-        "prompts": prompts.state(state.buffer.next_group),
-    }
-    items = {"state": learner.tree(), "loop": loop, "rollouts": dumps(state)}
-    checkpoints.save(version, items)
-
-
-def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
-    """The same, without run.resume where there is no checkpoint yet, which is logged."""
-    if not config.run.resume or checkpoints.latest() is not None:
-        return config
-    log.warning("%s: no checkpoint yet; the run starts from its beginning", checkpoints.directory)
-    return config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
-
-
-def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Ledger:
-    """The ledger; of a resumed run, without what is from after its checkpoint."""
-    if not resumes:
-        return Ledger(path)
-    set_aside(
-        path,
-        lambda number, line: (
-            number < state.ledger_lines and line.get("group", -1) < state.next_group
-        ),
-    )
-    ledger = Ledger(path)
-    ledger.write("resumed", version=version, next_group=state.next_group)
-    return ledger

@@ -23,13 +23,15 @@ import yaml
 from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
-from jaxrl_async.config.load import dump
+from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
+STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
+"""Settings that say how a run is started: a resumed one may well have others."""
 SCHEMA = 2
 """Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
 
@@ -80,6 +82,8 @@ class Checkpoints:
     def _finish(self, step: int, writing: Any) -> None:
         """On a thread of its own: once orbax is done, add the checksums."""
         writing.result()
+        if jax.process_index():  # the first process does it for all
+            return
         folder = self.directory / str(step)
         text = json.dumps(checksums(folder), indent=0)
         fresh = folder / (CHECKSUMS + ".tmp")
@@ -240,23 +244,12 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
 
 def changed_keys(before: str, after: str) -> list[str]:
     """Dotted keys of two YAML configurations whose values differ, with both values."""
-    old, new = (flat(yaml.safe_load(text) or {}) for text in (before, after))
+    old, new = (flattened(yaml.safe_load(text) or {}) for text in (before, after))
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in ("run.resume", "run.overwrite")
+        if old.get(key) != new.get(key) and not key.startswith(STARTED_BY)
     ]
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:

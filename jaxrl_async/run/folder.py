@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
 
@@ -74,6 +75,26 @@ class Paths:
     def report(self) -> Path:
         """The run on one HTML page."""
         return self.root / "report.html"
+
+
+def write_config(config: Config, paths: Paths) -> None:
+    """The run's configuration beside it, without what differs between processes and starts."""
+    own = dict.fromkeys(("coordinator", "num_processes", "process_id"))
+    section = config.distributed.model_copy(update=own)
+    of_all = config.model_copy(update={"distributed": section})
+    paths.config.write_text(dump(of_all), encoding="utf-8")
+
+
+def settled(run: Run) -> Run:
+    """The same with run.resume decided where run.resume_or_start leaves it open. ConfigError."""
+    if not run.resume_or_start:
+        return run
+    if run.overwrite:
+        raise ConfigError(
+            "run.resume_or_start and run.overwrite exclude each other: the first continues a run "
+            "that is there, the second replaces it. Set one of them."
+        )
+    return run.model_copy(update={"resume": _holds_something(Path(run.dir) / run.name)})
 
 
 def prepare(config: Config | Run) -> Paths:

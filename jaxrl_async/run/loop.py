@@ -21,18 +21,24 @@ waits for weights), rollouts, sampler. The other jobs have one thread: offline.p
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import Closed
+from jaxrl_async.errors import Closed, ConfigError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import Parts, assemble
-from jaxrl_async.run.folder import Paths, claimed, prepare
+from jaxrl_async.run.assemble import Parts, assemble, claim_devices
+from jaxrl_async.run.folder import Paths, claimed, prepare, settled
+from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop, preempted
 
 JOIN_S = 60.0
@@ -70,12 +76,21 @@ class Failure:
 def train(config: Config) -> None:
     """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
     kinds."""
-    paths = prepare(config)
-    console = Console(config.run.steps)
-    work = run_rl if config.run.job == "rl" else offline.run
-    with Stop(grace_s=config.checkpoint.grace_s) as stop, console, claimed(paths):
+    if jax.distributed.is_initialized():
+        claim_devices(config)
+    lockstep = Lockstep()
+    config, paths = prepare_together(config, lockstep)
+    with ExitStack() as closing:
+        quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
+        stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
+        console = closing.enter_context(Console(config.run.steps, stream=quiet))
+        if lockstep.writes:
+            closing.enter_context(claimed(paths))
         console.phase("preparing")
-        weights = work(config, paths, stop, console)
+        work = run_rl if config.run.job == "rl" else offline.run
+        weights = work(config, paths, stop, console, lockstep)
+        if not lockstep.writes:
+            return
         report = write_report(paths.root)
     results = {
         f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights,
@@ -94,13 +109,38 @@ def train(config: Config) -> None:
     )
 
 
-def run_rl(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
+def prepare_together(config: Config, lockstep: Lockstep) -> tuple[Config, Paths]:
+    """Process 0 makes or finds the run's folder; all learn what came of it. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    if lockstep.writes:
+        try:
+            run = settled(config.run)
+            prepare(run)
+            found = {"resume": run.resume}
+        except ConfigError as error:
+            found = {"error": str(error)}
+    found = lockstep.gather_json(found)[0]
+    if "error" in found:
+        raise ConfigError(found["error"])
+    run = config.run.model_copy(update={"resume": found["resume"]})
+    paths = Paths(Path(run.dir) / run.name)
+    if not all(lockstep.gather_json(paths.root.is_dir())):
+        raise ConfigError(
+            f"{paths.root} is not the same folder in all processes: run.dir must lie on storage "
+            "that they share, such as a bucket or NFS."
+        )
+    return config.model_copy(update={"run": run}), paths
+
+
+def run_rl(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
     """Reinforcement learning (run.job=rl) to its end; the folder of the policy."""
-    parts = assemble(config, paths, stop, console)
+    parts = assemble(config, paths, stop, console, lockstep)
     try:
         run_threads(parts, stop)
     finally:
-        parts.recorder.close()
+        if parts.recorder is not None:
+            parts.recorder.close()
+        parts.ledger.close()
         parts.checkpoints.close()
     if stop.preempted:
         raise preempted(stop, parts.trainer.version)

@@ -1,7 +1,7 @@
 """Rates and shares of one step, from the parts' cumulative counters: who was busy, who waited."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,16 @@ class Counters(NamedTuple):
 class Observer:
     """Turns counters into per-step rates. Owned by the trainer's thread."""
 
-    def __init__(self, read: Callable[[], Counters], *, peak_flops: float) -> None:
-        """peak_flops: of the whole trainer slice, FLOP/s."""
-        self._read, self._peak_flops = read, peak_flops
+    def __init__(
+        self,
+        read: Callable[[], Counters],
+        *,
+        peak_flops: float,
+        share: Callable[[dict[str, float]], Sequence[Mapping[str, float]]] = lambda own: [own],
+    ) -> None:
+        """peak_flops: of the whole trainer slice, FLOP/s. share: what this process counted -> what
+        all did."""
+        self._read, self._peak_flops, self._share = read, peak_flops, share
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -39,7 +46,32 @@ class Observer:
             done["throughput/mfu"] = flops / (self._peak_flops * max(done["time/train_s"], 1e-9))
             done["throughput/trained_tokens_per_s"] = done["train/tokens"] / wall_s
         done["time/elapsed_s"] = self._last.at_s - self._first.at_s
-        return done | rates(before, self._last, wall_s)
+        return done | combined(self._share(rates(before, self._last, wall_s)))
+
+
+ADDED = (
+    "sampler/preempted",
+    "sampler/restarted",
+    "sampler/discarded_tokens",
+    "sampler/recomputed_tokens",
+    "sampler/in_flight",
+    "throughput/generated_tokens_per_s",
+    "weights/transfer_bytes",
+    "buffer/active",
+    "buffer/ready",
+)
+LARGEST = ("weights/transfer_s", "weights/swap_pause_s", "weights/probe_error")
+"""What the rates of several processes add up to, or the largest of them; of others, the mean."""
+
+
+def combined(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The rates of all processes as one."""
+    told: dict[str, float] = {}
+    for key in sorted({key for values in of_processes for key in values}):
+        found = [values[key] for values in of_processes if key in values]
+        total = max(found) if key in LARGEST else sum(found)
+        told[key] = total if key in ADDED or key in LARGEST else total / len(found)
+    return told
 
 
 def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:

@@ -35,14 +35,16 @@ from jaxrl_async.run.assemble import (
     keep_compiled_programs,
     learning,
     make_policy,
+    make_recorder,
     make_tokenizer,
     reference_params,
-    resuming_if_possible,
     warm_start,
 )
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.lockstep import Asked, Lockstep, SharedStop
 from jaxrl_async.run.observe import measured_peak_flops
+from jaxrl_async.run.resume import resuming_if_possible
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
@@ -86,9 +88,13 @@ class Progress:
     version: int = 0
 
 
-def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
-    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds."""
-    paths.config.write_text(dump(config), encoding="utf-8")
+def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds.
+
+    Several processes take the same examples, and each computes its rows of them.
+    """
+    if lockstep.writes:
+        write_config(config, paths)
     config = config.model_copy(update={"mesh": trainer_only(config.mesh)})
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
@@ -100,11 +106,9 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
         check_frozen(config)
         job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
         progress = begin(config, job, checkpoints)
-        recorder = Recorder(
-            paths.root,
-            tensorboard=config.metrics.tensorboard,
-            resume_step=progress.version if resume_asked else None,
-        )
+        recorder = None
+        if lockstep.writes:
+            recorder = make_recorder(config, paths, progress.version if resume_asked else None)
         try:
             learn(
                 config,
@@ -112,10 +116,11 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console) -> Path:
                 progress,
                 checkpoints,
                 functools.partial(_tell, recorder, console),
-                stop,
+                stop if lockstep.count == 1 else SharedStop(stop, lockstep),
             )
         finally:
-            recorder.close()
+            if recorder is not None:
+                recorder.close()
     if stop.preempted:
         raise preempted(stop, progress.version)
     console.phase("writing the weights and the report")
@@ -260,7 +265,7 @@ def learn(
     progress: Progress,
     checkpoints: Checkpoints,
     tell: Callable[[int, Mapping[str, float]], None],
-    stop: Stop,
+    stop: Asked,
 ) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop.
 
@@ -330,7 +335,7 @@ def _held_out(job: Job, reference: Params | None) -> Callable[[Params], dict[str
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
     """(values of a step, seconds that it learnt, seconds in all) -> values with times and rates."""
-    device, began = jax.devices()[0], time.perf_counter()
+    device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
     peak *= config.mesh.trainer.num_devices
 
@@ -349,7 +354,11 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
     return rates
 
 
-def _tell(recorder: Recorder, console: Console, version: int, values: Mapping[str, float]) -> None:
+def _tell(
+    recorder: Recorder | None, console: Console, version: int, values: Mapping[str, float]
+) -> None:
+    if recorder is None:
+        return
     recorder.log(version, values)
     console.phase("training")
     console.step(version, values)

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 import jax
 
 import jaxrl_async
+from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ReplayError
 
@@ -41,12 +42,15 @@ FREE_SECTIONS = ("metrics", "checkpoint")
 
 
 class Recording:
-    """Appends to the file line by line, so that a killed run keeps all. Any thread."""
+    """Appends to the file line by line, so that a killed run keeps all; without a path keeps
+    nothing. Any thread."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self._lock = threading.Lock()
         self.burst_ends: set[int] = set()  # last numbers of bursts whose prompts are not drawn
-        self._file: TextIO | None = path.open("a", encoding="utf-8", buffering=1)
+        self._file: TextIO | None = None
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
         self.write(**header)
 
     def write(self, **event: Any) -> None:
@@ -98,22 +102,12 @@ def header_of(config: Config, version: int) -> dict[str, Any]:
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a run's numbers depend on, by dotted names, as JSON gives it back."""
-    flat = _flat(config.model_dump(mode="json"))
+    flat = flattened(config.model_dump(mode="json"))
     return {
         name: value
         for name, value in json.loads(json.dumps(flat)).items()
         if name not in FREE and name.partition(".")[0] not in FREE_SECTIONS
     }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 # ---- reading

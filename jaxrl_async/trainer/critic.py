@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS, Rules
+from jaxrl_async.mesh import NO_TURNS, Rules, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec
@@ -127,7 +127,7 @@ class CriticStep:
         parts = []
         for micro in self._micros(batch):
             with turns:
-                parts.append(np.asarray(self._values(params, self._updater.put(micro))))
+                parts.append(whole(self._values(params, self._updater.put(micro))))
         return np.concatenate(parts)[: len(batch.token_ids)]
 
     def update(

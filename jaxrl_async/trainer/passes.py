@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.mesh import NO_TURNS, put, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
@@ -83,8 +83,8 @@ class LogprobPass:
         for micro in micro_batches(batch, self._micro_rows):
             arrays = (micro.token_ids, micro.positions, micro.segment_ids, micro.kept)
             with turns:
-                found = program(params, *jax.device_put(arrays, self._rows))
-                parts.append([np.asarray(a) for a in jax.tree.leaves(found)])
+                found = program(params, *put(arrays, self._rows))
+                parts.append([whole(a) for a in jax.tree.leaves(found)])
         num_rows = len(batch.token_ids)
         return [np.concatenate(column)[:num_rows] for column in zip(*parts, strict=True)]
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import TrainingError
-from jaxrl_async.mesh import NO_TURNS, Rules, shardings
+from jaxrl_async.mesh import NO_TURNS, Rules, put, shardings
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
 from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
@@ -197,7 +197,7 @@ class Updater:
 
     def put(self, micro: Any) -> Any:
         """A micro-batch on the devices, rows over (data, fsdp)."""
-        return jax.device_put(micro, self.batch_sharding)
+        return put(micro, self.batch_sharding)
 
     def is_full(self, index: int) -> bool:
         """Whether to wait before more programs are queued on forced-host devices."""

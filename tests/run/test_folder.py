@@ -2,9 +2,10 @@
 
 import pytest
 
-from jaxrl_async.config.schema import Config, Run
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config, Distributed, Run
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.folder import claimed, inside, prepare
+from jaxrl_async.run.folder import claimed, inside, prepare, settled, write_config
 
 
 def run(tmp_path, **values):
@@ -126,3 +127,25 @@ def test_a_dangling_link_is_no_free_name(tmp_path):
     prepare(run(tmp_path, overwrite=True))
     assert (tmp_path / "runs" / "demo.2" / "metrics.jsonl").read_text() == "old"
     assert (tmp_path / "runs" / "demo.1").is_symlink()
+
+
+def test_a_run_that_is_started_again_and_again_starts_once_and_then_continues(tmp_path):
+    again = run(tmp_path, resume_or_start=True).run
+    assert not settled(again).resume
+    prepare(settled(again)).metrics.write_text("old")
+    assert settled(again).resume
+    assert prepare(settled(again)).metrics.read_text() == "old"
+    assert settled(run(tmp_path).run) == run(tmp_path).run
+
+
+def test_continuing_or_starting_excludes_replacing(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.resume_or_start and run\.overwrite"):
+        settled(run(tmp_path, resume_or_start=True, overwrite=True).run)
+
+
+def test_the_configuration_kept_is_that_of_all_processes(tmp_path):
+    here = Distributed(coordinator="a:1", num_processes=2, process_id=1, heartbeat_s=7)
+    config = Config(run=Run(dir=str(tmp_path)), distributed=here)
+    paths = prepare(config)
+    write_config(config, paths)
+    assert load(paths.config).distributed == Distributed(heartbeat_s=7)

@@ -29,7 +29,7 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.assemble import ROLLOUT_KINDS, RolloutsState, rollouts_state
+from jaxrl_async.run.resume import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.memory import MemorySampler, SteppedLoop, Transfer
@@ -111,7 +111,7 @@ class World:
     # ---- the one place that knows what a checkpoint holds
 
     def save(self):
-        """What run/assemble.py saves: with what is active, but at max_staleness 0, where it is
+        """What run/resume.py saves: with what is active, but at max_staleness 0, where it is
         admitted again."""
         # The rollouts are asked from within their own thread: there is only one.
         rollouts = SimpleNamespace(progress=lambda: self.rollouts._saved(self.rollouts._drawn()))

@@ -1,0 +1,22 @@
+# The main job in a container, for TPU hosts; --build-arg EXTRA=cuda for NVIDIA, EXTRA= for a CPU.
+#   docker build -t jaxrl_async . && docker run --rm -v "$PWD/runs:/runs" jaxrl_async configs/addition.yaml run.dir=/runs
+ARG PYTHON=3.11-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ARG EXTRA=tpu
+WORKDIR /src
+RUN python -m venv /venv
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY jaxrl_async ./jaxrl_async
+RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".[${EXTRA}]"
+
+FROM python:${PYTHON}
+# A number, so that Kubernetes can tell that it is not root; runs/ is theirs who bring no volume.
+RUN useradd --uid 1000 --create-home jaxrl && install -d -o jaxrl /runs /app
+COPY --from=build /venv /venv
+COPY configs /app/configs
+WORKDIR /app
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
+USER 1000
+ENTRYPOINT ["python", "-m", "jaxrl_async.train"]
+CMD ["configs/addition.yaml", "run.dir=/runs"]

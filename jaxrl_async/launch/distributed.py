@@ -1,0 +1,323 @@
+"""Several processes, one on each host, as one JAX: who they are, and how they find each other.
+
+    distributed.* of the configuration     all three of coordinator, num_processes, process_id
+    else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+    else our manifests for GKE             JOBSET_*, JOB_COMPLETION_INDEX (launch/gke.py)
+    else GKE and Cloud TPU                 TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*
+    else the metadata server of a TPU VM   the same facts
+    else one process: nothing is started
+
+The first that says anything is taken, and must say all; what a later one says must not contradict.
+"""
+
+import importlib
+import logging
+import os
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_async.config.schema import Config, Distributed
+from jaxrl_async.errors import ConfigError, MeshError
+
+PORT = 8482
+"""Of JAX's coordinator, where the environment names only its host."""
+METADATA_S = 5.0
+"""Longest wait for the metadata server, seconds."""
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
+"""What a host with TPU chips has."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process among all."""
+
+    coordinator: str  # HOST:PORT of process 0
+    num_processes: int
+    process_id: int  # from 0
+    found_in: str  # where this was read, for people
+
+
+RETRY_S = 0.5
+"""Between two attempts to reach the coordinator, seconds."""
+
+Ask = Callable[[str], str | None]
+"""Name of an attribute of the host -> its text; None where there is no metadata server."""
+
+
+def start(config: Config) -> Config:
+    """Start jax.distributed where several processes make the run; before JAX's first use.
+
+    The configuration that comes back says how many there are. Raises ConfigError where the settings
+    are partial or contradict each other, MeshError where the others do not come.
+    """
+    place = find(config.distributed, os.environ, ask_metadata if _has_tpu() else _nobody)
+    if place is None or place.num_processes == 1:
+        log.info("one process")
+        return config
+    section = config.distributed
+    told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
+    meeting = f"meeting the others at {place.coordinator} within {section.wait_s} s"
+    print(f"{told}: {meeting}", file=sys.stderr, flush=True)
+    try:
+        config.devices_of_process(place.num_processes)
+    except ValueError as error:
+        raise ConfigError(f"{told}: {error}") from None
+    jax = importlib.import_module("jax")  # late, so that wrong settings are told at once
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
+    if place.process_id:
+        _wait_for(place, section.wait_s)
+    jax.distributed.initialize(  # ends the process itself where the others do not come
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        initialization_timeout=section.wait_s,
+        heartbeat_timeout_seconds=section.heartbeat_s,
+    )
+    known = section.model_copy(update={"num_processes": place.num_processes})
+    return config.model_copy(update={"distributed": known})
+
+
+def _wait_for(place: Place, wait_s: float) -> None:
+    """Block until somebody listens at the coordinator's address. Raises MeshError."""
+    host, _, port = place.coordinator.rpartition(":")
+    end, error = time.monotonic() + wait_s, ""
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((host, int(port)), timeout=wait_s).close()
+            return
+        except OSError as failure:
+            error = str(failure)
+            time.sleep(RETRY_S)
+    raise MeshError(
+        f"process {place.process_id} of {place.num_processes}, found in {place.found_in}: nobody "
+        f"answered at the coordinator {place.coordinator} within distributed.wait_s ({wait_s} s): "
+        f"{error}. Look whether process 0 was started, and whether that port is open between the "
+        "hosts."
+    )
+
+
+def leave(code: int) -> int:
+    """The exit code, of a process that is done; one that failed among several ends here, at once:
+    an orderly end would wait for the others, who wait for it."""
+    jax = sys.modules.get("jax")
+    if code and jax is not None and jax.distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+def find(section: Distributed, env: Mapping[str, str], ask: Ask) -> Place | None:
+    """This process's place; None where nothing speaks of several. Raises ConfigError."""
+    places = [from_settings(section)]
+    if section.detect:
+        places += [from_jax(env), from_jobset(env)]
+        places.append(from_tpu(env.get, "the environment of a TPU pod or GKE"))
+        if places[-1] is None and not env.get("TPU_SKIP_MDS_QUERY"):
+            places.append(from_tpu(_of_tpu_vm(ask), "the TPU VM's metadata"))
+    found = [place for place in places if place is not None]
+    for other in found[1:]:
+        _check_same(found[0], other)
+    return found[0] if found else None
+
+
+def from_settings(section: Distributed) -> Place | None:
+    """What the configuration says."""
+    return _complete(
+        {
+            "distributed.coordinator": section.coordinator,
+            "distributed.num_processes": section.num_processes,
+            "distributed.process_id": section.process_id,
+        },
+        "the configuration",
+    )
+
+
+def from_jax(env: Mapping[str, str]) -> Place | None:
+    """What JAX's own variables say."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, *numbers = names
+    values: dict[str, str | int | None] = {address: env.get(address) or None}
+    values |= {name: _number(env, name) for name in numbers}
+    return _complete(values, "JAX_* of the environment")
+
+
+def from_jobset(env: Mapping[str, str]) -> Place | None:
+    """What the manifests of launch/gke.py say: process = Job * pods of a Job + pod."""
+    coordinator = env.get("JOBSET_COORDINATOR")
+    if not coordinator:
+        return None
+    names = ("JOBSET_JOBS", "JOBSET_PODS_PER_JOB", "JOBSET_JOB_INDEX", "JOB_COMPLETION_INDEX")
+    numbers = [_number(env, name) for name in names]
+    missing = [name for name, number in zip(names, numbers, strict=True) if number is None]
+    if missing:
+        raise ConfigError(
+            f"JOBSET_COORDINATOR is set in the environment, but not {' and '.join(missing)}. Set "
+            "them all, as the manifests of jaxrl_async.launch.gke do, or none."
+        )
+    jobs, pods, job, pod = (int(number or 0) for number in numbers)
+    return _checked(
+        Place(
+            coordinator=f"{coordinator}:{PORT}",
+            num_processes=jobs * pods,
+            process_id=job * pods + pod,
+            found_in="the JobSet's environment",
+        )
+    )
+
+
+def from_tpu(get: Callable[[str], str | None], where: str) -> Place | None:
+    """What a TPU slice's variables say, of several slices, too."""
+    hosts = [h for h in (get("TPU_WORKER_HOSTNAMES") or "").split(",") if h]
+    if not hosts:
+        return None
+    slices = _number_of(get("MEGASCALE_NUM_SLICES"), "MEGASCALE_NUM_SLICES", where)
+    slice_id = _number_of(get("MEGASCALE_SLICE_ID"), "MEGASCALE_SLICE_ID", where)
+    address = get("MEGASCALE_COORDINATOR_ADDRESS")
+    given = [slices is not None, slice_id is not None, bool(address)]
+    if any(given) and not all(given):
+        raise ConfigError(
+            f"{where} speaks of several slices, but not all of MEGASCALE_NUM_SLICES, "
+            "MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS are set. Set them together, or "
+            "none of them for one slice."
+        )
+    worker = _number_of(get("TPU_WORKER_ID"), "TPU_WORKER_ID", where)
+    if worker is None and len(hosts) == 1:
+        worker = 0
+    if worker is None:
+        raise ConfigError(
+            f"{where} names {len(hosts)} hosts in TPU_WORKER_HOSTNAMES, but TPU_WORKER_ID does not "
+            "say which this is. Set it, or set distributed.coordinator, num_processes and "
+            "process_id."
+        )
+    count = len(hosts) * (slices or 1)
+    return _checked(
+        Place(
+            coordinator=f"{(address or hosts[0]).split(':')[0]}:{PORT}",
+            num_processes=count,
+            process_id=(slice_id or 0) * len(hosts) + worker,
+            found_in=where,
+        )
+    )
+
+
+def ask_metadata(name: str) -> str | None:
+    """An attribute of this TPU VM; None, with a warning, where nobody answers."""
+    request = urllib.request.Request(METADATA + name, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_S) as answer:
+            text: str = answer.read().decode()
+            return text
+    except OSError as error:
+        log.warning("no answer from the metadata server on %s: %s", name, error)
+        return None
+
+
+def _nobody(name: str) -> None:
+    return None
+
+
+def _has_tpu() -> bool:
+    return any(Path(file).exists() for file in TPU_FILES)
+
+
+def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
+    """The variables of a pod, from a TPU VM's metadata, which is asked once for each attribute."""
+    endpoints = ask("worker-network-endpoints")
+    if not endpoints:
+        return _nobody
+    parts = [endpoint.split(":") for endpoint in endpoints.split(",")]
+    lines = [line.partition(":") for line in (ask("tpu-env") or "").splitlines()]
+    known: dict[str, str | None] = {
+        "TPU_WORKER_HOSTNAMES": ",".join(p[2] if len(p) == 3 else p[0] for p in parts),
+        "TPU_WORKER_ID": ask("agent-worker-number"),
+        **{
+            key.strip(): value.strip().strip("'")
+            for key, _, value in lines
+            if key.strip().startswith("MEGASCALE_")
+        },
+    }
+    return known.get
+
+
+def _complete(values: Mapping[str, str | int | None], where: str) -> Place | None:
+    """All three or none."""
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        given = [name for name in values if name not in missing]
+        raise ConfigError(
+            f"{where} gives {' and '.join(given)}, but not {' and '.join(missing)}. Several "
+            "processes need all three; one process needs none."
+        )
+    coordinator, num_processes, process_id = values.values()
+    return _checked(
+        Place(
+            coordinator=str(coordinator),
+            num_processes=int(num_processes or 0),
+            process_id=int(process_id or 0),
+            found_in=where,
+        )
+    )
+
+
+def _checked(place: Place) -> Place:
+    if not 0 <= place.process_id < place.num_processes:
+        raise ConfigError(
+            f"{place.found_in}: process {place.process_id} is not one of {place.num_processes}; "
+            f"they are numbered from 0 to {place.num_processes - 1}."
+        )
+    if not place.coordinator.rpartition(":")[2].isdigit():
+        raise ConfigError(
+            f"{place.found_in}: the coordinator {place.coordinator!r} has no port. Give HOST:PORT."
+        )
+    return place
+
+
+def _check_same(taken: Place, other: Place) -> None:
+    """Raise ConfigError where two sources disagree on how many processes there are, or on which
+    this is. Their addresses may differ: a host has several."""
+    ours, theirs = ((p.process_id, p.num_processes) for p in (taken, other))
+    if ours != theirs and other.num_processes > 1:
+        raise ConfigError(
+            f"{taken.found_in} says process {ours[0]} of {ours[1]}, and {other.found_in} says "
+            f"process {theirs[0]} of {theirs[1]}. Correct one of them, or set "
+            "distributed.detect=false to look at the configuration alone."
+        )
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    return _number_of(env.get(name), name, "the environment")
+
+
+def _number_of(text: str | None, name: str, where: str) -> int | None:
+    if not text:
+        return None
+    if not text.strip().isdigit():
+        raise ConfigError(f"{where}: {name}={text!r} must be a whole number.")
+    return int(text)
+
+
+def main() -> int:
+    """python -m jaxrl_async.launch.distributed: print how many processes make a run here."""
+    try:
+        place = find(Distributed(), os.environ, ask_metadata if _has_tpu() else _nobody)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    print(place.num_processes if place else 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
