@@ -41,7 +41,7 @@ SETTINGS = (
     "metrics.peak_flops=1e9",
     "metrics.tensorboard=false",
     "mesh.samplers=2",
-    "faults={backoff_s: 1.0, scorer_timeout_s: 1, env_timeout_s: 1}",
+    "faults={backoff_s: 1.0, scorer_timeout_s: 1, env_timeout_s: 1, watchdog_s: 60}",
 )
 LOST = ("redone_requests", "failed_groups")
 """Counters of what had to be done again or was given up."""
@@ -84,7 +84,14 @@ def main() -> None:
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     loop.JOIN_S = 5.0
     with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), args.steps)  # compile
         report("faults", [measure(name, Path(folder), args.steps) for name in args.faults], args)
+
+
+def train(folder: Path, steps: int) -> None:
+    """One run. Raises JaxrlError kinds."""
+    wishes = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", "run.overwrite=true"]
+    loop.train(load(CONFIG, wishes))
 
 
 def measure(name: str, folder: Path, steps: int) -> Row:
@@ -92,23 +99,25 @@ def measure(name: str, folder: Path, steps: int) -> Row:
     fault, per_step = FAULTS[name]
     hits, trained_at = Hits(after=per_step * steps // 2), list[float]()
     outcome = "survived"
-    wishes = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", "run.overwrite=true"]
     with injected(fault(hits), _timed(trained_at)):
         try:
-            loop.train(load(CONFIG, wishes))
+            train(folder, steps)
         except JaxrlError as error:
             outcome = f"stopped: {type(error).__name__}"
             trained_at.append(time.monotonic())
     assert hits.at, f"{name}: the run ended before it"
     gaps = np.diff(trained_at)
-    told = _told(read_lines(folder / "addition" / "metrics.jsonl"))
+    lines = read_lines(folder / "addition" / "metrics.jsonl")
+    told, saved = _told(lines), (folder / "addition" / "checkpoints").glob("[0-9]*")
+    unsaved = int(lines[-1]["step"]) - max((int(path.name) for path in saved), default=0)
+    lost = [_words(told, lambda key: key in LOST), f"{unsaved} updates" if unsaved else ""]
     return {
         "fault": name,
         "outcome": outcome,
         "step_s": float(np.median(gaps)),
         "longest_s": float(gaps[np.array(trained_at[1:]) >= hits.at[0]].max()),
         "counted": _words(told, lambda key: key not in LOST) or "in the error",
-        "lost": _words(told, lambda key: key in LOST) or "nothing",
+        "lost": ", ".join(filter(None, lost)) or "nothing",
     }
 
 
