@@ -1,0 +1,176 @@
+"""A long run with faults at random: do memory, threads, files and device buffers stay flat?
+
+    python benchmarks/soak.py [--minutes 30] [--seed 0]
+
+The main job on the embedded addition task with a tiny decoder and two samplers, in this process,
+with evaluations and checkpoints, while faults strike about every ten seconds: a sampler dies, a
+completion is not finite, a scorer fails, scores of the wrong number, a transfer that cannot be
+started or arrives torn. (What hangs is left out: a thread that hangs is left behind, with what it
+holds.) Each resource is read nine hundred times; its slope is that of a line through the means of
+twenty equal parts of the last two thirds, with a 95 % interval (Student's t). `flat` says whether
+the interval holds 0, or what the slope adds in an hour is below a hundredth of the level.
+"""
+
+import argparse
+import contextlib
+import gc
+import io
+import logging
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from common import Row, force_cpu_devices, report
+from faults import CONFIG, SETTINGS
+
+from jaxrl_async.audit import audit_run
+from jaxrl_async.config.load import load
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run import loop
+from jaxrl_async.testing import faults
+from jaxrl_async.testing.faults import Hits, injected
+
+READINGS = 900
+PARTS = 20
+T_95 = 2.101
+"""Student's t, 95 %, for PARTS - 2 degrees of freedom."""
+MEAN_S = 60.0
+"""Mean time between two strikes of one fault."""
+
+
+class AtRandom(Hits):
+    """Strikes after a random time, again and again."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+        self._next = time.monotonic() + self._rng.expovariate(1 / MEAN_S)
+
+    def strikes(self) -> bool:
+        """Whether this call is hit."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                return False
+            self._next = now + self._rng.expovariate(1 / MEAN_S)
+            self.at.append(now)
+            return True
+
+
+FAULTS = {
+    "sampler dies": faults.sampler_dies,
+    "log-probs are NaN": faults.completions_are_nan,
+    "scorer raises": faults.scorer_raises,
+    "scores of the wrong number": lambda hits: faults.scores_are(hits, lambda s: s[:-1]),
+    "transfer fails": faults.transfer_fails,
+    "transfer is torn": faults.transfer_tears,
+}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--quick", action="store_true", help="smoke test: half a minute")
+    words.add_argument("--minutes", type=float, default=30.0)
+    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
+    args = words.parse_args()
+    minutes = 0.5 if args.quick else args.minutes
+    force_cpu_devices(3)
+    logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
+    hits = {name: AtRandom(args.seed + i) for i, name in enumerate(FAULTS)}
+    with tempfile.TemporaryDirectory() as folder:
+        watch = Watch(minutes * 60)
+        watch.start()
+        broken = [FAULTS[name](hit) for name, hit in hits.items()]
+        with injected(*broken), contextlib.redirect_stdout(io.StringIO()):
+            loop.train(configuration(folder))
+        watch.join()
+        root = Path(folder) / "soak"
+        steps = read_lines(root / "metrics.jsonl")[-1]["step"]
+        found = audit_run(root)
+    struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items())
+    print(f"# {minutes:g} minutes, {steps} updates; {struck}")
+    print(f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}")
+    report("soak", watch.rows(), args)
+
+
+def configuration(folder: str):
+    return load(
+        CONFIG,
+        [
+            *SETTINGS,
+            f"run={{name: soak, dir: {folder}, steps: 1000000000, overwrite: false}}",
+            "staleness.max_staleness=2",
+            "eval.every=50",
+            "checkpoint={every: 100, keep: 2}",
+            "metrics.samples_every=0",
+            "faults={backoff_s: 0.2, sampler_restarts: 1000000, max_failures: 1000}",
+        ],
+    )
+
+
+class Watch(threading.Thread):
+    """Reads the resources until the time is over; then it asks the run to stop."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._seconds = seconds
+        self.readings: list[tuple[float, dict[str, float]]] = []
+
+    def run(self) -> None:
+        start = time.monotonic()
+        while (now := time.monotonic() - start) < self._seconds:
+            self.readings.append((now, resources()))
+            time.sleep(self._seconds / READINGS)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def rows(self) -> list[Row]:
+        """One line for each resource, of the last two thirds."""
+        late = [(t, r) for t, r in self.readings if t > self._seconds / 3]
+        at = np.array([t for t, _ in late]) / 3600
+        return [slope(name, at, np.array([r[name] for _, r in late])) for name in late[0][1]]
+
+
+def resources() -> dict[str, float]:
+    """Readings of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    arrays = jax.live_arrays()
+    return {
+        "resident memory, MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "threads": float(threading.active_count()),
+        "open files": float(len(os.listdir("/proc/self/fd"))),
+        "device buffers": float(len(arrays)),
+        "device buffers, MB": sum(a.nbytes for a in arrays) / 1e6,
+    }
+
+
+def slope(name: str, hours: np.ndarray, values: np.ndarray) -> Row:
+    """Of a line through the means of PARTS equal parts."""
+    x = np.array([part.mean() for part in np.array_split(hours, PARTS)])
+    y = np.array([part.mean() for part in np.array_split(values, PARTS)])
+    dx = x - x.mean()
+    per_hour = float((dx * y).sum() / (dx**2).sum())
+    rest = y - y.mean() - per_hour * dx
+    error = float(np.sqrt((rest**2).sum() / (PARTS - 2) / (dx**2).sum()))
+    low, high = per_hour - T_95 * error, per_hour + T_95 * error
+    return {
+        "resource": name,
+        "mean": float(values.mean()),
+        "least": float(values.min()),
+        "most": float(values.max()),
+        "slope_per_hour": per_hour,
+        "low": low,
+        "high": high,
+        "flat": low <= 0 <= high or abs(per_hour) < values.mean() / 100,
+    }
+
+
+if __name__ == "__main__":
+    main()
