@@ -19,6 +19,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -75,12 +76,12 @@ FAULTS = {
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--quick", action="store_true", help="smoke test: half a minute")
+    words.add_argument("--quick", action="store_true", help="smoke test: ten seconds")
     words.add_argument("--minutes", type=float, default=30.0)
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
-    minutes = 0.5 if args.quick else args.minutes
+    minutes = 0.15 if args.quick else args.minutes
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     hits = {name: AtRandom(args.seed + i) for i, name in enumerate(FAULTS)}
@@ -95,8 +96,9 @@ def main() -> None:
         steps = read_lines(root / "metrics.jsonl")[-1]["step"]
         found = audit_run(root)
     struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items())
-    print(f"# {minutes:g} minutes, {steps} updates; {struck}")
-    print(f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}")
+    print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
+    told = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
+    print(told, file=sys.stderr)
     report("soak", watch.rows(), args)
 
 
