@@ -11,8 +11,8 @@ PACKAGE = Path(jaxrl_async.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "torch"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-SAFE_YAML = {"SafeLoader", "safe_dump", "Node", "ScalarNode", "SequenceNode", "MappingNode",
-             "YAMLError", "MarkedYAMLError"}  # fmt: skip
+SAFE_YAML = {"SafeLoader", "SafeDumper", "safe_load", "safe_dump", "dump", "Node", "ScalarNode",
+             "SequenceNode", "MappingNode", "YAMLError", "MarkedYAMLError"}  # fmt: skip
 
 
 def unsafe(source):
