@@ -7,6 +7,8 @@ as redone or given up.
 """
 
 import argparse
+import contextlib
+import io
 import logging
 import tempfile
 import time
@@ -91,7 +93,8 @@ def main() -> None:
 def train(folder: Path, steps: int) -> None:
     """One run. Raises JaxrlError kinds."""
     wishes = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", "run.overwrite=true"]
-    loop.train(load(CONFIG, wishes))
+    with contextlib.redirect_stdout(io.StringIO()):
+        loop.train(load(CONFIG, wishes))
 
 
 def measure(name: str, folder: Path, steps: int) -> Row:
