@@ -32,6 +32,7 @@ from faults import CONFIG, SETTINGS
 
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import loop
 from jaxrl_async.testing import faults
@@ -102,7 +103,7 @@ def main() -> None:
     report("soak", watch.rows(), args)
 
 
-def configuration(folder: str):
+def configuration(folder: str) -> Config:
     return load(
         CONFIG,
         [

@@ -45,15 +45,21 @@ ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
 def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:
     """Read while everything runs. active: with what is ready or being drawn.
 
-    The rollouts are read first: what they finish meanwhile is found in the buffer. Who was admitted
-    meanwhile, with the highest numbers, has no prompt yet and is admitted again by a resumed run.
+    The rollouts are read first: what they finish meanwhile is found in the buffer. A burst that was
+    admitted meanwhile, with the highest numbers, is left out, also what of it is finished already:
+    a resumed run admits it again, with the same prompts.
     """
     playing = {g.ticket.group: g for g in (rollouts.progress() if active else ())}
     state = buffer.state(active=active)
-    known = tuple(t for t in state.pending if t.group in playing)
-    fresh = [t.group for t in state.pending if t.group not in playing]
-    state = replace(state, pending=known, next_group=min([state.next_group, *fresh]))
-    return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in known))
+    unknown = [t.group for t in state.pending if t.group not in playing]
+    place = min([state.next_group, *unknown])
+    state = replace(
+        state,
+        next_group=place,
+        pending=tuple(t for t in state.pending if t.group < place),
+        ready=tuple(g for g in state.ready if g.ticket.group < place),
+    )
+    return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in state.pending))
 
 
 def shared_state(buffer: ReplayBuffer, ledger: Ledger, lockstep: Lockstep) -> RolloutsState:

@@ -110,11 +110,10 @@ class World:
 
     # ---- the one place that knows what a checkpoint holds
 
-    def save(self):
+    def save(self, playing):
         """What run/resume.py saves: with what is active, but at max_staleness 0, where it is
         admitted again."""
-        # The rollouts are asked from within their own thread: there is only one.
-        rollouts = SimpleNamespace(progress=lambda: self.rollouts._saved(self.rollouts._drawn()))
+        rollouts = SimpleNamespace(progress=lambda: playing)
         state = rollouts_state(self.buffer, rollouts, active=self.setup.max_staleness > 0)
         assert state.buffer.next_untaken == self.next_group
         self.seen["saved half drawn"] += any(e.partial for g in state.groups for e in g.episodes)
@@ -273,7 +272,10 @@ class World:
                     yield lambda: self.channel.live_version == self.version
                 yield from self.evaluation()
             if self.version % SAVE_EVERY == 0:
-                self.save()
+                playing = self.rollouts._saved(self.rollouts._drawn())
+                for _ in range(4):
+                    yield always  # the others go on while the trainer waits for this answer
+                self.save(playing)
                 self.seen["saves"] += 1
             if evaluates:
                 self.pause(False)
