@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--minutes 30] [--seed 0]
 
 The main job on the embedded addition task with a tiny decoder and two samplers, in this process,
-with evaluations and checkpoints, while faults strike about every ten seconds: a sampler dies, a
+with evaluations and checkpoints, while faults strike about every twenty seconds: a sampler dies, a
 completion is not finite, a scorer fails, scores of the wrong number, a transfer that cannot be
 started or arrives torn. (What hangs is left out: a thread that hangs is left behind, with what it
 holds.) Each resource is read nine hundred times; its slope is that of a line through the means of
@@ -77,12 +77,12 @@ FAULTS = {
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--quick", action="store_true", help="smoke test: ten seconds")
+    words.add_argument("--quick", action="store_true", help="smoke test: twenty seconds")
     words.add_argument("--minutes", type=float, default=30.0)
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
-    minutes = 0.15 if args.quick else args.minutes
+    minutes = 0.3 if args.quick else args.minutes
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     hits = {name: AtRandom(args.seed + i) for i, name in enumerate(FAULTS)}
@@ -171,7 +171,7 @@ def slope(name: str, hours: np.ndarray, values: np.ndarray) -> Row:
         "slope_per_hour": per_hour,
         "low": low,
         "high": high,
-        "flat": low <= 0 <= high or abs(per_hour) < values.mean() / 100,
+        "flat": bool(low <= 0 <= high or abs(per_hour) < values.mean() / 100),
     }
 
 

@@ -79,14 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return distributed.leave(1)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
+        elif distributed.is_shared():
             traceback.print_exc()
-            return distributed.leave(1)
-        print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
-        return distributed.leave(1)
-    except Exception:
-        traceback.print_exc()
+        else:
+            raise
         return distributed.leave(1)
     return 0
 

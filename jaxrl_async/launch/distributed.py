@@ -105,11 +105,16 @@ def _wait_for(place: Place, wait_s: float) -> None:
     )
 
 
+def is_shared() -> bool:
+    """Whether this process is one of several; does not import JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and bool(jax.distributed.is_initialized())
+
+
 def leave(code: int) -> int:
     """The exit code, of a process that is done; one that failed among several ends here, at once:
     an orderly end would wait for the others, who wait for it."""
-    jax = sys.modules.get("jax")
-    if code and jax is not None and jax.distributed.is_initialized():
+    if code and is_shared():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

@@ -317,6 +317,7 @@ class OrderedPrompts:
         self, prompts: Curriculum, recording: Recording, replay: Replay | None, *, next_group: int
     ) -> None:
         self._prompts, self._recording, self._replay = prompts, recording, replay
+        self._burst_ends = recording.burst_ends = set[int]()
         self._next = next_group
         self._lock = threading.RLock()  # what happens and its line are one
 
@@ -328,8 +329,8 @@ class OrderedPrompts:
         with self._lock:
             prompt = next(self._prompts)
             number, self._next = self._next, self._next + 1
-            if number in self._recording.burst_ends:
-                self._recording.burst_ends.remove(number)
+            if number in self._burst_ends:
+                self._burst_ends.remove(number)
                 (self._replay or self._recording).write(prompts=number)
             return prompt
 

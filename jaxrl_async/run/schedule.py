@@ -47,7 +47,7 @@ class Recording:
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self._lock = threading.Lock()
-        self.burst_ends: set[int] = set()  # last numbers of bursts whose prompts are not drawn
+        self.burst_ends: set[int] | None = None  # of bursts whose prompts are not drawn, if asked
         self._file: TextIO | None = None
         if path is not None:
             self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -56,7 +56,7 @@ class Recording:
     def write(self, **event: Any) -> None:
         """See ports.Schedule; what comes after close() is no part of the schedule."""
         with self._lock:
-            if "admit" in event:
+            if "admit" in event and self.burst_ends is not None:
                 self.burst_ends.add(event["admit"] + event["count"] - 1)
             if self._file is None:
                 return
