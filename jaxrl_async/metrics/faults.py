@@ -3,6 +3,8 @@ their limits share: the time that counts, and how long to wait before the next t
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jaxrl_async.metrics.metric import METRICS
 from jaxrl_async.ports import Clock
@@ -42,6 +44,27 @@ class FaultCounts:
         """Totals since the start, of every name."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
+
+
+class UnderWay:
+    """Calls under way and since when. Counted on one thread; `oldest_s` from any."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._started = clock, dict[object, float]()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A call, as long as it takes."""
+        mine = object()
+        self._started[mine] = self._clock()
+        try:
+            yield
+        finally:
+            del self._started[mine]
+
+    def oldest_s(self) -> float:
+        """How long the longest has taken, seconds; 0: none."""
+        return max((self._clock() - s for s in list(self._started.values())), default=0.0)
 
 
 class AwakeClock:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
-from jaxrl_async.ports import Clock, Env, Reply
+from jaxrl_async.metrics.faults import UnderWay
+from jaxrl_async.ports import Clock, Env, Reply, SavesState
 from jaxrl_async.types import Completion, Prompt
 
 MakeEnv = Callable[[Prompt], Env]
@@ -42,8 +43,7 @@ class GuardedEnvs:
     ) -> None:
         """count: told the name of each fault (metrics.faults)."""
         self._make_env, self._timeout_s = make_env, timeout_s
-        self._count, self._clock = count, clock
-        self._started: dict[object, float] = {}  # of replies under way
+        self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
         """The environment of one episode."""
@@ -51,16 +51,15 @@ class GuardedEnvs:
 
     def oldest_s(self) -> float:
         """How long the longest reply under way has taken, seconds; 0: none."""
-        return max((self._clock() - s for s in list(self._started.values())), default=0.0)
+        return self._calls.oldest_s()
 
     async def reply(self, env: Env, prompt: Prompt, completion: Completion) -> Reply:
         """The reply of `env`. Raises RolloutTimeout, RolloutError for what is no reply, and what
         the environment raises."""
-        mine = object()
-        self._started[mine] = self._clock()
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                reply = await env.step(prompt, completion)
+            with self._calls.one():
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    reply = await env.step(prompt, completion)
         except TimeoutError:
             self._count("env_timeouts")
             if not limit.expired():
@@ -69,8 +68,6 @@ class GuardedEnvs:
                 f"prompt {prompt.prompt_id}: the environment took more than {self._timeout_s:g} s "
                 "for one reply. Make it quicker or raise faults.env_timeout_s."
             ) from None
-        finally:
-            del self._started[mine]
         wrong = _wrong(reply)
         if wrong:
             self._count("refused_replies")
@@ -79,10 +76,12 @@ class GuardedEnvs:
 
 
 class _Guarded:
-    """One environment of GuardedEnvs."""
+    """One environment of GuardedEnvs; it can be saved where the environment can."""
 
     def __init__(self, env: Env, guard: GuardedEnvs) -> None:
         self._env, self._guard = env, guard
+        if isinstance(env, SavesState):
+            self.state, self.restore = env.state, env.restore
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """As the environment's own."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
-from jaxrl_async.metrics.faults import backoff_s
+from jaxrl_async.metrics.faults import UnderWay, backoff_s
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.types import Episode, Prompt, Score
 
@@ -39,25 +39,22 @@ class GuardedScorer:
     ) -> None:
         """count: told the name of each fault (metrics.faults). backoff_s doubles with each try."""
         self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
-        self._backoff_s, self._count, self._sleep, self._clock = backoff_s, count, sleep, clock
-        self._started: dict[object, float] = {}  # of calls under way
+        self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
+        self._calls = UnderWay(clock)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """As ports.Scorer. Raises RolloutError where the last try failed, and at once where what
         came back is no score of each episode: asking again would not change that."""
-        mine = object()
-        self._started[mine] = self._clock()
         try:
-            return checked(await self._scored(episodes, prompt), episodes, prompt)
+            with self._calls.one():
+                return checked(await self._scored(episodes, prompt), episodes, prompt)
         except _Refused:
             self._count("refused_scores")
             raise
-        finally:
-            del self._started[mine]
 
     def oldest_s(self) -> float:
         """How long the longest call under way has taken, retries included, seconds; 0: none."""
-        return max((self._clock() - s for s in list(self._started.values())), default=0.0)
+        return self._calls.oldest_s()
 
     async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         for tries_left in range(self._retries, -1, -1):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.faults import FaultCounts
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports import Reply, SavesState
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.testing.fakes import make_prompt
 
@@ -71,3 +71,27 @@ def test_what_is_no_reply_is_refused(reply, words):
     assert isinstance(error, RolloutError) and faults == {"refused_replies": 1}
     with pytest.raises(RolloutError, match=words):
         raise error
+
+
+class Remembers(Scripted):
+    """One that can be saved."""
+
+    def state(self):
+        return {"at": 3}
+
+    def restore(self, state):
+        self.at = state["at"]
+
+
+def test_an_environment_can_be_saved_through_its_guard_where_it_can_be_without():
+    made = []
+
+    def make(kind):
+        made.append(kind(Reply(token_ids=np.zeros(0, np.int32), done=True)))
+        return made[-1]
+
+    plain = GuardedEnvs(lambda p: make(Scripted), timeout_s=1.0)(make_prompt())
+    saves = GuardedEnvs(lambda p: make(Remembers), timeout_s=1.0)(make_prompt())
+    assert not isinstance(plain, SavesState) and isinstance(saves, SavesState)
+    saves.restore(saves.state())
+    assert made[-1].at == 3
