@@ -4,6 +4,11 @@ A message says what was wrong, where, and what to do.
 """
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or, as XLA says it, a device had too little memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 class JaxrlError(Exception):
     """Base of all errors raised on purpose by jaxrl_async."""
 

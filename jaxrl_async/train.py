@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from jaxrl_async.config.load import dump, help_text, load
-from jaxrl_async.errors import ConfigError, JaxrlError, Preempted
+from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory
 from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return distributed.leave(1)
     except Exception as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
         elif distributed.is_shared():
             traceback.print_exc()

@@ -26,6 +26,7 @@ from orbax.checkpoint import v1
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.run.folder import inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
@@ -163,7 +164,8 @@ class Checkpoints:
     def _read(self, step: int, like: Any) -> Saved:
         if self._verify:
             check_files(self.directory / str(step))
-        saved, wanted = self._saved_shapes(step), _shapes(like)
+        metadata = self._orbax.checkpointables_metadata(step).metadata
+        saved, wanted = _shapes(metadata[STATE]), _shapes(like)
         # What is saved and not wanted, or of another shape, is certainly another run's; what is
         # wanted and not found may just as well be torn.
         if problem := mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
@@ -173,7 +175,6 @@ class Checkpoints:
             )
         if missing := mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
-        metadata = self._orbax.checkpointables_metadata(step).metadata
         asked = {STATE: like, LOOP: None}
         if ROLLOUTS in metadata:
             size = metadata[ROLLOUTS]["bytes"].shape
@@ -181,9 +182,6 @@ class Checkpoints:
         items = self._orbax.load_checkpointables(step, asked)
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
-
-    def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        return _shapes(self._orbax.checkpointables_metadata(step).metadata[STATE])
 
     def _write_error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -202,7 +200,7 @@ def check_files(folder: Path) -> None:
     """Raise OSError where a file is not what it was when the checkpoint was written, or is a link
     to somewhere else."""
     for path in folder.rglob("*"):
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not inside(folder, path):
             raise OSError(f"{path} is a link out of the checkpoint")
     try:
         wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))

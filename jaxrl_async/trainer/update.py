@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import TrainingError
+from jaxrl_async.errors import TrainingError, is_out_of_memory
 from jaxrl_async.mesh import NO_TURNS, Rules, put, shardings
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
@@ -136,7 +136,7 @@ class Updater:
                 sums, totals = self._gradients(state.params, parts, context, turns)
                 break
             except jax.errors.JaxRuntimeError as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
             retries += 1
@@ -234,10 +234,6 @@ class Updater:
             "param_norm": optax.tree.norm(_float32(kept.params)),
             "skipped": 1 - finite.astype(jnp.int32),
         }
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
