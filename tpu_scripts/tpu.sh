@@ -78,12 +78,22 @@ wait_for_slice() {
     echo "$TPU_NAME: ACTIVE"
 }
 
+packed() {  # this checkout's files, without what git ignores (environments, runs), as a tar file
+    if git -C "$here" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+        git -C "$here" ls-files -z --cached --others --exclude-standard |
+            while IFS= read -r -d '' file; do [[ ! -e $here/$file ]] || printf '%s\0' "$file"; done |
+            tar -C "$here" --null --files-from - -czf "$1"
+    else
+        tar -C "$here" -czf "$1" --exclude '.*venv' --exclude ./runs .
+    fi
+}
+
 install() {
     local archive
     archive=$(mktemp --suffix=.tar.gz)
     # shellcheck disable=SC2064  # the name as it is now
     trap "rm -f '$archive'" EXIT
-    tar -C "$here" -czf "$archive" --exclude-vcs --exclude-vcs-ignores .
+    packed "$archive"
     gc tpu-vm scp "$archive" "$TPU_NAME:$FOLDER.tar.gz" --worker all
     on_hosts all "set -eu
         rm -rf $FOLDER && mkdir $FOLDER && tar -C $FOLDER -xzf $FOLDER.tar.gz

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ case "$*" in
             OFFLINE) echo "ERROR: no network" >&2; exit 1 ;;
         esac
         echo "$state" ;;
+    *"tpu-vm scp"*) cp "$5" "$FAKE/archive" ;;
     *"tpu-vm ssh"*)
         while [[ $1 != --command ]]; do shift; done
         case $2 in
@@ -56,7 +58,7 @@ def fake(tmp_path):
         (tmp_path / name).write_text(f"{first}\n{NEXT}\n{rest}")
         (tmp_path / name).chmod(0o755)
 
-    def run(*words, states=("ACTIVE",), runs=("active exited 0",), **settings):
+    def run(*words, script=TPU, states=("ACTIVE",), runs=("active exited 0",), **settings):
         (tmp_path / "states").write_text("".join(f"{s}\n" for s in states))
         (tmp_path / "runs").write_text("".join(f"{s}\n" for s in runs))
         (tmp_path / "calls").write_text("")
@@ -70,7 +72,7 @@ def fake(tmp_path):
             "POLL_S": "0",
             **settings,
         }
-        return subprocess.run([TPU, *words], env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run([script, *words], env=env, capture_output=True, text=True, timeout=60)
 
     run.calls = lambda: (tmp_path / "calls").read_text().splitlines()
     run.unit = lambda: (tmp_path / "unit").read_text().split("\0")[:-1]
@@ -125,6 +127,27 @@ def test_a_bucket_is_mounted_on_all_hosts_at_the_installation(fake):
     assert fake("install", RUNS="gs://ours").returncode == 0
     assert verbs(fake.calls()) == ["copy", "on_hosts", "on_hosts"]
     assert all("--worker all" in call or "scp" in call for call in fake.calls())
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_the_hosts_get_the_files_and_no_environment_or_runs(fake, tmp_path, git):
+    here = tmp_path / "checkout"
+    for name in ("tpu_scripts/tpu.sh", "a file.py", "gone.py", ".venv/bin/python", "runs/a/b"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("")
+    shutil.copy(TPU, here / "tpu_scripts")
+    if git:
+        (here / ".gitignore").write_text(".venv/\nruns/\n")
+        subprocess.run(["git", "-C", here, "init", "--quiet"], check=True)
+        subprocess.run(["git", "-C", here, "add", "gone.py"], check=True)
+    (here / "gone.py").unlink()
+
+    done = fake("install", script=here / "tpu_scripts" / "tpu.sh")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "archive") as archive:
+        files = {Path(member.name) for member in archive if member.isfile()}
+    expected = {Path("a file.py"), Path("tpu_scripts/tpu.sh")}
+    assert files == (expected | {Path(".gitignore")} if git else expected)
 
 
 def test_a_preempted_run_is_started_again_until_it_is_done(fake):
