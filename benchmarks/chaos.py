@@ -55,7 +55,7 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0, help="of the moments")
     args = options(made)
     if args.quick:
-        args.kills, args.staleness = 2, [0]
+        args.kills, args.staleness = 1, [0]
     steps = 4 * args.kills if args.kills < 20 else 2 * args.kills
     rows = []
     for staleness in args.staleness:

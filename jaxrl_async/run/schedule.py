@@ -36,7 +36,14 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of the file; a reader refuses others."""
-FREE = ("run.name", "run.dir", "run.resume", "run.overwrite", "run.replay_schedule")
+FREE = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.resume_or_start",
+    "run.overwrite",
+    "run.replay_schedule",
+)
 FREE_SECTIONS = ("metrics", "checkpoint")
 """Settings that may differ between a recording and its replay: they change no number."""
 
