@@ -41,6 +41,9 @@ READINGS = 900
 PARTS = 20
 T_95 = 2.101
 """Student's t, 95 %, for PARTS - 2 degrees of freedom."""
+COMPILED: list[float] = []
+"""Seconds of each compilation: a prompt of a length not seen before may need one, and its program
+stays in memory. There are only so many shapes, so this ends."""
 MEAN_S = 60.0
 """Mean time between two strikes of one fault."""
 
@@ -84,6 +87,9 @@ def main() -> None:
     minutes = 0.3 if args.quick else args.minutes
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: COMPILED.append(seconds) if "backend_compile" in event else None
+    )
     hits = {name: AtRandom(args.seed + i) for i, name in enumerate(FAULTS)}
     with tempfile.TemporaryDirectory() as folder:
         watch = Watch(minutes * 60)
@@ -112,7 +118,8 @@ def configuration(folder: str) -> Config:
             "eval.every=50",
             "checkpoint={every: 100, keep: 2}",
             "metrics.samples_every=0",
-            "faults={backoff_s: 0.2, sampler_restarts: 1000000, max_failures: 1000}",
+            "faults={backoff_s: 0.2, sampler_restarts: 1000000, max_failures: 1000, "
+            "watchdog_s: 600}",
         ],
     )
 
@@ -150,6 +157,7 @@ def resources() -> dict[str, float]:
         "open files": float(len(os.listdir("/proc/self/fd"))),
         "device buffers": float(len(arrays)),
         "device buffers, MB": sum(a.nbytes for a in arrays) / 1e6,
+        "programs compiled": float(len(COMPILED)),
     }
 
 

@@ -25,6 +25,10 @@ class CheckpointError(JaxrlError, OSError):
     """A model directory or a run's checkpoint is missing, torn, or does not fit the policy."""
 
 
+class EarlierSaveError(CheckpointError):
+    """The checkpoint before the one asked for could not be written; that one is under way."""
+
+
 class MeshError(JaxrlError, ValueError):
     """The mesh asked for does not fit the devices that are there."""
 

@@ -7,11 +7,14 @@ leaves the earlier checkpoints readable. Then CHECKSUMS is put in, with the dige
 what was torn or changed later is not read.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import logging
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ from orbax.checkpoint import v1
 
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.run.folder import inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -33,6 +36,8 @@ CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that say how a run is started: a resumed one may well have others."""
+HOST_MEMORY = "pinned_host"
+"""Kind of memory, on every platform."""
 SCHEMA = 2
 """Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
 
@@ -63,26 +68,57 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, step: int, items: Mapping[str, Any]) -> None:
-        """Start to write {"state": pytree of jax arrays, "loop": JSON object, and maybe "rollouts":
-        bytes} and return.
+    def save(
+        self,
+        step: int,
+        *,
+        state: Any,
+        loop: Mapping[str, Any],
+        rollouts: Callable[[], NDArray[np.uint8]] | None = None,
+    ) -> None:
+        """Start to write a pytree of arrays, a JSON object and maybe bytes, and return.
 
-        The arrays are copied off the devices before it returns: they may be donated at once. A save
-        under way is finished first, and its failure raised here. The same step again replaces it.
+        The arrays' copies to host memory are under way when it returns: they may be donated at
+        once. All else is done on a thread of its own, which also calls `rollouts`. (Where there are
+        several processes orbax begins here, since it talks to the others on the devices.)
+
+        A save under way is finished first; where it failed, EarlierSaveError is raised once this
+        one is under way. The same step again replaces it.
         """
-        assert {STATE, LOOP} <= set(items) <= {STATE, LOOP, ROLLOUTS}, f"unknown in {set(items)}"
-        self.wait()
-        rest = {k: {"bytes": v} if k == ROLLOUTS else v for k, v in items.items()}
-        rest[LOOP] = {**items[LOOP], "schema": SCHEMA}
-        try:
-            writing = self._orbax.save_checkpointables_async(step, rest, force=True, overwrite=True)
-        except Exception as error:
-            raise self._write_error(error) from error
-        self._pending = self._finisher.submit(self._finish, step, writing)
+        failure = self._outcome()
+        begin = functools.partial(
+            self._begin, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
+        )
+        if jax.process_count() > 1:
+            try:
+                writing = begin()
+            except Exception as error:
+                raise self._write_error(error) from error
+            self._pending = self._finisher.submit(self._write, step, lambda: writing)
+        else:
+            self._pending = self._finisher.submit(self._write, step, begin)
+        if failure is not None:
+            raise EarlierSaveError(str(self._write_error(failure))) from failure
 
-    def _finish(self, step: int, writing: Any) -> None:
+    def _begin(
+        self,
+        step: int,
+        state: Any,
+        loop: Mapping[str, Any],
+        rollouts: Callable[[], NDArray[np.uint8]] | None,
+    ) -> Any:
+        items = {STATE: state, LOOP: loop}
+        if rollouts is not None:
+            items[ROLLOUTS] = {"bytes": rollouts()}
+        return self._orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
+
+    def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """On a thread of its own: once orbax is done, add the checksums."""
-        writing.result()
+        try:
+            begin().result()
+        except Exception:
+            self._forget(step)
+            raise
         if jax.process_index():  # the first process does it for all
             return
         folder = self.directory / str(step)
@@ -91,14 +127,23 @@ class Checkpoints:
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(folder / CHECKSUMS)
 
+    def _forget(self, step: int) -> None:
+        """A save that failed: what it has written, and orbax's wish to tell of it again."""
+        with contextlib.suppress(Exception):
+            self._orbax.wait()
+        if not jax.process_index():
+            for folder in self.directory.glob(f"{step}.*tmp*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
     def wait(self) -> None:
         """Block until the save under way lies on disk. Raises CheckpointError where it failed."""
+        if (failure := self._outcome()) is not None:
+            raise self._write_error(failure) from failure
+
+    def _outcome(self) -> BaseException | None:
+        """Of the save under way, at its end: what it failed of."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except Exception as error:
-                raise self._write_error(error) from error
+        return None if pending is None else pending.exception()
 
     def steps(self) -> tuple[int, ...]:
         """Steps that have a complete checkpoint, oldest first."""
@@ -183,7 +228,7 @@ class Checkpoints:
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
 
-    def _write_error(self, error: Exception) -> CheckpointError:
+    def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
             "Look whether the disk is full and the folder writable; earlier ones are untouched."
@@ -265,6 +310,19 @@ def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(k, simple=True, separator="/"): tuple(v.shape) for k, v in leaves}
+
+
+def _on_host(tree: Any) -> Any:
+    """Copies in the host memory of the arrays' devices, under way when it returns: unlike a copy on
+    the device they need no memory there."""
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY))
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        tree,
+    )
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -375,7 +375,7 @@ def save(config: Config, progress: Progress, checkpoints: Checkpoints) -> None:
         "config": dump(config),
         "examples": progress.examples.state(),
     }
-    checkpoints.save(progress.version, {"state": tree, "loop": loop})
+    checkpoints.save(progress.version, state=tree, loop=loop)
 
 
 def _stop_if_lost(skipped: int, config: Config) -> None:

@@ -6,6 +6,7 @@ With one process, everything that is active comes back. With several, what is ac
 each admits its part again from the place of the last group that was used.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -128,8 +129,8 @@ def save(
         "prompts": prompts.state(local_place(state.buffer.next_group, lockstep)),
     }
     with turns:
-        items = {"state": learner.tree(), "loop": loop, "rollouts": dumps(state)}
-        checkpoints.save(version, items)
+        rollouts_bytes = functools.partial(dumps, state)
+        checkpoints.save(version, state=learner.tree(), loop=loop, rollouts=rollouts_bytes)
 
 
 def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:

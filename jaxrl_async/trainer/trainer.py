@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import CheckpointError, Closed, TrainingError
+from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.ports import Clock, GroupSource, Publisher
 from jaxrl_async.trainer.control import Bounds, Pace, next_pace
@@ -200,8 +200,8 @@ class Trainer:
             self._publisher.publish(self.version, self.learner.params, logprobs)
 
     def _save(self, *, last: bool = False) -> None:
-        """A checkpoint of this version. One that fails is counted, and tried again when the next
-        is due; several in a row, or the last one, end the run."""
+        """A checkpoint of this version. One that fails, which is often told by the one after it, is
+        counted; several in a row, or the last one, end the run."""
         if self._saved_version == self.version:
             return
         self._now("saving")
@@ -210,9 +210,13 @@ class Trainer:
             self._outlets.save(self.learner, self.version, self.numbers())
         except CheckpointError as error:
             self._failed_saves += 1
-            if last or self._failed_saves >= MAX_FAILED_SAVES:
+            under_way = isinstance(error, EarlierSaveError)
+            if (last and not under_way) or self._failed_saves >= MAX_FAILED_SAVES:
                 raise
-            log.error("%s The run goes on; the next checkpoint is tried when it is due.", error)
+            if under_way:
+                self._saved_version = self.version
+            then = "another is under way" if under_way else "the next is tried when it is due"
+            log.error("%s The run goes on; %s.", error, then)
         else:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_async.errors import CheckpointError, Closed, TrainingError
+from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
@@ -43,12 +43,14 @@ class Script:
         stop_after: int = 10**9,
         ess: tuple[float, ...] = (),
         failing_saves: Sequence[int] = (),
+        telling_saves: Sequence[int] = (),
         hurries: bool = False,
     ) -> None:
         self.events: list[str] = []
         self.reports: dict[int, dict[str, float]] = {}
         self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
         self.failing_saves, self.hurries = failing_saves, hurries
+        self.telling_saves = telling_saves
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
         self.events.append(f"learn {version}")
@@ -84,6 +86,8 @@ class Script:
         if version in self.failing_saves:
             raise CheckpointError("the disk is full.")
         self.events.append(f"save {version}")
+        if version in self.telling_saves:
+            raise EarlierSaveError("the disk was full.")
 
     def trainer(self, **settings: Any) -> Trainer:
         outlets = Outlets(
@@ -167,6 +171,18 @@ def test_several_that_fail_in_a_row_or_the_last_one_end_the_run() -> None:
     script = Script(failing_saves=(3,))
     with pytest.raises(CheckpointError, match="disk"):
         script.trainer(total_steps=3, eval_every=0).run()
+
+
+def test_a_failure_told_by_the_next_save_is_counted_and_that_one_stands() -> None:
+    script = Script(telling_saves=(2, 5))
+    script.trainer(total_steps=5, save_every=2, eval_every=0).run()
+    saves = [e for e in script.events if e.startswith("save")]
+    assert saves == ["save 0", "save 2", "save 4", "save 5"]
+    assert [v for v, r in script.reports.items() if "checkpoint/failed" in r] == [3]
+    script = Script(telling_saves=range(3, 20))
+    with pytest.raises(EarlierSaveError, match="disk"):
+        script.trainer(total_steps=19, save_every=1, eval_every=0).run()
+    assert max(script.reports) == 5
 
 
 def test_in_a_hurry_nothing_is_evaluated_and_all_is_saved() -> None:
