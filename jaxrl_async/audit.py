@@ -54,11 +54,16 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
     ended: dict[int, str] = {}  # group -> fate after which nothing may come
     steps: Counter[int] = Counter()
     lags: Counter[int] = Counter()
-    drops: Counter[str] = Counter()
+    drops: dict[int, str] = {}  # group -> reason
     last = -1
     for number, line in enumerate(lines, start=1):
         fate: str = line["fate"]
         if fate == "resumed":
+            again = line["next_group"]
+            admitted = {g for g in admitted if g < again}
+            for told in (ended, drops):
+                for group in [g for g in told if g >= again]:
+                    del told[group]
             continue
         group: int = line["group"]
         where = f"line {number}: group {group}"
@@ -88,7 +93,7 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
             if uses[group] == rules.reuse:
                 ended[group] = "trained on as often as it may be"
         elif fate == "dropped":
-            drops[line["reason"]] += 1
+            drops[group] = line["reason"]
             ended[group] = f"dropped ({line['reason']})"
         elif fate == "retired":
             ended[group] = "retired"
@@ -105,7 +110,7 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
         trained=len(uses),
         active=len(admitted - uses.keys() - ended.keys()),
         uses=sum(uses.values()),
-        dropped=dict(drops),
+        dropped=dict(Counter(drops.values())),
         lags=dict(sorted(lags.items())),
         resumed=sum(line.get("fate") == "resumed" for line in lines),
     )

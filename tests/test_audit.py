@@ -37,6 +37,19 @@ def test_a_ledger_that_adds_up_is_clean():
     assert found.dropped == {"failed": 1} and found.lags == {0: 2, 1: 2} and found.resumed == 1
 
 
+def test_numbers_given_anew_after_a_checkpoint_count_once():
+    again = [
+        *admitted(0, 1, 2, 3),
+        *trained(0, 1, version=0),
+        {"fate": "dropped", "group": 3, "reason": "failed"},
+        {"fate": "resumed", "version": 1, "next_group": 2},
+        *admitted(2, 3, version=1),
+        *trained(2, 3, version=1),
+    ]
+    found = audit(again, RULES)
+    assert found.problems == () and found.dropped == {} and found.admitted == 4
+
+
 FAULTS = {
     "admitted before": [*GOOD, *admitted(5)],
     "never admitted": [*GOOD, *trained(7, 8, version=2)],

@@ -11,8 +11,9 @@
 tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
 signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
 buffer.reuse; one that grows too old before is retired after so many `uses`. A resumed run moves
-the lines from after its checkpoint to ledger.superseded.jsonl and goes on with `resumed`: from
-next_group on, numbers are given anew. `python -m jaxrl_async.audit RUN` adds everything up.
+the lines from after its checkpoint to ledger.superseded.jsonl and goes on with `resumed`: the
+numbers from next_group on are given anew, and what was told of them before counts no more.
+`python -m jaxrl_async.audit RUN` adds everything up.
 """
 
 import json

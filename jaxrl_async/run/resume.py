@@ -142,15 +142,14 @@ def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
 
 
 def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Ledger:
-    """The ledger; of a resumed run, without what is from after its checkpoint."""
+    """The ledger; of a resumed run, without what is from after its checkpoint.
+
+    Not one line of before is taken out: the same checkpoint may be gone on from several times, and
+    counts them.
+    """
     if not resumes:
         return Ledger(path)
-    set_aside(
-        path,
-        lambda number, line: (
-            number < state.ledger_lines and line.get("group", -1) < state.next_group
-        ),
-    )
+    set_aside(path, lambda number, _: number < state.ledger_lines)
     ledger = Ledger(path)
     ledger.write("resumed", version=version, next_group=state.next_group)
     return ledger

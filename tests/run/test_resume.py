@@ -1,10 +1,13 @@
 """What is saved of the rollouts while everything runs."""
 
+from jaxrl_async.audit import Rules, audit
+from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.codec import dumps, loads
+from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.loop import SavedGroup
-from jaxrl_async.run.resume import ROLLOUT_KINDS, rollouts_state
+from jaxrl_async.run.resume import ROLLOUT_KINDS, reopened, rollouts_state
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 
@@ -62,6 +65,28 @@ def test_a_burst_that_is_admitted_meanwhile_comes_again_whole():
     resumed = ReplayBuffer(groups_per_step=2, max_staleness=1)
     resumed.restore(state.buffer, 1)
     assert [t.group for t in resumed.admit(0)] == [4, 5]
+
+
+def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
+    """Killed each time before the next checkpoint, and once more after it."""
+    path, rules = tmp_path / "ledger.jsonl", Rules(max_staleness=1, groups_per_step=2)
+    buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=Ledger(path))
+    tickets = buffer.admit(0)
+    trained(buffer, tickets[:2])
+    meanwhile = Rollouts(tickets[2:], lambda: buffer.admit(0))
+    state = rollouts_state(buffer, meanwhile, active=True).buffer
+    assert state.next_group == 4 and [t.group for t in buffer.state().pending] == [2, 3, 4, 5]
+    buffer.close()
+    for _ in range(3):
+        ledger = reopened(path, state, 1, resumes=True)
+        buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=ledger)
+        buffer.restore(state, 1)
+        for ticket in (*state.pending, *buffer.admit(0)):
+            buffer.put(make_group(ticket, [1]))
+        buffer.draw(1, 0)
+        buffer.close()
+        found = audit(read_lines(path), rules)
+        assert found.problems == () and found.steps == 2 and found.trained == 4
 
 
 def test_what_fails_meanwhile_is_gone():

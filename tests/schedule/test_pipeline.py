@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.audit import Rules, audit
 from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
@@ -90,6 +91,20 @@ class Saved:
     uses: dict = field(default_factory=dict)
 
 
+class Lines:
+    """A ledger in memory."""
+
+    def __init__(self, lines):
+        self.told = lines
+
+    @property
+    def lines(self):
+        return len(self.told)
+
+    def write(self, fate, **facts):
+        self.told.append({"fate": fate, **facts})
+
+
 def always():
     return True
 
@@ -105,7 +120,7 @@ class World:
     def __init__(self, setup, buffer=ReplayBuffer, channel=WeightChannel, sampler=MemorySampler):
         self.setup, self.kinds = setup, (buffer, channel, sampler)
         self.saved, self.kills = Saved(), 0
-        self.seen = Counter()
+        self.seen, self.ledger = Counter(), []
         self.resume()
 
     # ---- the one place that knows what a checkpoint holds
@@ -130,6 +145,9 @@ class World:
         make_buffer, make_channel, make_sampler = self.kinds
         was, self.version = saved.rollouts.buffer, saved.version
         self.next_group = was.next_untaken
+        if self.kills:  # as `reopened` does
+            resumed = {"fate": "resumed", "version": saved.version, "next_group": was.next_group}
+            self.ledger[was.ledger_lines :] = [resumed]
         self.fates = {n: f for n, f in saved.fates.items() if n < was.next_group}
         self.uses = {n: list(u) for n, u in saved.uses.items()}
         self.clock, self.loop = VirtualClock(), SteppedLoop()
@@ -144,6 +162,7 @@ class World:
             has_signal=(lambda g: chance(g.prompt.position, "signal", of=4))
             if setup.dynamic
             else None,
+            ledger=Lines(self.ledger),
             clock=self.clock,
         )
         self.buffer.restore(was, self.version)
@@ -443,6 +462,12 @@ class World:
         untold = stats.dropped.get("stale", 0) - sum(f == "stale" for f in self.fates.values())
         lost = self.admitted - set(self.fates) - open_
         assert len(lost) == stats.ready + max(untold, 0), "exactly one fate"
+        rules = Rules(
+            max_staleness=self.setup.max_staleness,
+            groups_per_step=self.setup.per_step,
+            reuse=self.setup.reuse,
+        )
+        assert audit(self.ledger, rules).problems == (), "the ledger adds up"
         told = {*self.fates, *open_, *lost}
         assert told >= set(range(max(told, default=-1) + 1)), "none is lost, however often killed"
 
