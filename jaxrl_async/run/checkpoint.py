@@ -317,7 +317,7 @@ def _on_host(tree: Any) -> Any:
     the device they need no memory there."""
     return jax.tree.map(
         lambda x: (
-            jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY))
+            jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY), may_alias=False)
             if isinstance(x, jax.Array)
             else x
         ),
