@@ -382,6 +382,8 @@ class _Run:
         self._place(sampler)
         if not sampler.held:
             sampler.idle_since = self.now
+            if sampler.staged is not None:  # sent while the last swap was going on
+                self.after(max(0.0, sampler.arrives_s - self.now), self.wake, index)
             return
         taken_s = side.block_s
         prefilled = min(sampler.to_prefill - sampler.prefilled, side.prefill_chunk)
