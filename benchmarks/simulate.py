@@ -1,16 +1,20 @@
 """The simulation of the pipeline against real runs: predicted and measured utilisation.
 
 Each setting is a whole run of the main job on the embedded task (`jaxrl_async.train`, random
-weights), run once to calibrate and then `--repeats` times to measure. What the simulation is given
-comes from the calibrating run: seconds of a decode step by rows, of a round's prefill and of the
-host's part (least squares over that run's rounds), of an update by its tokens, of publishing, a
-swap, a report and a scorer, and the lengths of the answers; never a share, a rate or a wait. What
-it is compared with is metrics.jsonl of the measured runs.
+weights, dictated lengths of answers), 1 + `--repeats` times. What the simulation is given are times
+and lengths that a run wrote down: seconds of a decode step by rows, of a round's prefill and of the
+host's part (least squares over the run's rounds), of an update by its tokens, of publishing, a
+swap, a report and a scorer; never a share, a rate or a wait. What it is compared with is
+metrics.jsonl.
 
 device    slept: device time is dictated (a decode block and an update end when a formula says so,
           and the thread sleeps until then): trainer and samplers do not compete for the cores.
           computed: the model's own time, trainer and sampler on the same cores; each slows the
           other down, and the times are those of a run in which they do.
+error     of the prediction from the same run's times; before: from those of the run before it,
+          which says how well one run foretells another on this machine, as busy as it is.
+left_out  steps in which a program was compiled, or that took over five times the median (the
+          process was held up); medians over the repeats, least and most of what was measured.
 """
 
 import argparse
@@ -20,10 +24,10 @@ import io
 import logging
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -163,6 +167,8 @@ SETTINGS = (
         lengths=TAIL,
     ),
 )
+HELD_UP = 5.0
+"""A step or a round that takes so many times the median was held up by something else."""
 COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
 
 
@@ -183,34 +189,43 @@ def chosen(args: argparse.Namespace) -> list[Setting]:
 
 def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Row]:
     """One row for each number that is compared."""
-    calibration = run(setting, folder, args.steps)
-    pipeline = calibrated(calibration, args.warm_up)
-    told = [
-        simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
-        for seed in range(args.seeds)
-    ]
-    runs = [run(setting, folder, args.steps) for _ in range(args.repeats)]
-    seen = [measured(r, args.warm_up) for r in runs]
+    runs = [run(setting, folder, args.steps) for _ in range(1 + args.repeats)]
+    told = [predicted(r, args) for r in runs]
+    seen = [measured(r, args.warm_up) for r in runs[1:]]
     return [
         {
             "setting": setting.name,
             "device": "slept" if setting.device else "computed",
             "number": name,
-            **_compared([getattr(t, name) for t in told], [s[name] for s in seen]),
+            **_compared([t[name] for t in told], [s[name] for s in seen]),
+            "left_out": sum(len(disturbed(r, args.warm_up)) for r in runs[1:]),
         }
         for name in COMPARED
     ]
 
 
 def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
-    predicted, measured = statistics.median(told), statistics.median(seen)
+    def error_percent(predictions: Sequence[float]) -> float:
+        return statistics.median(100 * (p / m - 1) for p, m in zip(predictions, seen, strict=True))
+
     return {
-        "predicted": predicted,
-        "measured": measured,
+        "predicted": statistics.median(told[1:]),
+        "measured": statistics.median(seen),
         "least": min(seen),
         "most": max(seen),
-        "error_percent": 100 * (predicted / measured - 1),
+        "error_percent": error_percent(told[1:]),
+        "before_percent": error_percent(told[:-1]),
     }
+
+
+def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
+    """By the simulation, from a run's times; medians over seeds."""
+    pipeline = calibrated(found, args.warm_up)
+    told = [
+        simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
+        for seed in range(args.seeds)
+    ]
+    return {name: statistics.median(getattr(t, name) for t in told) for name in COMPARED}
 
 
 # ---- a run, and what is written down of it
@@ -225,6 +240,7 @@ class Round:
     rows: int
     prefill_tokens: int
     swap_s: float  # 0: no swap
+    version: int  # of the trainer
     compiled: bool  # a program was compiled meanwhile
 
 
@@ -238,7 +254,7 @@ class Run:
     lengths: list[int]  # of the answers trained on, tokens
     batch_tokens: list[int]  # of each update, prompts included
     scored_s: list[float]  # of each group
-    publish_wait_s: list[float]  # for samplers to take the update before, by step
+    publish_wait_s: dict[int, float]  # by step: for samplers to take the update before
 
 
 def run(setting: Setting, folder: Path, steps: int) -> Run:
@@ -252,12 +268,13 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         lengths=[],
         batch_tokens=[],
         scored_s=[],
-        publish_wait_s=[],
+        publish_wait_s={},
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
-        stack.enter_context(patch.object(Sampler, "_round", _noting(Sampler._round, notes.rounds)))
+        made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
+        noted = _noting(Sampler._round, notes.rounds, lambda: made[0].trainer.version)
+        stack.enter_context(patch.object(Sampler, "_round", noted))
         if setting.device is not None:
             stack.enter_context(slept_blocks(setting.device))
         loop.train(config)
@@ -294,8 +311,9 @@ def prepare(parts: Parts, setting: Setting, notes: Run) -> None:
     def timed_wait() -> None:
         start = time.perf_counter()
         wait_taken()
-        if threading.current_thread().name == "trainer":
-            notes.publish_wait_s.append(time.perf_counter() - start)
+        step = parts.trainer.version
+        waited_s = notes.publish_wait_s.get(step, 0.0)
+        notes.publish_wait_s[step] = waited_s + time.perf_counter() - start
 
     rollouts._scorer, learner.learn, channel.wait_taken = slow_score, slow_learn, timed_wait
 
@@ -315,7 +333,9 @@ class Forced:
         return self._lengths[int(drawn)]
 
 
-def _noting(play: Callable[[Any], None], rounds: list[Round]) -> Callable[[Any], None]:
+def _noting(
+    play: Callable[[Any], None], rounds: list[Round], version: Callable[[], int]
+) -> Callable[[Any], None]:
     """Sampler._round, written down."""
 
     def noted(sampler: Any) -> None:
@@ -332,6 +352,7 @@ def _noting(play: Callable[[Any], None], rounds: list[Round]) -> Callable[[Any],
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
+                    version=version(),
                     compiled=sampler.engine.num_compiled > programs,
                 )
             )
@@ -376,20 +397,23 @@ def sleep_until(at_s: float) -> None:
 def calibrated(found: Run, warm_up: int) -> Pipeline:
     """What the simulation needs to know, from a run's times and lengths."""
     config, lines = found.config, found.lines[1:-1]  # the first and the last step evaluate
-    learnt = lines[warm_up:]
+    bad = disturbed(found, warm_up)
+    learnt = [x for x in lines[warm_up:] if x["step"] not in bad]
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
-    tokens = np.array(found.batch_tokens[:-1][warm_up:], np.float64)
+    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in learnt], np.float64)
     answers = np.array([x["train/tokens"] for x in learnt])
-    update_s = fitted(
+    update_s, update_token_s = fitted(
         np.stack([np.ones(len(tokens)), tokens], 1), np.array([x["time/train_s"] for x in learnt])
     )
-    publishing = [x["time/publish_s"] for x in lines]
-    waited = found.publish_wait_s[:: len(found.publish_wait_s) // len(found.lines[1:])]
-    net = [p - w for p, w in zip(publishing, waited, strict=False)][warm_up:]
-    walls = np.diff([x["time/elapsed_s"] for x in lines])
-    between = [w - x["time/step_s"] for w, x in zip(walls, lines[1:], strict=True)][warm_up:]
+    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in learnt]
+    ends = {x["step"]: x["time/elapsed_s"] for x in lines}
+    reports_s = [
+        x["time/elapsed_s"] - ends[x["step"] - 1] - x["time/step_s"]
+        for x in learnt
+        if x["step"] - 1 in ends
+    ]
     return Pipeline(
-        samplers=calibrated_samplers(found),
+        samplers=calibrated_samplers(found, bad),
         answer_tokens=Histogram.of(found.lengths),
         prompt_tokens=round(float((tokens - answers).mean()) / sequences),
         group_size=config.algorithm.group_size,
@@ -397,19 +421,21 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         score_s=Histogram.of(found.scored_s),
-        update_s=float(update_s[0]),
-        update_token_s=float(update_s[1]),
-        publish_s=max(0.0, statistics.median(net)),
+        update_s=float(update_s),
+        update_token_s=float(update_token_s),
+        publish_s=max(0.0, statistics.median(publish_s)),
         transfer_s=min(x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x),
-        report_s=max(0.0, statistics.median(between)),
+        report_s=max(0.0, statistics.median(reports_s)),
     )
 
 
-def calibrated_samplers(found: Run) -> Samplers:
+def calibrated_samplers(found: Run, bad: set[int]) -> Samplers:
     """Seconds of a round by what it did: least squares over the run's rounds."""
     section, mesh = found.config.sampler, found.config.mesh
     assert section.slots is not None
-    usual = [r for r in found.rounds if not r.compiled]
+    usual = [r for r in found.rounds if not r.compiled and r.version + 1 not in bad]
+    usual_s = statistics.median(r.busy_s for r in usual)
+    usual = [r for r in usual if r.busy_s < HELD_UP * usual_s]
     rounds = [r for r in usual if r.steps]
     buckets = sorted({r.rows for r in rounds})
     table = [
@@ -447,9 +473,10 @@ def fitted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def measured(found: Run, warm_up: int) -> dict[str, float]:
     """The run's own metrics over the steps after the warm-up, as one."""
-    lines = found.lines[1:-1]
-    before, after = lines[warm_up - 1 :], lines[warm_up:]
-    walls = np.diff([x["time/elapsed_s"] for x in before])
+    lines, bad = found.lines[1:-1], disturbed(found, warm_up)
+    pairs = [(a, b) for a, b in pairwise(lines[warm_up - 1 :]) if b["step"] not in bad]
+    after = [b for _, b in pairs]
+    walls = np.array([b["time/elapsed_s"] - a["time/elapsed_s"] for a, b in pairs])
 
     def column(key: str) -> np.ndarray:
         return np.array([x[key] for x in after])
@@ -461,6 +488,18 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
         "slot_occupancy": float(np.average(column("sampler/slot_occupancy"), weights=walls * busy)),
         "trained_tokens_per_s": float(column("train/tokens").sum() / walls.sum()),
     }
+
+
+def disturbed(found: Run, warm_up: int) -> set[int]:
+    """Steps to leave out: a program was compiled in them, or they were held up."""
+    lines = found.lines[1:-1]
+    compiled = {r.version + 1 for r in found.rounds if r.compiled}
+    walls = {
+        b["step"]: b["time/elapsed_s"] - a["time/elapsed_s"]
+        for a, b in pairwise(lines[warm_up - 1 :])
+    }
+    usual_s = statistics.median(walls.values())
+    return {n for n, wall_s in walls.items() if n in compiled or wall_s > HELD_UP * usual_s}
 
 
 def _options() -> argparse.Namespace:
