@@ -23,6 +23,7 @@ import contextlib
 import io
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,13 +179,12 @@ def main() -> None:
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for s in chosen(args) for row in compare(s, Path(folder), args)]
+        rows = []
+        for setting in SETTINGS:
+            if setting.name in args.settings:
+                print(f"{setting.name} ...", file=sys.stderr)
+                rows += compare(setting, Path(folder), args)
     report("simulate", rows, args)
-
-
-def chosen(args: argparse.Namespace) -> list[Setting]:
-    """Those asked for."""
-    return [s for s in SETTINGS if s.name in args.settings]
 
 
 def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -216,16 +216,6 @@ def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
         "error_percent": error_percent(told[1:]),
         "before_percent": error_percent(told[:-1]),
     }
-
-
-def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
-    """By the simulation, from a run's times; medians over seeds."""
-    pipeline = calibrated(found, args.warm_up)
-    told = [
-        simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
-        for seed in range(args.seeds)
-    ]
-    return {name: statistics.median(getattr(t, name) for t in told) for name in COMPARED}
 
 
 # ---- a run, and what is written down of it
@@ -469,6 +459,16 @@ def fitted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
             whole[used] = found
             return whole
         used = used[found >= 0]
+
+
+def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
+    """By the simulation, from a run's times; medians over seeds."""
+    pipeline = calibrated(found, args.warm_up)
+    told = [
+        simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
+        for seed in range(args.seeds)
+    ]
+    return {name: statistics.median(getattr(t, name) for t in told) for name in COMPARED}
 
 
 def measured(found: Run, warm_up: int) -> dict[str, float]:
