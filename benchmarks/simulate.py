@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import numpy as np
 from common import Row, force_cpu_devices, long_tail, report
 
@@ -177,13 +178,14 @@ def main() -> None:
     """Measure, simulate and print."""
     args = _options()
     force_cpu_devices(3)
+    jax.devices()  # before a run asks for as many as it needs itself
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for setting in SETTINGS:
             if setting.name in args.settings:
-                print(f"{setting.name} ...", file=sys.stderr)
                 rows += compare(setting, Path(folder), args)
+                print(f"{setting.name}: {_briefly(rows[-len(COMPARED) :])}", file=sys.stderr)
     report("simulate", rows, args)
 
 
@@ -202,6 +204,10 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
         }
         for name in COMPARED
     ]
+
+
+def _briefly(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{r['number']} {r['error_percent']:+.1f} %" for r in rows)
 
 
 def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:

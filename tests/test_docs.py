@@ -174,6 +174,10 @@ def test_a_notebook_runs(path):
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAXRL_NOTEBOOK": "quick"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "JAXRL_NOTEBOOK": "quick",
+        },
     )
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 """A run as one picture that is drawn again while it goes on, for notebooks.
 
-    view = display(SVG(run_svg([])), display_id=True)
-    with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
-        train(config)
+view = display(SVG(run_svg([])), display_id=True)
+with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
+    train(config)
 """
 
 import threading
@@ -98,9 +98,7 @@ def _curves(lines: Sequence[Line]) -> str:
             drawn.append(_text(x(step), CURVES_BOTTOM + 16, f"{int(step)}", "middle"))
     for _, color, pts in found:
         path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in pts)
-        drawn.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>'
-        )
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
         if len(pts) == 1:
             drawn.append(f'<circle cx="{x(pts[0][0]):.1f}" cy="{y(pts[0][1]):.1f}" r="3"/>')
     return "".join(drawn)
@@ -121,7 +119,7 @@ def _timeline(lines: Sequence[Line]) -> str:
         return (
             f'<rect x="{x(from_s):.1f}" y="{LANES[lane][1]}" '
             f'width="{max(x(to_s) - x(from_s), 0):.1f}" height="{LANE_HEIGHT}" fill="{color}"'
-            f'{"" if opacity == 1 else f" fill-opacity={chr(34)}{opacity:.2f}{chr(34)}"}/>'
+            f"{'' if opacity == 1 else f' fill-opacity={chr(34)}{opacity:.2f}{chr(34)}'}/>"
         )
 
     legend = [*((label, c) for _, label, c in DOES), ("samplers busy", BUSY)]

@@ -16,7 +16,7 @@ twice or dropped for want of a signal; sampler.on_new_weights is "continue".
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 from typing import Any, Literal
 
@@ -182,30 +182,38 @@ def _check(p: Pipeline, updates: int, warm_up: int) -> None:
             f"{updates} updates, the first {warm_up} of them to warm up: nothing is left to "
             "measure. Simulate more updates than that."
         )
-    if p.places < p.groups_per_step:
+    if p.when_too_old == "wait" and p.places < p.groups_per_step:
         raise ConfigError(
             f"staleness.lookahead ({p.lookahead}) must be at most max_staleness * groups_per_step "
             f"({p.max_staleness * p.groups_per_step}): a step could never be filled."
         )
     s = p.samplers
-    counts = {
-        "group_size": p.group_size,
-        "groups_per_step": p.groups_per_step,
-        "samplers.count": s.count,
-        "samplers.slots": s.slots,
-        "samplers.block": s.block,
-        "samplers.prefill_chunk": s.prefill_chunk,
-        "scorers": 1 if p.scorers is None else p.scorers,
+    least = {
+        "group_size": (p.group_size, 1),
+        "groups_per_step": (p.groups_per_step, 1),
+        "max_staleness": (p.max_staleness, 0),
+        "lookahead": (p.lookahead, 0),
+        "overcommit": (p.overcommit, 1),
+        "prompt_tokens": (p.prompt_tokens, 0),
+        "answer_tokens": (min(p.answer_tokens.values), 1),
+        "scorers": (1 if p.scorers is None else p.scorers, 1),
+        "samplers.count": (s.count, 1),
+        "samplers.slots": (s.slots, 1),
+        "samplers.reserve": (s.reserve, 0),
+        "samplers.block": (s.block, 1),
+        "samplers.prefill_chunk": (s.prefill_chunk, 1),
     }
-    small = [f"{name} ({value})" for name, value in counts.items() if value < 1]
+    small = [f"{name} ({v}) must be at least {low}" for name, (v, low) in least.items() if v < low]
     if small:
-        raise ConfigError(f"{', '.join(small)} must be at least 1.")
-    if min(p.answer_tokens.values) < 1:
-        raise ConfigError("answer_tokens: an answer has at least one token; leave out those of 0.")
+        raise ConfigError(f"{', '.join(small)}. Correct the pipeline.")
+    _check_times(p, s)
+
+
+def _check_times(p: Pipeline, s: Samplers) -> None:
     times = {f"samplers.{f.name}": getattr(s, f.name) for f in fields(s) if f.name.endswith("_s")}
     times |= {f.name: getattr(p, f.name) for f in fields(p) if f.name.endswith("_s")}
     steps_s = times.pop("samplers.step_s")
-    del times["score_s"]  # a histogram has been checked
+    times["score_s"] = max(p.score_s.values)  # a histogram has nothing negative
     wrong = [f"{name} ({value})" for name, value in times.items() if not 0 <= value < np.inf]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)} must be finite and not negative, seconds.")
@@ -308,12 +316,11 @@ class _Run:
             at_s, _, act, given = heapq.heappop(self._events)
             self._pass(at_s)
             act(*given)
-        reading = _Totals(**{f.name: getattr(self.totals, f.name) for f in fields(_Totals)})
-        reading.at_s = self.now
-        reading.idle_s = sum(
+        idle_s = sum(
             s.idle_s + (0.0 if s.idle_since is None else self.now - s.idle_since)
             for s in self.samplers
         )
+        reading = replace(self.totals, at_s=self.now, idle_s=idle_s)
         self.totals.oldest = 0
         return reading
 
