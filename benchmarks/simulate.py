@@ -255,7 +255,7 @@ class Round:
     rows: int
     prefill_tokens: int
     swap_s: float  # 0: no swap
-    version: int  # of the trainer
+    making: range  # versions that the trainer was making meanwhile
     compiled: bool  # a program was compiled meanwhile
 
 
@@ -273,7 +273,7 @@ class Run:
 
 
 def run(setting: Setting, folder: Path, steps: int) -> Run:
-    """The whole job."""
+    """The whole job; equal samplers of one process compile once."""
     wishes = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.wishes]
     config = load(CONFIG, wishes)
     notes = Run(
@@ -354,7 +354,7 @@ def _noting(
     """Sampler._round, written down."""
 
     def noted(sampler: Any) -> None:
-        before, programs = sampler.stats(), sampler.engine.num_compiled
+        before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
         play(sampler)
         after = sampler.stats()
         steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
@@ -367,7 +367,7 @@ def _noting(
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
-                    version=version(),
+                    making=range(first + 1, version() + 2),
                     compiled=sampler.engine.num_compiled > programs,
                 )
             )
@@ -448,7 +448,7 @@ def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
     """Seconds of a round by what it did: least squares over the run's rounds."""
     section, mesh = found.config.sampler, found.config.mesh
     assert section.slots is not None
-    usual = [r for r in found.rounds if r.version >= warm_up and r.version + 1 not in bad]
+    usual = [r for r in found.rounds if r.making[0] > warm_up and bad.isdisjoint(r.making)]
     rounds = [r for r in usual if r.steps]
     buckets = sorted({r.rows for r in rounds})
     table = [
@@ -516,7 +516,7 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
 def disturbed(found: Run, warm_up: int) -> set[int]:
     """Steps to leave out: a program was compiled in them, or they were held up."""
     lines = found.lines[1:-1]
-    compiled = {r.version + 1 for r in found.rounds if r.compiled}
+    compiled = {version for r in found.rounds if r.compiled for version in r.making}
     walls = {
         b["step"]: b["time/elapsed_s"] - a["time/elapsed_s"]
         for a, b in pairwise(lines[warm_up - 1 :])
