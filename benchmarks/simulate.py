@@ -174,6 +174,10 @@ HELD_UP = 5.0
 COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
 
 
+class Disturbed(Exception):
+    """Too little of a run can be measured."""
+
+
 def main() -> None:
     """Measure, simulate and print."""
     args = _options()
@@ -183,9 +187,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for setting in SETTINGS:
-            if setting.name in args.settings:
+            if setting.name not in args.settings:
+                continue
+            try:
                 rows += compare(setting, Path(folder), args)
-                print(f"{setting.name}: {_briefly(rows[-len(COMPARED) :])}", file=sys.stderr)
+                told = ", ".join(
+                    f"{r['number']} {r['error_percent']:+.1f} %" for r in rows[-len(COMPARED) :]
+                )
+            except Disturbed as error:
+                told = f"left out: {error}"
+            print(f"{setting.name}: {told}", file=sys.stderr)
     report("simulate", rows, args)
     if args.markdown:
         print(markdown(rows))
@@ -223,10 +234,6 @@ def markdown(rows: Sequence[Row]) -> str:
         names = [rate["setting"], rate["device"]]
         lines.append(f"| {' | '.join([*names, *cells, f'{worst:+.1f} %'])} |")
     return "\n".join(lines)
-
-
-def _briefly(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{r['number']} {r['error_percent']:+.1f} %" for r in rows)
 
 
 def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
@@ -526,7 +533,7 @@ def disturbed(found: Run, warm_up: int) -> set[int]:
     catching_up = range(found.config.staleness.max_staleness + 2)
     bad = {n + later for n in compiled | held_up for later in catching_up} & walls.keys()
     if len(bad) > len(walls) - 3:
-        raise SystemExit(
+        raise Disturbed(
             f"{len(bad)} of {len(walls)} steps were disturbed: something else keeps the machine "
             "busy, or programs were compiled. Raise --warm-up and --steps, or wait."
         )
