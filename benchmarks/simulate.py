@@ -197,6 +197,8 @@ def main() -> None:
             except Disturbed as error:
                 told = f"left out: {error}"
             print(f"{setting.name}: {told}", file=sys.stderr)
+    if not rows:
+        raise SystemExit("no setting could be measured")
     report("simulate", rows, args)
     if args.markdown:
         print(markdown(rows))
