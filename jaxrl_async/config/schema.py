@@ -499,8 +499,9 @@ class Trainer(Section):
 
 
 class Weights(Section):
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type that the sampler keeps the weights in; null: model.dtype."""
+    dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    """Type that is sent and that the sampler keeps the weights in; null: model.dtype. The last two:
+    the layers' matrices, each output with a scale; all else in model.dtype."""
     probe: bool = True
     """After each publish, compare the sampler's log-probs on a fixed sequence with the
     trainer's."""
@@ -508,6 +509,11 @@ class Weights(Section):
     """Largest allowed difference of those, nats."""
     checksum: bool = True
     """After each transfer, compare a checksum of every array on both sides before it is used."""
+
+    @property
+    def eight_bits(self) -> Literal["int8", "float8_e4m3fn"] | None:
+        """What the sampler's matrices are rounded to; None: they are not."""
+        return self.dtype if self.dtype in ("int8", "float8_e4m3fn") else None
 
 
 class Eval(Section):
@@ -791,6 +797,13 @@ class Config(Section):
                 "go together: give a path exactly with teacher.source=path."
             )
         self._all_is_read()
+        if self.weights.eight_bits and self.weights.probe and self.weights.probe_tolerance < 0.01:
+            raise ValueError(
+                f"weights.dtype={self.weights.dtype} rounds the sampler's weights, so that its "
+                "log-probs on the probe differ from the trainer's by more than "
+                f"weights.probe_tolerance ({self.weights.probe_tolerance:g}). Raise it to about "
+                "0.5 nats, or set weights.probe=false."
+            )
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers
         if "reference" in self.trainer.offload and (whole or not refers):

@@ -26,7 +26,8 @@ from jaxrl_async.model.layers import (
     rope_angles,
 )
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
 UNROLL = 4
 """Layers in one turn of the trainer's scan: more is faster where layers are small, and compiles
@@ -91,10 +92,12 @@ def token_states(
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
     axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
+    graph = layer_graph(spec, quantized=is_quantized(params))
 
     def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
-        weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
-        layer = nnx.merge(layer_graph(spec), weights)
+        if not is_quantized(params):
+            weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
+        layer = nnx.merge(graph, weights)
         q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
         attended = attention(q, k, v, segments)
         return layout.place(layer.finish(x, layout.fold(attended)), "tokens", None), None
@@ -130,7 +133,9 @@ def flat_forward(
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
-    graph = layer_graph(spec, fused="qkv_proj" in layers[0], mixed=mixed)
+    graph = layer_graph(
+        spec, fused="qkv_proj" in layers[0], mixed=mixed, quantized="q" + SCALE in layers[0]
+    )
     for i, weights in enumerate(layers):
         layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)

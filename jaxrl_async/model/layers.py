@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxrl_async.model.spec import ModelSpec, RopeScaling, Weight, weight_table
+from jaxrl_async.model.quantize import quantized_table
+from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight_table
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -50,12 +51,23 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Layer(nnx.Module):
     """One decoder layer: norm, attention, norm, gated MLP, with residuals.
 
-    fused: fewer, larger matrices with outputs first: see fuse(). mixed: see product().
+    fused: fewer, larger matrices with outputs first: see fuse(). mixed: see product(). quantized:
+    8-bit matrices, see quantize.py; not fused.
     """
 
-    def __init__(self, spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        fused: bool = False,
+        mixed: bool = False,
+        quantized: bool = False,
+    ) -> None:
         self.spec, self.fused, self.mixed = spec, fused, mixed
-        shapes = {name: w.shape[1:] for name, w in weight_table(spec)["layers"].items()}
+        self.quantized = quantized
+        table = weight_table(spec)
+        table = quantized_table(table) if quantized else table
+        shapes = {name: w.shape[1:] for name, w in table["layers"].items()}
         if fused:
             shapes = jax.eval_shape(
                 fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()}
@@ -68,11 +80,15 @@ class Layer(nnx.Module):
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
-        """x [..., D] times a weight [D, ...], flattened behind its first axis."""
+        """x [..., D] times a weight [D, ...], whose first dimensions make D and the others one."""
         weight = getattr(self, name)[...]
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
-        return product(x, weight.reshape(weight.shape[0], -1), mixed=self.mixed)
+        weight = weight.reshape(x.shape[-1], -1)
+        if not self.quantized:
+            return product(x, weight, mixed=self.mixed)
+        scale = getattr(self, name + SCALE)[...].reshape(-1)
+        return product(x, weight, mixed=self.mixed, scale=scale)
 
     def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K],
@@ -98,11 +114,7 @@ class Layer(nnx.Module):
     def finish(self, x: Array, attended: Array) -> Array:
         """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
         flat = attended.reshape(*attended.shape[:-2], -1)
-        if self.fused:
-            out = self._times(flat, "o")
-        else:
-            o = self.o[...]
-            out = product(flat, o.reshape(-1, o.shape[-1]), mixed=self.mixed)
+        out = self._times(flat, "o")
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
         x = x + out
@@ -114,11 +126,19 @@ class Layer(nnx.Module):
         return x + self._times(jax.nn.silu(gate) * up, "down")
 
 
-def product(x: Array, weight: Array, *, mixed: bool = False, outputs_first: bool = False) -> Array:
+def product(
+    x: Array,
+    weight: Array,
+    *,
+    mixed: bool = False,
+    outputs_first: bool = False,
+    scale: Array | None = None,
+) -> Array:
     """x [..., D] @ weight [D, E], or weight [E, D] with outputs_first, in x's number type.
 
     mixed: both rounded to bfloat16 and summed in float32, which matrix units (also those of recent
-    CPUs) do several times faster; everything else keeps x's number type.
+    CPUs) do several times faster; everything else keeps x's number type. scale [E] float32: what
+    the sums are multiplied with, of 8-bit weights.
     """
     number = jnp.bfloat16 if mixed else x.dtype
     contract = (((x.ndim - 1,), (int(outputs_first),)), ((), ()))
@@ -126,9 +146,9 @@ def product(x: Array, weight: Array, *, mixed: bool = False, outputs_first: bool
         x.astype(number),
         weight.astype(number),
         contract,
-        preferred_element_type=jnp.float32 if mixed else None,
+        preferred_element_type=jnp.float32 if mixed or scale is not None else None,
     )
-    return out.astype(x.dtype)
+    return (out if scale is None else out * scale).astype(x.dtype)
 
 
 def _split_heads(x: Array, head_dim: int) -> Array:
@@ -155,10 +175,13 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
 
 
 @lru_cache(maxsize=16)
-def layer_graph(spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> Any:
+def layer_graph(
+    spec: ModelSpec, *, fused: bool = False, mixed: bool = False, quantized: bool = False
+) -> Any:
     """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, fused=fused, mixed=mixed)))
+    form = {"fused": fused, "mixed": mixed, "quantized": quantized}
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, **form)))
     return graph
 
 

@@ -22,6 +22,8 @@ MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_NUMBER = 1e30
 """Bound of the other numbers in a config.json."""
+SCALE = "_scale"
+"""Ends the name of what 8-bit weights are multiplied with, see quantize.py."""
 COPY_AGAIN = "Copy the file again, or correct it."
 
 
@@ -260,6 +262,16 @@ class Weight:
     hf_shape: tuple[
         int, ...
     ] = ()  # shape there, one layer's, as stored (a Linear stores [out, in])
+
+
+def contracted(weight: Weight) -> range:
+    """The dimensions of a layer's stacked matrix that a token is summed over: as many as make
+    fan_in, behind those that number matrices."""
+    start = sum(axis in ("layers", "expert") for axis in weight.axes)
+    stop = start
+    while math.prod(weight.shape[start:stop]) < weight.fan_in:
+        stop += 1
+    return range(start, stop)
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:
