@@ -174,7 +174,7 @@ class Mesh(Section):
 class Architecture(Section):
     """A decoder from scratch, with random weights; needed where model.path is not given."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "qwen3"
     """Family of the decoder: what has biases, norms on queries and keys, and RoPE scaling."""
     layers: Count = 4
     """Number of layers."""
@@ -187,11 +187,29 @@ class Architecture(Section):
     head_dim: Positive = 32
     """Width of a head."""
     mlp: Positive = 384
-    """Width of the MLP's inner layer."""
+    """Width of the MLP's inner layer, or of each expert's."""
+    experts: NonNegative = 0
+    """Experts in each layer, of family=qwen3_moe; 0: a dense MLP."""
+    experts_per_token: Positive = 2
+    """Experts that a token goes through, of those."""
     tied: bool = True
     """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding."""
+
+    @model_validator(mode="after")
+    def _routed(self) -> "Architecture":
+        if bool(self.experts) != (self.family == "qwen3_moe"):
+            raise ValueError(
+                f"model.architecture.experts ({self.experts}) and family ({self.family}) do not go "
+                "together: give a number of experts exactly with family=qwen3_moe."
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.architecture.experts_per_token ({self.experts_per_token}) must be at most "
+                f"model.architecture.experts ({self.experts})."
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> "Architecture":

@@ -26,6 +26,7 @@ from jaxrl_async.model.layers import (
     rope_angles,
 )
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
+from jaxrl_async.model.moe import Experts, experts_on, run_experts
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
@@ -92,7 +93,7 @@ def token_states(
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
     axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
-    graph = layer_graph(spec, quantized=is_quantized(params))
+    graph, experts = layer_graph(spec, quantized=is_quantized(params)), experts_on(layout.mesh)
 
     def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
         if not is_quantized(params):
@@ -100,7 +101,7 @@ def token_states(
         layer = nnx.merge(graph, weights)
         q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
         attended = attention(q, k, v, segments)
-        return layout.place(layer.finish(x, layout.fold(attended)), "tokens", None), None
+        return layout.place(layer.finish(x, layout.fold(attended), experts), "tokens", None), None
 
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
     x, _ = jax.lax.scan(
@@ -125,6 +126,7 @@ def flat_forward(
     *,
     dtype: Any = jnp.float32,
     mixed: bool = False,
+    experts: Experts = run_experts,
 ) -> Array:
     """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -139,7 +141,7 @@ def flat_forward(
     for i, weights in enumerate(layers):
         layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)
-        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype))
+        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts)
     return x
 
 

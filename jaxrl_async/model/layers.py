@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxrl_async.model.moe import Experts, route, run_experts
 from jaxrl_async.model.quantize import quantized_table
 from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight_table
 
@@ -111,19 +112,30 @@ class Layer(nnx.Module):
             k = rms_norm(k, self._weight("k_norm", x.dtype), spec.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def finish(self, x: Array, attended: Array) -> Array:
-        """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
+    def finish(self, x: Array, attended: Array, experts: Experts = run_experts) -> Array:
+        """Output projection and MLP, or the experts (x is then [n, D]): x [..., D], attended
+        [..., H, K] -> [..., D]."""
         flat = attended.reshape(*attended.shape[:-2], -1)
         out = self._times(flat, "o")
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
         x = x + out
         y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
+        if self.spec.experts:
+            return x + self._routed(y, experts)
         if self.fused:
             gate, up = jnp.split(self._times(y, "gate_up"), 2, axis=-1)
         else:
             gate, up = self._times(y, "gate"), self._times(y, "up")
         return x + self._times(jax.nn.silu(gate) * up, "down")
+
+    def _routed(self, y: Array, experts: Experts) -> Array:
+        logits = product(y, self.router[...], mixed=False)
+        ids, share = route(logits, self.spec.experts_per_token)
+        names = [n + end for n in ("gate", "up", "down") for end in ("", SCALE)]
+        matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
+        rows = y.astype(jnp.bfloat16) if self.mixed else y
+        return experts(rows, ids, share, matrices).astype(y.dtype)
 
 
 def product(
@@ -163,15 +175,16 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
     Fewer and larger products, whose weights a CPU reads as they lie (a third faster for few rows):
     worth it where a step is short and nothing is sharded.
     """
-    rest = {n: w for n, w in weights.items() if n not in ("q", "k", "v", "gate", "up")}
     qkv = jnp.concatenate([weights["q"], weights["k"], weights["v"]], axis=1)
-    return {
-        **rest,
+    fused = {
+        **{n: w for n, w in weights.items() if n not in ("q", "k", "v")},
         "qkv_proj": qkv.reshape(qkv.shape[0], -1).T,
         "o": weights["o"].reshape(-1, weights["o"].shape[-1]).T,
-        "gate_up": jnp.concatenate([weights["gate"], weights["up"]], axis=1).T,
-        "down": weights["down"].T,
     }
+    if "router" in weights:  # experts stay as they are
+        return fused
+    gate_up = jnp.concatenate([fused.pop("gate"), fused.pop("up")], axis=1).T
+    return {**fused, "gate_up": gate_up, "down": weights["down"].T}
 
 
 @lru_cache(maxsize=16)

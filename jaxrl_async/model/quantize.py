@@ -35,7 +35,7 @@ def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
             init="ones",
         )
         for name, weight in table["layers"].items()
-        if _is_matrix(weight)
+        if _is_matrix(name, weight)
     }
     return {**table, "layers": {**table["layers"], **scales}}
 
@@ -46,7 +46,7 @@ def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
     layers: dict[str, Array] = {}
     for name, array in params["layers"].items():
         weight = table["layers"][name]
-        if _is_matrix(weight):
+        if _is_matrix(name, weight):
             layers[name], layers[name + SCALE] = _rounded(array, weight, kind)
         else:
             layers[name] = jnp.array(array, dtype, copy=True)
@@ -70,5 +70,5 @@ def _without(sizes: Any, weight: Weight) -> Any:
     return (*sizes[: inputs.start], *sizes[inputs.stop :])
 
 
-def _is_matrix(weight: Weight) -> bool:
-    return weight.init == "normal"
+def _is_matrix(name: str, weight: Weight) -> bool:
+    return weight.init == "normal" and name != "router"

@@ -41,6 +41,7 @@ from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import check_params, load_spec
+from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
@@ -538,6 +539,9 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
             out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
         )
         policy = Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
+    check_experts(policy.spec, slices.trainer, "mesh.trainer")
+    for mesh in slices.samplers:
+        check_experts(policy.spec, mesh, "mesh.sampler")
     check_vocabulary(tokenizer, policy.spec.vocab, config.model.path or "model.architecture")
     return policy
 

@@ -25,6 +25,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.moe import experts_on
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
@@ -345,6 +346,7 @@ class Engine:
             attend,
             dtype=self.dtype,
             mixed=self.mixed,
+            experts=experts_on(self.mesh, SAMPLER_RULES),
         )
         last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
         logits = decoder.next_logits(self.spec, weights.params, x[last], mixed=self.mixed)
@@ -504,7 +506,14 @@ class Engine:
         else:
             attend = self._attend_columns(loop, keys, values, context_pages)
         x = decoder.flat_forward(
-            self.spec, *weights, tokens, where, attend, dtype=self.dtype, mixed=self.mixed
+            self.spec,
+            *weights,
+            tokens,
+            where,
+            attend,
+            dtype=self.dtype,
+            mixed=self.mixed,
+            experts=experts_on(self.mesh, SAMPLER_RULES),
         )
         return loop._replace(
             step=loop.step + 1,

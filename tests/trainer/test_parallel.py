@@ -1,5 +1,6 @@
 """One device and every legal mesh of up to eight give the same loss, gradients and update."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -18,6 +19,13 @@ VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
     schema.Architecture(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB
 )
+ROUTED = ModelSpec.from_architecture(
+    schema.Architecture(
+        family="qwen3_moe", experts=8, experts_per_token=2,
+        layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
+    ),
+    VOCAB,
+)  # fmt: skip
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient: other ones divide each gradient by
 itself, and make whole steps of the rounding of those that are nearly 0."""
@@ -85,16 +93,30 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_device() -> dict[str, Any]:
-    params = init_params(DENSE, jax.random.key(0))
-    return {"params": params, **outcome(step_on(DENSE, {}), params)}
+def alone() -> Any:
+    """(random weights, what one device makes of them) of a model; computed once each."""
+
+    @functools.cache
+    def of(spec: ModelSpec) -> tuple[Any, Any]:
+        params = init_params(spec, jax.random.key(0))
+        return params, outcome(step_on(spec, {}), params)
+
+    return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", meshes("data", "fsdp", "context", "tensor"), ids=str)
-def test_every_mesh_learns_what_one_device_does(axes, one_device):
-    params = one_device["params"]
-    assert_same(
-        outcome(step_on(DENSE, axes), params),
-        {name: one_device[name] for name in ("loss", "gradients", "weights")},
-    )
+def test_every_mesh_learns_what_one_device_does(axes, alone):
+    params, wanted = alone(DENSE)
+    assert_same(outcome(step_on(DENSE, axes), params), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [m for m in meshes("data", "fsdp", "expert", "context", "tensor") if "expert" in m],
+    ids=str,
+)
+def test_every_mesh_learns_with_experts_what_one_device_does(axes, alone):
+    params, wanted = alone(ROUTED)
+    assert_same(outcome(step_on(ROUTED, axes), params), wanted)
