@@ -2,7 +2,8 @@
 
 import threading
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,7 +86,8 @@ def test_too_few_devices_are_named_with_the_way_out():
 # ---- TPU slices
 
 
-class Chip(NamedTuple):
+@dataclass(frozen=True)
+class Chip:
     """What a mesh asks of a TPU device."""
 
     slice_index: int
