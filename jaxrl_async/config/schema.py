@@ -93,13 +93,19 @@ class Axes(Section):
     """Copies of the weights, devices."""
     fsdp: Count = 1
     """Devices that share each weight and the optimizer state (fully sharded data parallel)."""
+    expert: Count = 1
+    """Devices that share the experts of each layer (expert parallel); rows are divided over it too.
+    Mixture of experts only."""
+    context: Count = 1
+    """Devices that share the length of each row (context parallel), for long sequences; the
+    trainer's only."""
     tensor: Count = 1
     """Devices that share each layer's heads and MLP columns (tensor parallel)."""
 
     @property
     def num_devices(self) -> int:
-        """data * fsdp * tensor."""
-        return self.data * self.fsdp * self.tensor
+        """data * fsdp * expert * context * tensor."""
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
 class Mesh(Section):
@@ -140,6 +146,16 @@ class Mesh(Section):
         return (trainer + samplers * each) // count
 
     @model_validator(mode="after")
+    def _sampler_has_no_context(self) -> "Mesh":
+        if self.sampler.context > 1:
+            raise ValueError(
+                f"mesh.sampler.context ({self.sampler.context}) must be 1: a sampler decodes one "
+                "token of each sequence at a time and has no length to share. Use "
+                "mesh.sampler.tensor, or mesh.samplers for several of them."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _same_devices(self) -> "Mesh":
         if self.colocated and self.trainer.num_devices != self.sampler.num_devices:
             raise ValueError(
@@ -158,7 +174,7 @@ class Mesh(Section):
 class Architecture(Section):
     """A decoder from scratch, with random weights; needed where model.path is not given."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "qwen3"
     """Family of the decoder: what has biases, norms on queries and keys, and RoPE scaling."""
     layers: Count = 4
     """Number of layers."""
@@ -171,11 +187,29 @@ class Architecture(Section):
     head_dim: Positive = 32
     """Width of a head."""
     mlp: Positive = 384
-    """Width of the MLP's inner layer."""
+    """Width of the MLP's inner layer, or of each expert's."""
+    experts: NonNegative = 0
+    """Experts in each layer, of family=qwen3_moe; 0: a dense MLP."""
+    experts_per_token: Positive = 2
+    """Experts that a token goes through, of those."""
     tied: bool = True
     """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding."""
+
+    @model_validator(mode="after")
+    def _routed(self) -> "Architecture":
+        if bool(self.experts) != (self.family == "qwen3_moe"):
+            raise ValueError(
+                f"model.architecture.experts ({self.experts}) and family ({self.family}) do not go "
+                "together: give a number of experts exactly with family=qwen3_moe."
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.architecture.experts_per_token ({self.experts_per_token}) must be at most "
+                f"model.architecture.experts ({self.experts})."
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> "Architecture":
@@ -474,14 +508,18 @@ class Trainer(Section):
     micro_batch_tokens: Positive = 4096
     """Tokens (padding included) in one forward and backward pass."""
     logprob_chunk: Positive = 1024
-    """Tokens whose logits exist at once."""
+    """Tokens of each device whose logits exist at once."""
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What lies in the hosts' memory while it is not used: AdamW's moments, which come to the
+    device for each update; the reference policy, which comes for a pass of its own before it."""
     max_skipped_steps: Positive = 3
     """Non-finite steps in a row that stop the run."""
 
 
 class Weights(Section):
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type that the sampler keeps the weights in; null: model.dtype."""
+    dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    """Type that is sent and that the sampler keeps the weights in; null: model.dtype. The last two:
+    the layers' matrices, each output with a scale; all else in model.dtype."""
     probe: bool = True
     """After each publish, compare the sampler's log-probs on a fixed sequence with the
     trainer's."""
@@ -489,6 +527,11 @@ class Weights(Section):
     """Largest allowed difference of those, nats."""
     checksum: bool = True
     """After each transfer, compare a checksum of every array on both sides before it is used."""
+
+    @property
+    def eight_bits(self) -> Literal["int8", "float8_e4m3fn"] | None:
+        """What the sampler's matrices are rounded to; None: they are not."""
+        return self.dtype if self.dtype in ("int8", "float8_e4m3fn") else None
 
 
 class Eval(Section):
@@ -624,7 +667,8 @@ class Config(Section):
         make this run."""
         if self.run.job != "rl":
             only = self.mesh.trainer
-            return Mesh(trainer=only, sampler=only, colocated=True).devices_of_process(count)
+            alike = Axes(data=only.num_devices)
+            return Mesh(trainer=only, sampler=alike, colocated=True).devices_of_process(count)
         if count == 1:
             return self.mesh.num_devices
         refused = {
@@ -752,6 +796,13 @@ class Config(Section):
                 f"trainer.row_length ({self.row_length}) is shorter than sampler.max_length "
                 f"({self.sampler.max_length}): long episodes could not be trained on. Raise it."
             )
+        context = self.mesh.trainer.context
+        if context > 1 and self.row_length % (2 * context):
+            raise ValueError(
+                f"trainer.row_length ({self.row_length}; null is sampler.max_length) must be a "
+                f"multiple of 2 * mesh.trainer.context ({2 * context}): each device takes two "
+                "equal parts of a row. Change one of them."
+            )
         if self.trainer.micro_batch_tokens < self.row_length:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one "
@@ -764,8 +815,21 @@ class Config(Section):
                 "go together: give a path exactly with teacher.source=path."
             )
         self._all_is_read()
+        if self.weights.eight_bits and self.weights.probe and self.weights.probe_tolerance < 0.01:
+            raise ValueError(
+                f"weights.dtype={self.weights.dtype} rounds the sampler's weights, so that its "
+                "log-probs on the probe differ from the trainer's by more than "
+                f"weights.probe_tolerance ({self.weights.probe_tolerance:g}). Raise it to about "
+                "0.5 nats, or set weights.probe=false."
+            )
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers
+        if "reference" in self.trainer.offload and (whole or not refers):
+            raise ValueError(
+                "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0) of "
+                "whose distributions only the drawn tokens matter (algorithm.kl not full). Leave "
+                "reference out of it, or change those."
+            )
         if whole and self.teacher.source != "none" and self.teacher.form == "loss":
             raise ValueError(
                 "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import AXES, TRAINER_RULES
+from jaxrl_async.mesh import TRAINER_RULES, make_mesh
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import (
     SEQUENCE_ATTENTION,
@@ -71,7 +71,7 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any) 
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.devices()[: data * fsdp * tensor]
-    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 # ---- whole sequences
@@ -129,7 +129,7 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
     inputs = packed(B=4, H=4, N=kv_heads)
     expected = outputs_and_gradients(reference, *inputs)
     with interpreted_kernels():
-        sharded = jax.jit(kernels.per_shard(kernels.splash, mesh_of(**axes)))
+        sharded = jax.jit(kernels.per_shard(kernels.splash, mesh_of(**axes), kernels.SPLASH_PART))
         got = outputs_and_gradients(sharded, *inputs)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -138,7 +138,7 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
 @pytest.mark.parametrize("sizes", [{"B": 3, "H": 4, "N": 2}, {"B": 4, "H": 3, "N": 1}])
 def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     inputs = packed(**sizes)
-    sharded = jax.jit(kernels.per_shard(reference, mesh_of(fsdp=2, tensor=2)))
+    sharded = jax.jit(kernels.per_shard(reference, mesh_of(fsdp=2, tensor=2), kernels.SPLASH_PART))
     np.testing.assert_allclose(sharded(*inputs), reference(*inputs), atol=1e-6)
 
 
