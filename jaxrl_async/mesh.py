@@ -2,6 +2,8 @@
 role."""
 
 import functools
+import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,12 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import MeshError
 
-AXES = ("data", "fsdp", "tensor")
+log = logging.getLogger(__name__)
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""From the one that communicates least to the one that does most: data alone crosses slices, and
+tensor lies on neighbouring chips."""
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -27,17 +34,26 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "batch": ("data", "fsdp"),
-    "length": None,
+    "expert": "expert",
+    "batch": ("data", "fsdp", "expert"),
+    "length": "context",
+    "tokens": ("context", "data", "fsdp", "expert"),
+    "looked_up": ("context", "data", "expert"),
 }
-"""Where each logical axis lies in the trainer: weights are shared over fsdp and tensor."""
+"""Where each logical axis lies in the trainer: weights are shared over fsdp, expert and tensor.
+
+tokens: rows and their lengths in one axis, in the order of model/layout.py; looked_up: the same
+where the embedding's columns lie over fsdp."""
 
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
     "embed": None,
-    "batch": ("data", "fsdp"),
+    "length": None,
+    "tokens": None,
+    "looked_up": None,
 }
-"""Where each logical axis lies in the sampler: weights over tensor only, slots over the rest."""
+"""Where each logical axis lies in the sampler: weights over tensor and expert only, slots over the
+rest."""
 
 
 class Slices(NamedTuple):
@@ -79,9 +95,10 @@ def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = Non
     samplers = section.samplers // len(hosts) if alone or not section.colocated else 0
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
+    of_trainer = [d for host in hosts for d in host[:count]]
     return Slices(
-        _mesh(section.trainer, [d for host in hosts for d in host[:count]]),
-        tuple(_mesh(section.sampler, here[start : start + each]) for start in starts),
+        make_mesh(section.trainer, of_trainer, reorder=alone or not samplers),
+        tuple(make_mesh(section.sampler, here[start : start + each]) for start in starts),
         section.colocated,
     )
 
@@ -104,8 +121,71 @@ def _check_hosts(section: schema.Mesh, hosts: Sequence[Sequence[jax.Device]]) ->
         )
 
 
-def _mesh(axes: schema.Axes, devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices).reshape(axes.data, axes.fsdp, axes.tensor), AXES)
+def make_mesh(axes: schema.Axes, devices: Sequence[jax.Device], *, reorder: bool = True) -> Mesh:
+    """A mesh of the devices, as arranged. Raises MeshError."""
+    return Mesh(arranged(axes, devices, reorder=reorder), AXES)
+
+
+def arranged(
+    axes: schema.Axes, devices: Sequence[jax.Device], *, reorder: bool = True
+) -> np.ndarray:
+    """The devices [data, fsdp, expert, context, tensor], in their own order but on TPU.
+
+    There, slices of a network between data centers (DCN) are divided over data alone, each slice a
+    block of it; MeshError where they cannot be. reorder: within a slice the axes follow its torus;
+    else they keep the order given, in which each process's devices lie together (its samplers take
+    their weights from them).
+    """
+    shape = tuple(getattr(axes, name) for name in AXES)
+    if devices[0].platform != "tpu":
+        return np.array(devices).reshape(shape)
+    numbers = [getattr(device, "slice_index", 0) for device in devices]
+    slices = [
+        [d for d, n in zip(devices, numbers, strict=True) if n == m] for m in sorted(set(numbers))
+    ]
+    if len({len(one) for one in slices}) > 1 or axes.data % len(slices):
+        raise MeshError(
+            f"{len(devices)} devices lie on {len(slices)} TPU slices, of "
+            f"{', '.join(str(len(one)) for one in slices)} devices, and only the axis data may span"
+            f" slices: it is {axes.data}. Make data a multiple of the number of slices, and take "
+            "as many devices of each."
+        )
+    each = (axes.data // len(slices), *shape[1:])
+    blocks = [_on_torus(one, each) if reorder else np.array(one).reshape(each) for one in slices]
+    return np.concatenate(blocks)
+
+
+def _on_torus(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """Devices of one slice so that neighbours on an axis are neighbours in the slice, where they
+    fill a box that can be divided so."""
+    if _is_box([(*d.coords, d.core_on_chip) for d in devices]):
+        try:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        except NotImplementedError as error:
+            log.info("no assignment of the axes to the torus: %s", error)
+    log.warning(
+        "the axes %s of %d TPU devices do not follow the slice's torus: collectives may be slow. "
+        "Give trainer and sampler sizes that divide it in boxes.",
+        shape,
+        len(devices),
+    )
+    return np.array(devices).reshape(shape)
+
+
+def _is_box(places: Sequence[tuple[int, ...]]) -> bool:
+    sides = [max(along) - min(along) + 1 for along in zip(*places, strict=True)]
+    return math.prod(sides) == len(set(places))
+
+
+def num_shards(mesh: Mesh, rules: Rules, axis: str) -> int:
+    """Ways that the rules divide a logical axis on a mesh."""
+    names = rules.get(axis) or ()
+    return math.prod(mesh.shape[n] for n in ((names,) if isinstance(names, str) else names))
+
+
+def batch_sharding(mesh: Mesh, rules: Rules = TRAINER_RULES) -> NamedSharding:
+    """Of arrays [rows, length, ...] that the mesh divides: rows over the batch's axes."""
+    return NamedSharding(mesh, PartitionSpec(rules["batch"], rules["length"]))
 
 
 def spec_for(
@@ -134,6 +214,21 @@ def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
         table,
         is_leaf=lambda w: hasattr(w, "axes"),
     )
+
+
+HOST, DEVICE = "pinned_host", "device"
+"""Kinds of memory: beside the host's processors, and beside the device's."""
+
+
+def in_memory(kind: str, tree: Any) -> Any:
+    """Arrays, or their shardings, in the host's or the device's memory, divided as before."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, NamedSharding):
+            return x.with_memory_kind(kind)
+        return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+    return jax.tree.map(one, tree)
 
 
 def put(tree: Any, sharding: Any) -> Any:

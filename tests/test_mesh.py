@@ -18,6 +18,7 @@ from jaxrl_async.mesh import (
     SAMPLER_RULES,
     TRAINER_RULES,
     Turns,
+    make_mesh,
     make_slices,
     shardings,
     spec_for,
@@ -31,7 +32,7 @@ SPEC = ModelSpec.from_architecture(
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.devices()[: data * fsdp * tensor]
-    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.Mesh:
@@ -43,8 +44,9 @@ def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.Mesh:
 
 def test_the_sampler_takes_the_devices_behind_the_trainers():
     slices = make_slices(section_of({"fsdp": 2, "tensor": 2}, {"data": 2}))
-    assert dict(slices.trainer.shape) == {"data": 1, "fsdp": 2, "tensor": 2}
-    assert dict(slices.sampler.shape) == {"data": 2, "fsdp": 1, "tensor": 1}
+    sizes = dict.fromkeys(AXES, 1)
+    assert dict(slices.trainer.shape) == sizes | {"fsdp": 2, "tensor": 2}
+    assert dict(slices.sampler.shape) == sizes | {"data": 2}
     assert list(slices.trainer.devices.flat) == jax.devices()[:4]
     assert list(slices.sampler.devices.flat) == jax.devices()[4:6]
     assert not slices.colocated

@@ -93,13 +93,19 @@ class Axes(Section):
     """Copies of the weights, devices."""
     fsdp: Count = 1
     """Devices that share each weight and the optimizer state (fully sharded data parallel)."""
+    expert: Count = 1
+    """Devices that share the experts of each layer (expert parallel); rows are divided over it too.
+    Mixture of experts only."""
+    context: Count = 1
+    """Devices that share the length of each row (context parallel), for long sequences; the
+    trainer's only."""
     tensor: Count = 1
     """Devices that share each layer's heads and MLP columns (tensor parallel)."""
 
     @property
     def num_devices(self) -> int:
-        """data * fsdp * tensor."""
-        return self.data * self.fsdp * self.tensor
+        """data * fsdp * expert * context * tensor."""
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
 class Mesh(Section):
@@ -138,6 +144,16 @@ class Mesh(Section):
                 "smaller and mesh.samplers more."
             )
         return (trainer + samplers * each) // count
+
+    @model_validator(mode="after")
+    def _sampler_has_no_context(self) -> "Mesh":
+        if self.sampler.context > 1:
+            raise ValueError(
+                f"mesh.sampler.context ({self.sampler.context}) must be 1: a sampler decodes one "
+                "token of each sequence at a time and has no length to share. Use "
+                "mesh.sampler.tensor, or mesh.samplers for several of them."
+            )
+        return self
 
     @model_validator(mode="after")
     def _same_devices(self) -> "Mesh":
@@ -475,6 +491,9 @@ class Trainer(Section):
     """Tokens (padding included) in one forward and backward pass."""
     logprob_chunk: Positive = 1024
     """Tokens whose logits exist at once."""
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What lies in the hosts' memory while it is not used: AdamW's moments, which come to the
+    device for each update; the reference policy, which comes for a pass of its own before it."""
     max_skipped_steps: Positive = 3
     """Non-finite steps in a row that stop the run."""
 
@@ -624,7 +643,8 @@ class Config(Section):
         make this run."""
         if self.run.job != "rl":
             only = self.mesh.trainer
-            return Mesh(trainer=only, sampler=only, colocated=True).devices_of_process(count)
+            alike = Axes(data=only.num_devices)
+            return Mesh(trainer=only, sampler=alike, colocated=True).devices_of_process(count)
         if count == 1:
             return self.mesh.num_devices
         refused = {
@@ -752,6 +772,13 @@ class Config(Section):
                 f"trainer.row_length ({self.row_length}) is shorter than sampler.max_length "
                 f"({self.sampler.max_length}): long episodes could not be trained on. Raise it."
             )
+        context = self.mesh.trainer.context
+        if context > 1 and self.row_length % (2 * context):
+            raise ValueError(
+                f"trainer.row_length ({self.row_length}; null is sampler.max_length) must be a "
+                f"multiple of 2 * mesh.trainer.context ({2 * context}): each device takes two "
+                "equal parts of a row. Change one of them."
+            )
         if self.trainer.micro_batch_tokens < self.row_length:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one "
@@ -766,6 +793,12 @@ class Config(Section):
         self._all_is_read()
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers
+        if "reference" in self.trainer.offload and (whole or not refers):
+            raise ValueError(
+                "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0) of "
+                "whose distributions only the drawn tokens matter (algorithm.kl not full). Leave "
+                "reference out of it, or change those."
+            )
         if whole and self.teacher.source != "none" and self.teacher.form == "loss":
             raise ValueError(
                 "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "

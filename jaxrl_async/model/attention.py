@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
+from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.layout import Layout
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
@@ -41,6 +44,13 @@ def causal_within_segments(segment_ids_BT: Array) -> Array:
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     real = (segment_ids_BT > 0)[:, None, :]
     return same & real & jnp.tril(jnp.ones((T, T), bool))
+
+
+def seen_from(q_segments: Array, kv_segments: Array, places: Array) -> Array:
+    """[B, t, T] bool: the same for queries at those places [t] of their rows."""
+    same = q_segments[:, :, None] == kv_segments[:, None, :]
+    real = (kv_segments > 0)[:, None, :]
+    return same & real & (places[:, None] >= jnp.arange(kv_segments.shape[1]))
 
 
 def reference(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
@@ -73,6 +83,32 @@ def ragged_paged_reference(
 
 # ---- the choice
 
+
+def _places(_: int, places: NDArray[np.int32], mesh: Mesh) -> tuple[Array, PartitionSpec]:
+    """Where a device's queries are in their rows: [devices, t]."""
+    return jnp.asarray(places), PartitionSpec("context", None)
+
+
+def _reference_part(
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, places: Array
+) -> Array:
+    return attend(q, k, v, seen_from(q_segments, kv_segments, places[0]))
+
+
+def _cudnn_part(
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, places: Array
+) -> Array:
+    visible = seen_from(q_segments, kv_segments, places[0])
+    return kernels.cudnn_masked(q, k, v, visible)
+
+
+PART_ATTENTION = {
+    "reference": kernels.PartAttention(_places, _reference_part),
+    "splash": kernels.SPLASH_PART,
+    "cudnn": kernels.PartAttention(_places, _cudnn_part),
+}
+"""The same where the length of the rows is divided."""
+
 SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": reference,
     "splash": kernels.splash,
@@ -97,17 +133,16 @@ def sequence_attention(
         )
     if problem := obstacle(name, device, dtype, head_dim):
         raise ConfigError(f"model.attention={name} {problem}")
-    function = SEQUENCE_ATTENTION[name]
-    return function if name == "reference" else kernels.per_shard(function, mesh)
+    return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
 def decoder_settings(
     mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
 ) -> dict[str, Any]:
     """Keywords of the functions over a decoder that a program on this mesh calls: dtype, attention
-    by name, and more. ConfigError as sequence_attention."""
+    by name, layout and more. ConfigError as sequence_attention."""
     chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
-    return {"dtype": dtype, "attention": chosen, **more}
+    return {"dtype": dtype, "attention": chosen, "layout": Layout(mesh), **more}
 
 
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:

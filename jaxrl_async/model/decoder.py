@@ -25,6 +25,7 @@ from jaxrl_async.model.layers import (
     rms_norm,
     rope_angles,
 )
+from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 UNROLL = 4
@@ -48,9 +49,11 @@ def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params
     )
 
 
-def output_head(spec: ModelSpec, params: Params) -> Array:
-    """[D, V]: the output head, or the embedding transposed where they are tied."""
-    return params["embed"].T if spec.tied else params["lm_head"]
+def output_head(spec: ModelSpec, params: Params, layout: Layout = ONE_DEVICE) -> Array:
+    """[D, V]: the output head, or the embedding transposed where they are tied; what fsdp shares
+    of it is gathered."""
+    head = params["embed"].T if spec.tied else params["lm_head"]
+    return layout.gathered(head, ("embed", "vocab"))
 
 
 def hidden_states(
@@ -66,21 +69,41 @@ def hidden_states(
 ) -> Array:
     """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
     padding."""
-    B, T = token_ids.shape
-    cos, sin = rope_angles(spec, positions.reshape(-1))
+    arrays = (token_ids, positions, segment_ids)
+    x = token_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)
+    return x.reshape(*token_ids.shape, -1)
 
-    # Tokens in one flat axis outside attention: the gradient of [B, T, D] @ W is 3x slower on CPU.
+
+def token_states(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+    layout: Layout = ONE_DEVICE,
+) -> Array:
+    """The same as tokens [B * T, D] in the order of the layout, which the attention must share."""
+    B = token_ids.shape[0]
+    cos, sin = rope_angles(spec, layout.flat(positions))
+    segments = layout.unfold(layout.flat(segment_ids), B)
+    axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
+
     def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
+        weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
         layer = nnx.merge(layer_graph(spec), weights)
-        q, k, v = (a.reshape(B, T, *a.shape[1:]) for a in layer.qkv(x, cos, sin))
-        attended = attention(q, k, v, segment_ids)
-        return layer.finish(x, attended.reshape(B * T, *attended.shape[2:])), None
+        q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
+        attended = attention(q, k, v, segments)
+        return layout.place(layer.finish(x, layout.fold(attended)), "tokens", None), None
 
-    x = _embed(params, token_ids.reshape(-1), dtype)
+    x = _looked_up(params, layout.flat(token_ids), dtype, layout)
     x, _ = jax.lax.scan(
         _remat(one_layer, remat), x, params["layers"], unroll=min(spec.layers, UNROLL)
     )
-    return _final_norm(spec, params, x).reshape(B, T, -1)
+    return _final_norm(spec, params, x)
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
@@ -121,6 +144,13 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
         return product(_final_norm(spec, params, x), output_head(spec, params), mixed=True)
     head = output_head(spec, params).astype(x.dtype)
     return jnp.matmul(_final_norm(spec, params, x), head, preferred_element_type=jnp.float32)
+
+
+def _looked_up(params: Params, token_ids: Array, dtype: Any, layout: Layout) -> Array:
+    """Embeddings of the layout's tokens [n] -> [n, D]. Each device looks up its columns for all the
+    tokens that fsdp shares, and gives the tokens away: less than the whole table moves."""
+    x = _embed(params, layout.place(token_ids, "looked_up"), dtype)
+    return layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
 
 
 def _embed(params: Params, token_ids: Array, dtype: Any) -> Array:

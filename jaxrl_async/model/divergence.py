@@ -14,9 +14,10 @@ from jax import Array
 from jax.scipy.special import logsumexp
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.decoder import Params, output_head, token_states
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.logprobs import after, before, logits_of, over_chunks, placed
+from jaxrl_async.model.layout import ONE_DEVICE, Layout
+from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
 Kind = Literal["forward", "reverse", "js"]
@@ -99,6 +100,7 @@ def chunked_divergence(
     beta: float = 0.5,
     chunk: int,
     temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
 ) -> TokenDivergence:
     """Log-prob of each target, entropy, and divergence to the other policy; [tokens] float32 each.
 
@@ -114,7 +116,7 @@ def chunked_divergence(
         return TokenDivergence(drawn, entropy_of(logprobs), measure(logprobs, others))
 
     inputs = (hidden, jax.lax.stop_gradient(other_hidden), targets)
-    return over_chunks(one_chunk, inputs, chunk=chunk)
+    return over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
 
 
 # ---- of a packed batch
@@ -136,6 +138,7 @@ def chunked_over_vocab(
     attention: SequenceAttention = reference,
     chunk: int = 1024,
     temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
 ) -> TokenDivergence:
     """At t: of the distribution that token t is drawn from, as token_logprobs places them.
 
@@ -146,18 +149,20 @@ def chunked_over_vocab(
     arrays = (token_ids, positions, segment_ids)
     other_spec = other_spec or spec
     assert other_spec.vocab == spec.vocab, "a divergence needs one vocabulary"
+    how: dict[str, Any] = {"dtype": dtype, "attention": attention, "layout": layout}
     measured = chunked_divergence(
-        before(hidden_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)),
-        output_head(spec, params),
-        before(hidden_states(other_spec, other_params, *arrays, dtype=dtype, attention=attention)),
-        output_head(other_spec, other_params),
-        after(token_ids),
+        token_states(spec, params, *arrays, remat=remat, **how),
+        output_head(spec, params, layout),
+        token_states(other_spec, other_params, *arrays, **how),
+        output_head(other_spec, other_params, layout),
+        after(token_ids, layout),
         kind=kind,
         beta=beta,
         chunk=chunk,
         temperature=temperature,
+        layout=layout,
     )
-    return TokenDivergence(*(placed(values, segment_ids) for values in measured))
+    return TokenDivergence(*(placed(values, segment_ids, layout) for values in measured))
 
 
 def top_logprobs(
@@ -172,22 +177,24 @@ def top_logprobs(
     attention: SequenceAttention = reference,
     chunk: int = 1024,
     temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """At t: the k likeliest tokens there and their log-probs, likeliest first.
 
     [B, T] inputs -> [B, T, k] int32 and float32; 0 where a segment starts and in padding.
     """
-    head = output_head(spec, params)
+    head = output_head(spec, params, layout)
 
     def one_chunk(x: Array) -> tuple[Array, Array]:
         logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, temperature), k)
         return ids.astype(jnp.int32), logprobs
 
-    hidden = hidden_states(
-        spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=attention
-    )
-    ids, logprobs = over_chunks(one_chunk, (before(hidden),), chunk=chunk)
-    return placed(ids, segment_ids), placed(logprobs, segment_ids)
+    hidden = token_states(
+        spec, params, token_ids, positions, segment_ids,
+        dtype=dtype, attention=attention, layout=layout,
+    )  # fmt: skip
+    ids, logprobs = over_chunks(one_chunk, (hidden,), chunk=chunk, layout=layout)
+    return placed(ids, segment_ids, layout), placed(logprobs, segment_ids, layout)
 
 
 # ---- few outcomes and the rest

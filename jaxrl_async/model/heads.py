@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, hidden_states
+from jaxrl_async.model.decoder import Params, token_states
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import initial
-from jaxrl_async.model.logprobs import before, placed
+from jaxrl_async.model.layout import ONE_DEVICE, Layout
+from jaxrl_async.model.logprobs import placed
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 Head = Literal["value", "reward"]
@@ -71,15 +72,17 @@ def token_scores(
     dtype: Any = jnp.float32,
     remat: str = "none",
     attention: SequenceAttention = reference,
+    layout: Layout = ONE_DEVICE,
 ) -> Array:
     """The head at every token, having seen it: [B, T] float32; anything in padding."""
-    hidden = hidden_states(
+    hidden = token_states(
         spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, remat=remat, attention=attention,
+        dtype=dtype, remat=remat, attention=attention, layout=layout,
     )  # fmt: skip
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
-    scores = hidden.astype(jnp.float32) @ head["kernel"]
-    return scores + head["bias"] if "bias" in head else scores
+    scores = hidden.astype(jnp.float32) @ layout.gathered(head["kernel"], ("embed",))
+    scores = scores + head["bias"] if "bias" in head else scores
+    return layout.rows(scores, token_ids.shape[0])
 
 
 def token_values(
@@ -96,7 +99,7 @@ def token_values(
     padding. Keywords as token_scores.
     """
     scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    return placed(before(scores), segment_ids)
+    return placed(scores.reshape(-1), segment_ids)
 
 
 def sequence_scores(

@@ -7,17 +7,20 @@ heads (`per_shard`).
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, spec_for
+from jaxrl_async.model.layout import Layout, natural
 
 LANES = 128
 """Width of a TPU vector register: head widths and block lengths are counted in it."""
@@ -33,6 +36,19 @@ RAGGED_KV_BYTES = 4 * 2**20
 SequenceAttention = Callable[[Array, Array, Array, Array], Array]
 """(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
 queries, causal within a segment. Rows of segment 0 (padding) hold any finite numbers."""
+
+
+class PartAttention(NamedTuple):
+    """The same for some queries of each row against all of its keys.
+
+    prepare   (query heads, places [devices, t] of the queries in their rows) -> constants, and how
+              they are divided over the axis context
+    attend    (q [B, t, H, K], k and v [B, T, N, K], segment ids of the queries [B, t] and of the
+              keys [B, T], one device's constants) -> [B, t, H, K]
+    """
+
+    prepare: Callable[[int, NDArray[np.int32], Mesh], tuple[Any, Any]]
+    attend: Callable[[Array, Array, Array, Array, Array, Any], Array]
 
 
 # ---- whole sequences
@@ -78,6 +94,47 @@ def splash_block(length: int) -> int:
     return max(b for b in blocks if _rounded_up(length, b) <= fits)
 
 
+def _splash_part_kernel(heads: int, places: NDArray[np.int32], mesh: Mesh) -> tuple[Any, Any]:
+    """The kernel of all devices, which holds the blocks of each one's mask, and its division.
+
+    Queries are padded to whole blocks on each device, at the place of its last one.
+    """
+    ways, t = places.shape
+    block = splash_block(t)
+    places = np.pad(places, ((0, 0), (0, -t % block)), mode="edge")
+    causal = splash_lib.CausalMask((places.size, _rounded_up(ways * t, block)))
+    causal.q_sequence = places.reshape(-1)
+    kernel = splash_lib.make_splash_mha(
+        splash_lib.MultiHeadMask([causal] * heads),
+        block_sizes=_equal_blocks(block),
+        head_shards=1,
+        q_seq_shards=ways,
+    )
+    over_queries = NamedSharding(mesh, PartitionSpec(None, "context"))
+    return kernel, kernel.manual_sharding_spec(over_queries)
+
+
+def _splash_part(
+    q_BtHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    q_segments: Array,
+    kv_segments: Array,
+    kernel: Any,
+) -> Array:
+    block, (t, K) = splash_block(q_BtHK.shape[1]), q_BtHK.shape[1::2]
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0) for _ in x.shape[2:])))
+
+    q, k, v = (jnp.swapaxes(padded(x), 1, 2) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
+    segments = splash_lib.SegmentIds(padded(q_segments), padded(kv_segments))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :t]
+
+
+SPLASH_PART = PartAttention(_splash_part_kernel, _splash_part)
+
+
 def _equal_blocks(block: int) -> splash_lib.BlockSizes:
     """The same block in the forward and both backward kernels."""
     return splash_lib.BlockSizes(
@@ -115,31 +172,78 @@ def cudnn(
     return out[:, :T]
 
 
-def per_shard(function: SequenceAttention, mesh: Mesh | None) -> SequenceAttention:
-    """`function` on each device's own rows and heads: rows over (data, fsdp), heads over tensor.
+def cudnn_masked(
+    q_BtHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    visible_BtT: Array,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """The same of any queries and keys, of which visible says who sees whom; no block is
+    skipped. Lengths are padded to multiples of 8."""
+    t, T = visible_BtT.shape[1:]
+    end = (0, -t % 8), (0, -T % 8)
+    q = jnp.pad(q_BtHK, ((0, 0), end[0], (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), end[1], (0, 0), (0, 0))) for x in (k_BTNK, v_BTNK))
+    mask = jnp.pad(visible_BtT, ((0, 0), *end))[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)[:, :t]
 
-    What an axis does not divide is computed whole on each of its devices. Where tensor divides the
-    query heads but not the kv heads, kv heads are repeated until it does.
+
+def per_shard(
+    function: SequenceAttention, mesh: Mesh | None, part: PartAttention
+) -> SequenceAttention:
+    """`function` on each device's own rows and heads: rows over the batch's axes, heads over
+    tensor; where context divides the rows' lengths, `part` for its own queries.
+
+    Keys and values are then gathered over context (their gradients summed into the shares): once a
+    layer, [rows, length, kv heads, head width] on each device while the layer computes. Rows are in
+    the own order of Layout(mesh). What an axis does not divide is computed whole on each of its
+    devices. Where tensor divides the query heads but not the kv heads, kv heads are repeated until
+    it does.
     """
     if mesh is None or mesh.size == 1:
         return function
 
     def sharded(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
-        axes = ("batch", "length", "heads", "head_dim")
+        layout, (T, H) = Layout(mesh), q_BTHK.shape[1:3]
+        ways = layout.ways(T)
+        axes = ("batch", "length" if ways > 1 else None, "heads", "head_dim")
         heads = spec_for(q_BTHK.shape, axes, mesh, TRAINER_RULES)
-        rows = PartitionSpec(heads[0], None)
-        copies = kv_copies(q_BTHK.shape[2], k_BTNK.shape[2], mesh.shape["tensor"])
+        rows = PartitionSpec(*heads[:2])
+        copies = kv_copies(H, k_BTNK.shape[2], mesh.shape["tensor"])
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTNK, v_BTNK))
-        local = jax.shard_map(
-            function,
+        local: Callable[..., Array] = function
+        constants: tuple[Any, ...] = ()
+        of_constants: tuple[Any, ...] = ()
+        if ways > 1:
+            local_heads = H // (mesh.shape["tensor"] if heads[2] else 1)
+            places = layout.order(T).reshape(ways, -1)
+            one, spec = part.prepare(local_heads, places, mesh)
+            local, constants, of_constants = _gathering(part, ways), (one,), (spec,)
+        run = jax.shard_map(
+            local,
             mesh=mesh,
-            in_specs=(heads, heads, heads, rows),
+            in_specs=(heads, heads, heads, rows, *of_constants),
             out_specs=heads,
             check_vma=False,  # a pallas_call does not say over which axes its result varies
         )
-        return local(q_BTHK, k, v, segment_ids_BT)
+        return run(q_BTHK, k, v, segment_ids_BT, *constants)
 
     return sharded
+
+
+def _gathering(part: PartAttention, ways: int) -> Callable[..., Array]:
+    """`part` on one device, which first gets the keys and values of the others."""
+
+    def local(q: Array, k: Array, v: Array, segments: Array, constants: Any) -> Array:
+        k, v, all_segments = (
+            natural(jax.lax.all_gather(x, "context", axis=1, tiled=True), ways)
+            for x in (k, v, segments)
+        )
+        return part.attend(q, k, v, segments, all_segments, constants)
+
+    return local
 
 
 def kv_copies(heads: int, kv_heads: int, ways: int) -> int:

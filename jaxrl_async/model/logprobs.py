@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.decoder import Params, output_head, token_states
 from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec
 
 REFUSED = -1e30
@@ -31,6 +32,7 @@ def chunked_logprobs(
     chunk: int,
     temperature: float = 1.0,
     kept: Array | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """Log-prob of each target and entropy of its distribution, nats.
 
@@ -38,7 +40,7 @@ def chunked_logprobs(
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
     [tokens, ceil(V / 8)] uint8, little-endian; None: over all.
     Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
-    at once in either pass.
+    at once on a device in either pass.
     """
 
     def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
@@ -49,7 +51,8 @@ def chunked_logprobs(
         entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
         return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], entropy
 
-    logprobs, entropy = over_chunks(one_chunk, (hidden, targets, kept), chunk=chunk)
+    inputs = (hidden, targets, kept)
+    logprobs, entropy = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
     return logprobs, entropy
 
 
@@ -58,26 +61,42 @@ def logits_of(hidden: Array, head: Array) -> Array:
     return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def over_chunks(function: Callable[..., Any], inputs: tuple[Any, ...], *, chunk: int) -> Any:
-    """function(*inputs) over at most `chunk` tokens at once; every array has tokens on axis 0.
+def over_chunks(
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    *,
+    chunk: int,
+    layout: Layout = ONE_DEVICE,
+) -> Any:
+    """function(*inputs) over at most `chunk` tokens of each device at once; every array has tokens
+    on axis 0, in the order of the layout.
 
     The backward pass computes a chunk again, so what exists inside `function` never exists for more
     than one chunk in either pass.
     """
     tokens = jax.tree.leaves(inputs)[0].shape[0]
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
+    ways = layout.token_ways(tokens)
+    each = tokens // ways
+    chunk = min(chunk, each)
+    padding = -each % chunk
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
-        return padded.reshape(-1, chunk, *x.shape[1:])
+        """[tokens, ...] -> [chunks, ways * chunk, ...]: of every device some of its own."""
+        own = x.reshape(ways, each, *x.shape[1:])
+        own = jnp.pad(own, ((0, 0), (0, padding), *((0, 0) for _ in x.shape[1:])))
+        parts = jnp.moveaxis(own.reshape(ways, -1, chunk, *x.shape[1:]), 1, 0)
+        return layout.place(parts.reshape(-1, ways * chunk, *x.shape[1:]), None, "tokens")
+
+    def together(x: Array) -> Array:
+        own = jnp.moveaxis(x.reshape(-1, ways, chunk, *x.shape[2:]), 0, 1)
+        own = own.reshape(ways, -1, *x.shape[2:])[:, :each]
+        return layout.place(own.reshape(tokens, *x.shape[2:]), "tokens")
 
     one_chunk = jax.checkpoint(lambda parts: function(*parts))
     parts = jax.tree.map(split, inputs)
-    if tokens <= chunk:
+    if each <= chunk:
         return one_chunk(jax.tree.map(lambda x: x[0], parts))
-    out = jax.lax.map(one_chunk, parts)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
+    return jax.tree.map(together, jax.lax.map(one_chunk, parts))
 
 
 def unpacked(bits: Array, vocab: int) -> Array:
@@ -99,13 +118,14 @@ def token_logprobs(
     chunk: int = 1024,
     temperature: float = 1.0,
     kept: Array | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """At t: log-prob of token t from the logits at t - 1, and that distribution's entropy.
 
     [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding. kept [B, T,
     ceil(vocab / 8)] uint8: at t, what token t could be drawn from; None: the whole vocabulary.
     """
-    hidden = hidden_states(
+    hidden = token_states(
         spec,
         params,
         token_ids,
@@ -114,16 +134,18 @@ def token_logprobs(
         dtype=dtype,
         remat=remat,
         attention=attention,
+        layout=layout,
     )
     logprobs, entropy = chunked_logprobs(
-        before(hidden),
-        output_head(spec, params),
-        after(token_ids),
+        hidden,
+        output_head(spec, params, layout),
+        after(token_ids, layout),
         chunk=chunk,
         temperature=temperature,
-        kept=None if kept is None else after(kept),
+        kept=None if kept is None else after(kept, layout),
+        layout=layout,
     )
-    return placed(logprobs, segment_ids), placed(entropy, segment_ids)
+    return placed(logprobs, segment_ids, layout), placed(entropy, segment_ids, layout)
 
 
 def greedy_matches(
@@ -136,43 +158,42 @@ def greedy_matches(
     dtype: Any = jnp.float32,
     attention: SequenceAttention = reference,
     chunk: int = 1024,
+    layout: Layout = ONE_DEVICE,
 ) -> Array:
     """At t: whether token t is the likeliest one after those before it.
 
     [B, T] inputs -> [B, T] bool; False where a segment starts and in padding. Where all tokens of
     an answer match, greedy decoding gives exactly this answer.
     """
-    hidden = hidden_states(
-        spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=attention
-    )
-    head = output_head(spec, params)
+    hidden = token_states(
+        spec, params, token_ids, positions, segment_ids,
+        dtype=dtype, attention=attention, layout=layout,
+    )  # fmt: skip
+    head = output_head(spec, params, layout)
 
     def one_chunk(x: Array, target: Array) -> Array:
         logits = logits_of(x, head)
         return jnp.take_along_axis(logits, target[:, None], -1)[:, 0] >= jnp.max(logits, axis=-1)
 
-    inputs = (before(hidden), after(token_ids))
-    return placed(over_chunks(one_chunk, inputs, chunk=chunk), segment_ids)
+    inputs = (hidden, after(token_ids, layout))
+    return placed(over_chunks(one_chunk, inputs, chunk=chunk, layout=layout), segment_ids, layout)
 
 
 # ---- a packed batch's tokens in one list, and back
 
 
-def before(values: Array) -> Array:
-    """[B, T, ...] -> [B * (T - 1), ...]: what each token but a row's first was drawn from."""
-    return values[:, :-1].reshape(-1, *values.shape[2:])
+def after(values: Array, layout: Layout = ONE_DEVICE) -> Array:
+    """[B, T, ...] -> tokens [B * T, ...] of the layout: what is said of the token behind each; 0
+    behind a row's last."""
+    rest = ((0, 0) for _ in values.shape[2:])
+    return layout.flat(jnp.pad(values[:, 1:], ((0, 0), (0, 1), *rest)))
 
 
-def after(values: Array) -> Array:
-    """[B, T, ...] -> [B * (T - 1), ...]: what is said of each token but a row's first."""
-    return values[:, 1:].reshape(-1, *values.shape[2:])
-
-
-def placed(values: Array, segment_ids: Array) -> Array:
-    """[B * (T - 1), ...] of `before` -> [B, T, ...]: 0 where a segment starts and in padding."""
-    B, T = segment_ids.shape
+def placed(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
+    """Tokens [B * T, ...] of the layout -> [B, T, ...]: what each token found out of the one behind
+    it, placed there; 0 where a segment starts and in padding."""
     follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    values = values.reshape(B, T - 1, *values.shape[1:])
-    follows = follows.reshape(B, T - 1, *(1 for _ in values.shape[2:]))
+    values = layout.rows(values, segment_ids.shape[0])[:, :-1]
+    follows = follows.reshape(*follows.shape, *(1 for _ in values.shape[2:]))
     kept = jnp.where(follows, values, jnp.zeros((), values.dtype))
     return jnp.pad(kept, ((0, 0), (1, 0), *((0, 0) for _ in values.shape[2:])))

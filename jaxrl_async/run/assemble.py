@@ -615,6 +615,7 @@ def make_learner(
         reference=config.reference,
         critic_warmup=config.critic.warmup_steps,
         mask_vocab=policy.spec.vocab if keep_mask else None,
+        offload_reference="reference" in config.trainer.offload,
         seed=config.run.seed,
     )
 

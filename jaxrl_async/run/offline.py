@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config, Mesh
+from jaxrl_async.config.schema import Axes, Config, Mesh
 from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
 from jaxrl_async.data.preferences import mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -129,7 +129,8 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lo
 
 def trainer_only(mesh: Mesh) -> Mesh:
     """The same mesh without sampler: the jobs here use the trainer's slice alone."""
-    return Mesh(trainer=mesh.trainer, sampler=mesh.trainer, colocated=True)
+    alike = Axes(data=mesh.trainer.num_devices)
+    return Mesh(trainer=mesh.trainer, sampler=alike, colocated=True)
 
 
 # ---- the jobs

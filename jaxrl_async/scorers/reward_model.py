@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config.schema import Model, Reward
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
-from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, shardings
-from jaxrl_async.model.attention import sequence_attention
+from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, batch_sharding, num_shards, shardings
+from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
@@ -51,14 +51,12 @@ class RewardModel:
     ) -> None:
         """params: on the mesh. turns: shared with whoever else runs programs on these devices."""
         self._params, self._turns = params, turns
-        self._num_row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
-        chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=spec.head_dim)
+        self._num_row_shards = num_shards(mesh, TRAINER_RULES, "batch")
+        self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
+        how = decoder_settings(mesh, spec.head_dim, dtype=dtype, attention=attention)
 
         def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
-            each = sequence_scores(
-                spec, params, token_ids, positions, segment_ids, dtype=dtype, attention=chosen
-            )
+            each = sequence_scores(spec, params, token_ids, positions, segment_ids, **how)
             return jnp.sum(each, axis=1)
 
         self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -70,6 +68,7 @@ class RewardModel:
         """
         rows = padded(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
         length = padded(max(map(len, sequences)), SHORTEST)
+        length += -length % self._parts
         token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
         for row, sequence in enumerate(sequences):
             token_ids[row, : len(sequence)] = sequence

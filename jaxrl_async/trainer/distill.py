@@ -22,7 +22,7 @@ from jax.scipy.special import logsumexp
 from jax.typing import ArrayLike
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, hidden_states, output_head
+from jaxrl_async.model.decoder import Params, output_head, token_states
 from jaxrl_async.model.divergence import (
     Kind,
     TokenDivergence,
@@ -32,7 +32,8 @@ from jaxrl_async.model.divergence import (
     lumped,
 )
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.logprobs import after, before, over_chunks, placed
+from jaxrl_async.model.layout import ONE_DEVICE, Layout
+from jaxrl_async.model.logprobs import after, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
 MIN_REST = 1e-7
@@ -129,16 +130,17 @@ def distill_rows(
     attention: SequenceAttention = reference,
     chunk: int = 1024,
     temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
 ) -> TokenDivergence:
     """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] each, nats.
 
     teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. Log-probs
     and entropy are the student's. 0 where a segment starts and in padding.
     """
-    head, measure = output_head(spec, params), divergence_of(kind, beta)
-    hidden = hidden_states(
+    head, measure = output_head(spec, params, layout), divergence_of(kind, beta)
+    hidden = token_states(
         spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, remat=remat, attention=attention,
+        dtype=dtype, remat=remat, attention=attention, layout=layout,
     )  # fmt: skip
 
     def one_chunk(x: Array, target: Array, ids: Array, logprobs: Array) -> TokenDivergence:
@@ -147,6 +149,6 @@ def distill_rows(
         apart = measure(*_outcomes(student, ids, logprobs))
         return TokenDivergence(drawn, entropy_of(student), apart)
 
-    inputs = (before(hidden), *(after(a) for a in (token_ids, teacher_ids, teacher_logprobs)))
-    found = over_chunks(one_chunk, inputs, chunk=chunk)
-    return TokenDivergence(*(placed(values, segment_ids) for values in found))
+    said = (after(a, layout) for a in (token_ids, teacher_ids, teacher_logprobs))
+    found = over_chunks(one_chunk, (hidden, *said), chunk=chunk, layout=layout)
+    return TokenDivergence(*(placed(values, segment_ids, layout) for values in found))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
-from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.mesh import DEVICE, HOST, NO_TURNS, in_memory
 from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.distill import teacher_advantages
@@ -81,9 +81,11 @@ class Learner:
         reference: schema.Reference | None = None,
         critic_warmup: int = 0,
         mask_vocab: int | None = None,
+        offload_reference: bool = False,
         seed: int = 0,
     ) -> None:
-        """mask_vocab: as in pack.pack. critic_warmup: steps in which only the critic learns."""
+        """mask_vocab: as in pack.pack. critic_warmup: steps in which only the critic learns.
+        offload_reference: it lies in the host's memory, and its log-probs are taken beforehand."""
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
@@ -91,7 +93,8 @@ class Learner:
         self._moves = reference or schema.Reference()
         self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
         self._mask_vocab, self._pairs_taken = mask_vocab, 0
-        self.reference, self.teacher = companions.reference, companions.teacher
+        self._offloads = offload_reference
+        self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
         loss = schema.name_of(algorithm.loss)
@@ -197,8 +200,8 @@ class Learner:
         updates = algorithm.epochs * algorithm.minibatches
         if has.own_pass is not None and (updates > 1 or in_reward or self._needs_covariance):
             found["proximal"] = has.own_pass.logprobs(self.state.params, batch, turns)
-        if has.own_pass is not None and in_reward:
-            found["reference"] = has.own_pass.logprobs(self.reference, batch, turns)
+        if has.own_pass is not None and (in_reward or self._offloads):
+            found["reference"] = has.own_pass.logprobs(self._fetched(), batch, turns)
         if has.teacher_pass is not None and advised:
             found["teacher"] = has.teacher_pass.logprobs(self.teacher, batch, turns)
         if has.critic is not None and self.critic_state is not None:
@@ -212,7 +215,7 @@ class Learner:
         data, told = shaped.data, dict[str, float]()
         if "values" in found:
             data = replace(data, values=_by_group(unpacked(batch, found["values"]), data.groups))
-        if "reference" in found:
+        if "reference" in found and self._algorithm.kl_in == "reward":
             penalty = self.coefficients.kl * self._divergence(batch, found)
             data, told = _less(data, batch, penalty, self._algorithm.advantage)
         return data, told
@@ -254,6 +257,8 @@ class Learner:
         turns: AbstractContextManager[Any],
     ) -> Columns:
         columns = Columns(proximal_logprobs=found.get("proximal"))
+        if self._offloads:
+            columns = columns._replace(reference_logprobs=found["reference"])
         if self._needs_covariance:
             rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
             columns = columns._replace(covariance_rank=rank)
@@ -279,7 +284,7 @@ class Learner:
         how: dict[str, Any] = {
             "version": version,
             "coefficients": self.coefficients,
-            "reference_params": self.reference,
+            "reference_params": None if self._offloads else self.reference,
             "teacher_params": self.teacher if whole_teacher else None,
             "turns": turns,
         }
@@ -342,11 +347,20 @@ class Learner:
         if not stats.get("critic/warming"):
             self._steer(stats)
         if self.reference is not None and moves.ema:
-            self.reference = self._follow(self.reference, self.state.params, moves.ema)
+            moved = self._follow(self._fetched(), self.state.params, moves.ema)
+            self.reference = self._stored(moved)
         if self.reference is not None and _is_due(version, moves.refresh_every):
-            self.reference = copied(self.state.params)
+            self.reference = self._stored(copied(self.state.params))
         if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
             self.teacher = copied(self.state.params)
+
+    def _stored(self, reference: Any) -> Any:
+        """The reference where it lies between two uses."""
+        return in_memory(HOST, reference) if self._offloads else reference
+
+    def _fetched(self) -> Any:
+        """The reference where programs can use it."""
+        return in_memory(DEVICE, self.reference) if self._offloads else self.reference
 
 
 def _measured(stats: Mapping[str, float], key: str) -> float | None:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from jaxrl_async.mesh import NO_TURNS, put, whole
+from jaxrl_async.mesh import NO_TURNS, batch_sharding, put, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
@@ -41,7 +41,7 @@ class LogprobPass:
     ) -> None:
         """temperature: the sampler's (0 counts as 1); top_k: what `top` gives."""
         self.spec, self._micro_rows, self._top_k = spec, micro_rows, top_k
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+        self._rows = batch_sharding(mesh)
         self._settings = decoder_settings(
             mesh,
             spec.head_dim,

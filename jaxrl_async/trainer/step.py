@@ -37,7 +37,7 @@ from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the devices; [rows, length] each, rows over (data, fsdp)."""
+    """A micro-batch on the devices; [rows, length] each, divided as mesh.batch_sharding says."""
 
     token_ids: Array
     positions: Array
@@ -49,6 +49,7 @@ class DeviceBatch(NamedTuple):
     weights: Array  # float32, from `aggregate`
     supervised_weights: Array | None = None  # float32, of -log policy: worked answers mixed in
     proximal_logprobs: Array | None = None  # these and below: as in Columns
+    reference_logprobs: Array | None = None
     covariance_rank: Array | None = None
     teacher_ids: Array | None = None
     teacher_logprobs: Array | None = None
@@ -59,6 +60,7 @@ class Columns(NamedTuple):
     """What was found out about a batch before its update: host arrays [rows, length, ...]."""
 
     proximal_logprobs: FloatArray | None = None  # of the weights at the start of the step
+    reference_logprobs: FloatArray | None = None  # where the reference is not on the device
     covariance_rank: FloatArray | None = None  # as in losses.TokenInputs
     teacher_ids: IntArray | None = None  # [rows, length, k] the teacher's likeliest tokens
     teacher_logprobs: FloatArray | None = None  # [rows, length, k]
@@ -272,6 +274,8 @@ class TrainStep:
 
     def _compared(self, x: TokenInputs, micro: DeviceBatch, context: Context) -> TokenInputs:
         """The same with the reference's log-probs, where there is one."""
+        if micro.reference_logprobs is not None:
+            return x._replace(reference_logprobs=micro.reference_logprobs)
         if context.reference_params is None or self.recipe.whole_kl:
             return x
         found = self._outputs(context.reference_params, micro, self._temperature)

@@ -22,7 +22,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import TrainingError, is_out_of_memory
-from jaxrl_async.mesh import NO_TURNS, Rules, put, shardings
+from jaxrl_async.mesh import (
+    HOST,
+    NO_TURNS,
+    Rules,
+    batch_sharding,
+    in_memory,
+    num_shards,
+    put,
+    shardings,
+)
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
 from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
@@ -80,18 +89,26 @@ class Updater:
         self._optimizer = make_optimizer(trainer, schedule=self._schedule, decayed=decayed(table))
         self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self.replicated: Any = NamedSharding(mesh, PartitionSpec())
-        self.batch_sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
-        self.num_row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._compile(table, shardings(table, mesh, rules))
+        self.batch_sharding = batch_sharding(mesh, rules)
+        self.num_row_shards = num_shards(mesh, rules, "batch")
+        self._compile(table, shardings(table, mesh, rules), "optimizer" in trainer.offload)
 
-    def _compile(self, table: Any, of_params: Any) -> None:
-        """Declare the jitted programs; XLA compiles each at its first call."""
+    def _compile(self, table: Any, of_params: Any, offloads: bool) -> None:
+        """Declare the jitted programs; XLA compiles each at its first call.
+
+        offloads: AdamW's moments live in the host's memory, and are on the device in `apply` only.
+        """
         shapes = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
             table,
             is_leaf=lambda w: isinstance(w, Weight),
         )
-        opt = state_shardings(self._optimizer, shapes, of_params, self.replicated)
+        lying = in_memory(HOST, of_params) if offloads else of_params
+        opt, in_use = (
+            state_shardings(self._optimizer, shapes, of_moments, self.replicated)
+            for of_moments in (lying, of_params)
+        )
+        self._opt_in_use = in_use if offloads else None
         self.state_shardings = TrainState(of_params, opt, self.replicated)
         sums = GradSum(of_params, self.replicated)
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
@@ -196,7 +213,7 @@ class Updater:
         return summarize(jax.device_get(totals))
 
     def put(self, micro: Any) -> Any:
-        """A micro-batch on the devices, rows over (data, fsdp)."""
+        """A micro-batch on the devices, divided as batch_sharding says."""
         return put(micro, self.batch_sharding)
 
     def is_full(self, index: int) -> bool:
@@ -221,6 +238,8 @@ class Updater:
         """The optimizer's step where all is finite; the same state where not."""
         grad_norm = optax.tree.norm(sums.grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
+        if self._opt_in_use is not None:
+            state = state._replace(opt_state=jax.device_put(state.opt_state, self._opt_in_use))
         masters = _float32(state.params)
         updates, opt_state = self._optimizer.update(sums.grads, state.opt_state, masters)
         params = jax.tree.map(

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import AXES, TRAINER_RULES
+from jaxrl_async.mesh import TRAINER_RULES, make_mesh
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import (
     SEQUENCE_ATTENTION,
@@ -71,7 +71,7 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any) 
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.devices()[: data * fsdp * tensor]
-    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 # ---- whole sequences

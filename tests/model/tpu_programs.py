@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import AXES, TRAINER_RULES, shardings
+from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
@@ -35,7 +35,7 @@ TOPOLOGY = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = TOPOLOGY.devices[: data * fsdp * tensor]
-    return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
+    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:

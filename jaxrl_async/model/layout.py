@@ -1,0 +1,135 @@
+"""Where the tokens of a program lie on a mesh, and in which order.
+
+Outside attention a decoder works on tokens in one axis, [B, T, ...] -> [B * T, ...] (the gradient
+of [B, T, D] @ W is three times slower on a CPU). Where C devices share the length of a row, each
+takes two of its 2 C parts, the c-th from the front and the c-th from the back, so that all have as
+many keys before their queries (causal attention of plain parts would give the last device twice the
+mean). Tokens then come device by device: the ids are put in that order once, what a token gives is
+put back at the end, and hidden states never move.
+
+    natural    [B, T]       part 0 1 2 3                    C = 2
+    own        [B, T]       part 0 3 | 1 2
+    tokens     [C * B * T / C]
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from jaxrl_async.mesh import TRAINER_RULES, num_shards, spec_for
+
+GATHERED = {**TRAINER_RULES, "embed": None}
+"""Where a weight lies while it is used: what fsdp shares is whole, the rest stays divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of tokens on a trainer's mesh; None: one device, where nothing is moved."""
+
+    mesh: Mesh | None = None
+
+    def ways(self, length: int) -> int:
+        """Devices that share rows of that length: 1 where it is no multiple of two parts each."""
+        context = 1 if self.mesh is None else self.mesh.shape["context"]
+        return 1 if length % (2 * context) else context
+
+    def token_ways(self, tokens: int) -> int:
+        """Devices over which so many tokens are divided."""
+        ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "tokens")
+        return 1 if tokens % ways else ways
+
+    def order(self, length: int) -> NDArray[np.int32]:
+        """[T] int32: the natural place of each place in the own order."""
+        places = np.arange(length, dtype=np.int32)
+        if (ways := self.ways(length)) == 1:
+            return places
+        parts = places.reshape(2 * ways, -1)
+        return np.stack([parts[:ways], parts[: -ways - 1 : -1]], axis=1).reshape(-1)
+
+    def flat(self, x: Array) -> Array:
+        """[B, T, ...] in natural order -> tokens [B * T, ...]."""
+        B, T = x.shape[:2]
+        if (ways := self.ways(T)) > 1:
+            parts = x.reshape(B, 2 * ways, -1, *x.shape[2:])
+            x = jnp.stack([parts[:, :ways], parts[:, : -ways - 1 : -1]], axis=2).reshape(x.shape)
+        return self.fold(x)
+
+    def rows(self, x: Array, batch: int) -> Array:
+        """Tokens [B * T, ...] -> [B, T, ...] in natural order."""
+        x = self.unfold(x, batch)
+        return self.place(natural(x, self.ways(x.shape[1])), "batch", "length")
+
+    def fold(self, x: Array) -> Array:
+        """[B, T, ...] in the own order -> tokens [B * T, ...]; nothing leaves its device."""
+        B, T = x.shape[:2]
+        ways = self.ways(T)
+        if ways > 1:
+            x = jnp.moveaxis(x.reshape(B, ways, T // ways, *x.shape[2:]), 1, 0)
+        return self.place(x.reshape(B * T, *x.shape[3 if ways > 1 else 2 :]), "tokens")
+
+    def unfold(self, x: Array, batch: int) -> Array:
+        """Tokens [B * T, ...] -> [B, T, ...] in the own order; nothing leaves its device."""
+        T = x.shape[0] // batch
+        ways = self.ways(T)
+        if ways > 1:
+            x = jnp.moveaxis(x.reshape(ways, batch, T // ways, *x.shape[1:]), 0, 1)
+        return x.reshape(batch, T, *x.shape[3 if ways > 1 else 1 :])
+
+    def place(self, x: Array, *axes: str | None) -> Array:
+        """x laid out by the logical names of its first dimensions (None: whole); the others are
+        left to the compiler."""
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        spec = spec_for(x.shape[: len(axes)], axes, self.mesh, TRAINER_RULES)
+        rest = (P.UNCONSTRAINED for _ in x.shape[len(axes) :])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec, *rest)))
+
+    def gathered(self, weight: Array, axes: tuple[str, ...]) -> Array:
+        """A weight that fsdp shares, whole; its gradient is summed into the shares."""
+        if self.mesh is None or self.mesh.size == 1:
+            return weight
+        shared, whole = (
+            NamedSharding(self.mesh, spec_for(weight.shape, axes, self.mesh, rules))
+            for rules in (TRAINER_RULES, GATHERED)
+        )
+        return weight if shared == whole else _gathered(weight, whole, shared)
+
+
+def natural(x: Array, ways: int) -> Array:
+    """[B, T, ...] in the own order of so many devices -> in natural order."""
+    if ways == 1:
+        return x
+    parts = x.reshape(x.shape[0], ways, 2, -1, *x.shape[2:])
+    return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+
+ONE_DEVICE = Layout()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(weight: Array, whole: NamedSharding, shared: NamedSharding) -> Array:
+    """An all-gather whose gradient is a reduce-scatter: a plain constraint would sum the gradient
+    whole on each device."""
+    return jax.lax.with_sharding_constraint(weight, whole)
+
+
+def _gathered_forward(
+    weight: Array, whole: NamedSharding, shared: NamedSharding
+) -> tuple[Array, None]:
+    return jax.lax.with_sharding_constraint(weight, whole), None
+
+
+def _gathered_backward(
+    whole: NamedSharding, shared: NamedSharding, _: None, gradient: Array
+) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(gradient, shared),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
