@@ -31,7 +31,7 @@ from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
 UNROLL = 4
 """Layers in one turn of the trainer's scan where they are small: faster, and compiles longer."""
-SMALL_LAYER = 2**24
+SMALL_LAYER = 2**22
 """Weights of a layer up to which a turn of the loop is worth saving. A larger one's products take
 far longer, and more of them in a turn cost compile time and code (of 192 million: 4 take twice as
 long to compile as 1, and 170 MB on a TPU instead of 50)."""

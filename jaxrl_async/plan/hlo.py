@@ -14,10 +14,6 @@ ITEM_BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2,
     "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
-COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
 MAX_NESTING = 64
 """Computations inside one another; more is no program of ours."""
 
@@ -58,25 +54,6 @@ class Program:
 
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """One kind of communication, over all the times it happens."""
-
-    kind: str
-    groups: tuple[tuple[int, ...], ...]  # devices that talk; a permute: its (source, target) pairs
-    num_bytes: float  # that a device sends, all times together
-    times: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """A Pallas kernel in the program."""
-
-    name: str
-    calls: int  # places in the program
-    times: float  # with the loops around them
 
 
 def parse(text: str) -> Program:
@@ -142,21 +119,30 @@ def bytes_of(shape: str) -> float:
 # ---- loops
 
 
-def walk(program: Program) -> Iterator[tuple[str, float]]:
-    """(computation, times it runs), loops counted; fused computations run with their fusion. A
-    computation that is called from several places comes once for each."""
-    yield from _walk(program, program.entry, 1.0, 0)
+def walk(program: Program, open_turns: Sequence[float] = ()) -> Iterator[tuple[str, float]]:
+    """(computation, times it runs), loops counted; a computation that is called from several places
+    comes once for each.
+
+    open_turns: turns of the loops whose end is decided at run time, by how many such are around
+    them; 0 for deeper ones.
+    """
+    yield from _walk(program, program.entry, 1.0, tuple(open_turns), 0)
 
 
-def _walk(program: Program, name: str, times: float, depth: int) -> Iterator[tuple[str, float]]:
+def _walk(
+    program: Program, name: str, times: float, open_turns: tuple[float, ...], depth: int
+) -> Iterator[tuple[str, float]]:
     assert depth < MAX_NESTING, f"{name} is nested too deep"
     yield name, times
     for instruction in program.computations.get(name, ()):
-        turns = 1
+        turns: float | None = 1
+        left = open_turns
         if instruction.opcode == "while":
-            turns = trip_count(program, instruction, name) or 1
+            turns = trip_count(program, instruction, name)
+            if turns is None:
+                turns, left = (open_turns[0] if open_turns else 0), open_turns[1:]
         for called in _CALLED.findall(instruction.rest):
-            yield from _walk(program, called, times * turns, depth + 1)
+            yield from _walk(program, called, times * turns, left, depth + 1)
 
 
 def trip_count(program: Program, loop: Instruction, where: str) -> int | None:
