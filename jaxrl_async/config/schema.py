@@ -174,7 +174,7 @@ class Mesh(Section):
 class Architecture(Section):
     """A decoder from scratch, with random weights; needed where model.path is not given."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "qwen3"
     """Family of the decoder: what has biases, norms on queries and keys, and RoPE scaling."""
     layers: Count = 4
     """Number of layers."""
@@ -187,13 +187,31 @@ class Architecture(Section):
     head_dim: Positive = 32
     """Width of a head."""
     mlp: Positive = 384
-    """Width of the MLP's inner layer."""
+    """Width of the MLP's inner layer, or of each expert's."""
+    experts: NonNegative = 0
+    """Experts in each layer, of family=qwen3_moe; 0: a dense MLP."""
+    experts_per_token: Positive = 2
+    """Experts that a token goes through, of those."""
     tied: bool = True
     """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding."""
     vocab: Positive | None = None
     """Size of the vocabulary, that of the tokenizer at least; null: as large as that."""
+
+    @model_validator(mode="after")
+    def _routed(self) -> "Architecture":
+        if bool(self.experts) != (self.family == "qwen3_moe"):
+            raise ValueError(
+                f"model.architecture.experts ({self.experts}) and family ({self.family}) do not go "
+                "together: give a number of experts exactly with family=qwen3_moe."
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.architecture.experts_per_token ({self.experts_per_token}) must be at most "
+                f"model.architecture.experts ({self.experts})."
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> "Architecture":
@@ -503,8 +521,9 @@ class Trainer(Section):
 
 
 class Weights(Section):
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type that the sampler keeps the weights in; null: model.dtype."""
+    dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    """Type that is sent and that the sampler keeps the weights in; null: model.dtype. The last two:
+    the layers' matrices, each output with a scale; all else in model.dtype."""
     probe: bool = True
     """After each publish, compare the sampler's log-probs on a fixed sequence with the
     trainer's."""
@@ -512,6 +531,11 @@ class Weights(Section):
     """Largest allowed difference of those, nats."""
     checksum: bool = True
     """After each transfer, compare a checksum of every array on both sides before it is used."""
+
+    @property
+    def eight_bits(self) -> Literal["int8", "float8_e4m3fn"] | None:
+        """What the sampler's matrices are rounded to; None: they are not."""
+        return self.dtype if self.dtype in ("int8", "float8_e4m3fn") else None
 
 
 class Eval(Section):
@@ -795,6 +819,13 @@ class Config(Section):
                 "go together: give a path exactly with teacher.source=path."
             )
         self._all_is_read()
+        if self.weights.eight_bits and self.weights.probe and self.weights.probe_tolerance < 0.01:
+            raise ValueError(
+                f"weights.dtype={self.weights.dtype} rounds the sampler's weights, so that its "
+                "log-probs on the probe differ from the trainer's by more than "
+                f"weights.probe_tolerance ({self.weights.probe_tolerance:g}). Raise it to about "
+                "0.5 nats, or set weights.probe=false."
+            )
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers
         if "reference" in self.trainer.offload and (whole or not refers):

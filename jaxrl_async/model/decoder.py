@@ -27,7 +27,9 @@ from jaxrl_async.model.layers import (
     rope_angles,
 )
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.moe import Experts, experts_on, run_experts
+from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
 UNROLL = 4
 """Layers in one turn of the trainer's scan where they are small: faster, and compiles longer."""
@@ -95,13 +97,15 @@ def token_states(
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
     axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
+    graph, experts = layer_graph(spec, quantized=is_quantized(params)), experts_on(layout.mesh)
 
     def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
-        weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
-        layer = nnx.merge(layer_graph(spec), weights)
+        if not is_quantized(params):
+            weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
+        layer = nnx.merge(graph, weights)
         q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
         attended = attention(q, k, v, segments)
-        return layout.place(layer.finish(x, layout.fold(attended)), "tokens", None), None
+        return layout.place(layer.finish(x, layout.fold(attended), experts), "tokens", None), None
 
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
     x, _ = jax.lax.scan(
@@ -132,6 +136,7 @@ def flat_forward(
     *,
     dtype: Any = jnp.float32,
     mixed: bool = False,
+    experts: Experts = run_experts,
 ) -> Array:
     """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -140,11 +145,13 @@ def flat_forward(
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
-    graph = layer_graph(spec, fused="qkv_proj" in layers[0], mixed=mixed)
+    graph = layer_graph(
+        spec, fused="qkv_proj" in layers[0], mixed=mixed, quantized="q" + SCALE in layers[0]
+    )
     for i, weights in enumerate(layers):
         layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)
-        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype))
+        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts)
     return x
 
 

@@ -5,6 +5,7 @@ A stacked weight [L, ...] is filled layer by layer: each device reads only the s
 holds, so that no host copy of the whole model ever exists.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from jaxrl_async.model.tensorfile import Stored, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+_PLACE = {"layers": "layer", "expert": "expert"}
+"""Stacked dimension -> its number in a tensor's name."""
 MAX_FILE_BYTES = 4 * 1024**3
 MAX_JSON_BYTES = 64 * 1024**2
 """What is read of a config.json or an index."""
@@ -231,30 +234,23 @@ def _tell(names: list[str], what: str, show: Any) -> list[str]:
 
 
 def _names(weight: Weight) -> list[str]:
-    """Names in the file: one, or one per layer."""
-    if "{layer}" not in weight.hf:
-        return [weight.hf]
-    return [weight.hf.format(layer=i) for i in range(weight.shape[0])]
+    """Names in the file: one, or one per layer and expert, in their order."""
+    numbers = itertools.product(*(range(size) for size in weight.shape[: weight.stacked]))
+    axes = [_PLACE[axis] for axis in weight.axes[: weight.stacked]]
+    return [weight.hf.format(**dict(zip(axes, each, strict=True))) for each in numbers]
 
 
 def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: Any) -> Array:
     """One weight on its devices; each device's part is read on its own."""
-    names = _names(weight)
-    stacked = "{layer}" in weight.hf
+    stacked = weight.stacked
+    numbered, shape = weight.shape[:stacked], weight.shape[stacked:]
+    names = np.array(_names(weight), object).reshape(numbered)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if not stacked:
-            return _slice(weight, weight.shape, tensors[names[0]], names[0], index).astype(dtype)
-        layers = range(*index[0].indices(weight.shape[0]))
-        return np.stack(
-            [
-                _slice(weight, weight.shape[1:], tensors[names[i]], names[i], index[1:]).astype(
-                    dtype
-                )
-                for i in layers
-            ]
-        )
+        mine, rest = np.asarray(names[index[:stacked]], object), index[stacked:]
+        parts = [_slice(weight, shape, tensors[n], n, rest).astype(dtype) for n in mine.flat]
+        return np.stack(parts).reshape(*mine.shape, *parts[0].shape)
 
     return jax.make_array_from_callback(weight.shape, sharding, part)
 
@@ -290,8 +286,9 @@ def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) as stored in files, one layer at a time."""
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
-        for i, name in enumerate(_names(weight)):
-            ours = whole(values[i] if "{layer}" in weight.hf else values)
+        numbers = np.ndindex(*weight.shape[: weight.stacked])
+        for each, name in zip(numbers, _names(weight), strict=True):
+            ours = whole(values[each] if each else values)
             if _is_turned(weight):
                 ours = ours.reshape(weight.hf_shape[::-1]).T
             yield name, np.ascontiguousarray(ours.reshape(weight.hf_shape))

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxrl_async.model.spec import ModelSpec, RopeScaling, Weight, weight_table
+from jaxrl_async.model.moe import Experts, route, run_experts
+from jaxrl_async.model.quantize import quantized_table
+from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight_table
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -50,12 +52,23 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Layer(nnx.Module):
     """One decoder layer: norm, attention, norm, gated MLP, with residuals.
 
-    fused: fewer, larger matrices with outputs first: see fuse(). mixed: see product().
+    fused: fewer, larger matrices with outputs first: see fuse(). mixed: see product(). quantized:
+    8-bit matrices, see quantize.py; not fused.
     """
 
-    def __init__(self, spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        fused: bool = False,
+        mixed: bool = False,
+        quantized: bool = False,
+    ) -> None:
         self.spec, self.fused, self.mixed = spec, fused, mixed
-        shapes = {name: w.shape[1:] for name, w in weight_table(spec)["layers"].items()}
+        self.quantized = quantized
+        table = weight_table(spec)
+        table = quantized_table(table) if quantized else table
+        shapes = {name: w.shape[1:] for name, w in table["layers"].items()}
         if fused:
             shapes = jax.eval_shape(
                 fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()}
@@ -68,11 +81,15 @@ class Layer(nnx.Module):
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
-        """x [..., D] times a weight [D, ...], flattened behind its first axis."""
+        """x [..., D] times a weight [D, ...], whose first dimensions make D and the others one."""
         weight = getattr(self, name)[...]
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
-        return product(x, weight.reshape(weight.shape[0], -1), mixed=self.mixed)
+        weight = weight.reshape(x.shape[-1], -1)
+        if not self.quantized:
+            return product(x, weight, mixed=self.mixed)
+        scale = getattr(self, name + SCALE)[...].reshape(-1)
+        return product(x, weight, mixed=self.mixed, scale=scale)
 
     def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K],
@@ -95,30 +112,45 @@ class Layer(nnx.Module):
             k = rms_norm(k, self._weight("k_norm", x.dtype), spec.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def finish(self, x: Array, attended: Array) -> Array:
-        """Output projection and MLP: x [..., D], attended [..., H, K] -> [..., D]."""
+    def finish(self, x: Array, attended: Array, experts: Experts = run_experts) -> Array:
+        """Output projection and MLP, or the experts (x is then [n, D]): x [..., D], attended
+        [..., H, K] -> [..., D]."""
         flat = attended.reshape(*attended.shape[:-2], -1)
-        if self.fused:
-            out = self._times(flat, "o")
-        else:
-            o = self.o[...]
-            out = product(flat, o.reshape(-1, o.shape[-1]), mixed=self.mixed)
+        out = self._times(flat, "o")
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
         x = x + out
         y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
+        if self.spec.experts:
+            return x + self._routed(y, experts)
         if self.fused:
             gate, up = jnp.split(self._times(y, "gate_up"), 2, axis=-1)
         else:
             gate, up = self._times(y, "gate"), self._times(y, "up")
         return x + self._times(jax.nn.silu(gate) * up, "down")
 
+    def _routed(self, y: Array, experts: Experts) -> Array:
+        logits = product(y, self.router[...], mixed=False)
+        ids, share = route(logits, self.spec.experts_per_token)
+        names = [n + end for n in ("gate", "up", "down") for end in ("", SCALE)]
+        matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
+        rows = y.astype(jnp.bfloat16) if self.mixed else y
+        return experts(rows, ids, share, matrices).astype(y.dtype)
 
-def product(x: Array, weight: Array, *, mixed: bool = False, outputs_first: bool = False) -> Array:
+
+def product(
+    x: Array,
+    weight: Array,
+    *,
+    mixed: bool = False,
+    outputs_first: bool = False,
+    scale: Array | None = None,
+) -> Array:
     """x [..., D] @ weight [D, E], or weight [E, D] with outputs_first, in x's number type.
 
     mixed: both rounded to bfloat16 and summed in float32, which matrix units (also those of recent
-    CPUs) do several times faster; everything else keeps x's number type.
+    CPUs) do several times faster; everything else keeps x's number type. scale [E] float32: what
+    the sums are multiplied with, of 8-bit weights.
     """
     number = jnp.bfloat16 if mixed else x.dtype
     contract = (((x.ndim - 1,), (int(outputs_first),)), ((), ()))
@@ -126,9 +158,9 @@ def product(x: Array, weight: Array, *, mixed: bool = False, outputs_first: bool
         x.astype(number),
         weight.astype(number),
         contract,
-        preferred_element_type=jnp.float32 if mixed else None,
+        preferred_element_type=jnp.float32 if mixed or scale is not None else None,
     )
-    return out.astype(x.dtype)
+    return (out if scale is None else out * scale).astype(x.dtype)
 
 
 def _split_heads(x: Array, head_dim: int) -> Array:
@@ -143,22 +175,26 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
     Fewer and larger products, whose weights a CPU reads as they lie (a third faster for few rows):
     worth it where a step is short and nothing is sharded.
     """
-    rest = {n: w for n, w in weights.items() if n not in ("q", "k", "v", "gate", "up")}
     qkv = jnp.concatenate([weights["q"], weights["k"], weights["v"]], axis=1)
-    return {
-        **rest,
+    fused = {
+        **{n: w for n, w in weights.items() if n not in ("q", "k", "v")},
         "qkv_proj": qkv.reshape(qkv.shape[0], -1).T,
         "o": weights["o"].reshape(-1, weights["o"].shape[-1]).T,
-        "gate_up": jnp.concatenate([weights["gate"], weights["up"]], axis=1).T,
-        "down": weights["down"].T,
     }
+    if "router" in weights:  # experts stay as they are
+        return fused
+    gate_up = jnp.concatenate([fused.pop("gate"), fused.pop("up")], axis=1).T
+    return {**fused, "gate_up": gate_up, "down": weights["down"].T}
 
 
 @lru_cache(maxsize=16)
-def layer_graph(spec: ModelSpec, *, fused: bool = False, mixed: bool = False) -> Any:
+def layer_graph(
+    spec: ModelSpec, *, fused: bool = False, mixed: bool = False, quantized: bool = False
+) -> Any:
     """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, fused=fused, mixed=mixed)))
+    form = {"fused": fused, "mixed": mixed, "quantized": quantized}
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, **form)))
     return graph
 
 

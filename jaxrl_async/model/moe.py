@@ -1,8 +1,22 @@
-"""Mixture of experts: which experts a token goes through, and how much each of them counts."""
+"""Mixture of experts: which experts a token goes through, how much each counts, and what they give.
+
+n tokens, k experts of each, E experts, D model width, F an expert's inner width.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import TRAINER_RULES, Rules, spec_for
+from jaxrl_async.model.spec import EXPERT_AXES, SCALE, ModelSpec
+
+Experts = Callable[[Array, Array, Array, dict[str, Array]], Array]
+"""(x [n, D], ids [n, k], their weights [n, k], matrices by name) -> [n, D]."""
 
 
 def route(logits: Array, k: int, forced_ids: Array | None = None) -> tuple[Array, Array]:
@@ -22,3 +36,101 @@ def route(logits: Array, k: int, forced_ids: Array | None = None) -> tuple[Array
         ids = jnp.where(known, forced_ids, ids)
     chosen = jnp.take_along_axis(logits, ids, axis=-1)
     return ids, jax.nn.softmax(chosen, axis=-1)
+
+
+# ---- the experts
+
+
+def run_experts(
+    x: Array, ids: Array, share: Array, matrices: dict[str, Array], *, first: Any = 0
+) -> Array:
+    """sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts: [n, D].
+
+    matrices: gate and up [E, D, F], down [E, F, D], and of 8-bit ones the scales. Experts are
+    first .. first + E; others give nothing. Tokens are put in the order of their experts, so that
+    each expert's matrices meet all of its tokens at once.
+    """
+    k, E = ids.shape[1], matrices["gate"].shape[0]
+    mine = jnp.reshape(ids - first, -1)
+    mine = jnp.where((mine >= 0) & (mine < E), mine, E)
+    order = jnp.argsort(mine, stable=True)
+    sizes = jnp.bincount(mine, length=E + 1)[:E].astype(jnp.int32)
+    expert = mine[order]
+
+    def times(rows: Array, name: str) -> Array:
+        out = jax.lax.ragged_dot(
+            rows, matrices[name].astype(rows.dtype), sizes, preferred_element_type=jnp.float32
+        )
+        if name + SCALE in matrices:
+            out = out * matrices[name + SCALE][jnp.minimum(expert, E - 1)]
+        return out.astype(rows.dtype)
+
+    rows = x[order // k]
+    out = times(jax.nn.silu(times(rows, "gate")) * times(rows, "up"), "down")
+    weighed = out * share.reshape(-1)[order][:, None].astype(out.dtype)
+    weighed = jnp.where((expert < E)[:, None], weighed, 0)
+    return jnp.zeros_like(x).at[order // k].add(weighed)
+
+
+def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
+    """run_experts for tokens and experts that the rules divide over a mesh.
+
+    Where tokens are divided over `expert` too, each device gets those of all that share the
+    experts, runs its own on them, and gives the sums back: no token is dropped, however uneven the
+    choice, at the price of room for all of them. Inner widths lie over `tensor`.
+    """
+    if mesh is None or mesh.size == 1:
+        return run_experts
+    in_use = {**rules, "embed": None}  # whole, as Layout.gathered makes it
+
+    def divided(x: Array, ids: Array, share: Array, matrices: dict[str, Array]) -> Array:
+        tokens = spec_for(x.shape, ("tokens", None), mesh, rules)
+        specs = {
+            name: spec_for(matrix.shape, _axes_of(name), mesh, in_use)
+            for name, matrix in matrices.items()
+        }
+        summed = {axis for spec in specs.values() for axis in spec if axis}
+        token_axes = tokens[0] if isinstance(tokens[0], tuple) else (tokens[0],)
+        gathers = "expert" in summed and "expert" in token_axes
+
+        def local(x: Array, ids: Array, share: Array, matrices: dict[str, Array]) -> Array:
+            first: Any = 0
+            if "expert" in summed:
+                first = jax.lax.axis_index("expert") * matrices["gate"].shape[0]
+            if gathers:
+                x, ids, share = (
+                    jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, ids, share)
+                )
+            out = run_experts(x, ids, share, matrices, first=first)
+            if gathers:
+                out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+            rest = tuple(sorted(summed - {"expert"} if gathers else summed))
+            return jax.lax.psum(out, rest) if rest else out
+
+        run = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(tokens, tokens, tokens, specs),
+            out_specs=tokens,
+            check_vma=False,
+        )
+        return run(x, ids, share, matrices)
+
+    return divided
+
+
+def _axes_of(name: str) -> tuple[str, ...]:
+    axes = EXPERT_AXES[name.removesuffix(SCALE)]
+    return (axes[0], axes[2]) if name.endswith(SCALE) else axes
+
+
+def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:
+    """ConfigError where the axis expert of a mesh (mesh.trainer or mesh.sampler) cannot divide the
+    model's experts."""
+    ways = mesh.shape["expert"]
+    if ways > 1 and (not spec.experts or spec.experts % ways):
+        has = f"{spec.experts} in each layer" if spec.experts else "none: it is dense"
+        raise ConfigError(
+            f"{where}.expert ({ways}) must divide the model's experts, and it has {has}. Set it to "
+            f"1 or a divisor, and give the devices to {where}.data, fsdp or tensor."
+        )

@@ -5,6 +5,7 @@ heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
 """
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Init = Literal["normal", "ones", "zeros"]
 
 MAX_SIZE = 2**31 - 1
@@ -22,6 +23,14 @@ MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_NUMBER = 1e30
 """Bound of the other numbers in a config.json."""
+EXPERT_AXES = {
+    "gate": ("expert", "embed", "mlp"),
+    "up": ("expert", "embed", "mlp"),
+    "down": ("expert", "mlp", "embed"),
+}
+"""Logical axes of a layer's experts."""
+SCALE = "_scale"
+"""Ends the name of what 8-bit weights are multiplied with, see quantize.py."""
 COPY_AGAIN = "Copy the file again, or correct it."
 
 
@@ -55,6 +64,8 @@ class ModelSpec:
     attention_bias: bool = False  # on q, k, v (qwen2), and on o too for llama
     output_bias: bool = False  # on o
     qk_norm: bool = False
+    experts: int = 0  # in each layer, each mlp wide; 0: dense
+    experts_per_token: int = 0
     max_positions: int = 32_768
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -76,7 +87,9 @@ class ModelSpec:
             tied=a.tied,
             rope_theta=a.rope_theta,
             attention_bias=a.family == "qwen2",
-            qk_norm=a.family == "qwen3",
+            qk_norm=a.family in ("qwen3", "qwen3_moe"),
+            experts=a.experts,
+            experts_per_token=a.experts_per_token if a.experts else 0,
         )
 
     @staticmethod
@@ -92,6 +105,7 @@ class ModelSpec:
         _refuse_unsupported(config, where)
         whole = functools.partial(_whole, config, where=where)
         heads, width = whole("num_attention_heads"), whole("hidden_size")
+        routed = family == "qwen3_moe"
         attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
         theta, scaling = _rope(config, where)
         spec = ModelSpec(
@@ -102,14 +116,16 @@ class ModelSpec:
             heads=heads,
             kv_heads=whole("num_key_value_heads", default=heads),
             head_dim=whole("head_dim", default=width // heads),
-            mlp=whole("intermediate_size"),
+            mlp=whole("moe_intermediate_size" if routed else "intermediate_size"),
+            experts=_experts(config, where) if routed else 0,
+            experts_per_token=whole("num_experts_per_tok") if routed else 0,
             tied=bool(config.get("tie_word_embeddings", False)),
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
             attention_bias=attention_bias,
             output_bias=attention_bias and family != "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             max_positions=whole("max_position_embeddings", default=32_768),
             eos_ids=_ids(config, "eos_token_id", where),
             bos_id=next(iter(_ids(config, "bos_token_id", where)), None),
@@ -129,6 +145,7 @@ class ModelSpec:
             "llama": "LlamaForCausalLM",
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
         }
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.rope_scaling:
@@ -165,6 +182,15 @@ class ModelSpec:
         }
         if self.rope_scaling:
             config["rope_scaling"] = rope
+        if self.experts:
+            config |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.mlp,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
         return config
 
 
@@ -182,6 +208,29 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
         )
     if config.get("mlp_bias"):
         raise CheckpointError(f"{where}: mlp_bias is not supported.")
+    if config["model_type"] != "qwen3_moe":
+        return
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise CheckpointError(
+            f"{where}: layers without experts (mlp_only_layers, decoder_sparse_step) are not "
+            "supported in a mixture of experts."
+        )
+    if not config.get("norm_topk_prob"):
+        raise CheckpointError(
+            f"{where}: norm_topk_prob=false is not supported: the weights of a token's experts "
+            "must sum to 1."
+        )
+
+
+def _experts(config: Mapping[str, Any], where: str) -> int:
+    """Experts in a layer, at least as many as a token goes through. Raises CheckpointError."""
+    key = "num_local_experts" if "num_experts" not in config else "num_experts"
+    experts, chosen = (_whole(config, name, where=where) for name in (key, "num_experts_per_tok"))
+    if chosen > experts:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok ({chosen}) is more than {key} ({experts}). {COPY_AGAIN}"
+        )
+    return experts
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -256,10 +305,23 @@ class Weight:
     axes: tuple[str, ...]
     init: Init
     fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5
-    hf: str = ""  # name in a Hugging Face file; {layer} where stacked over layers
-    hf_shape: tuple[
-        int, ...
-    ] = ()  # shape there, one layer's, as stored (a Linear stores [out, in])
+    hf: str = ""  # name in a Hugging Face file; {layer}, {expert} where stacked over those
+    hf_shape: tuple[int, ...] = ()  # shape of one there, as stored (a Linear stores [out, in])
+
+    @property
+    def stacked(self) -> int:
+        """Leading dimensions that number matrices: layers, and experts."""
+        names = itertools.takewhile(lambda axis: axis in ("layers", "expert"), self.axes)
+        return len(tuple(names))
+
+
+def contracted(weight: Weight) -> range:
+    """The dimensions of a layer's stacked matrix that a token is summed over: as many as make
+    fan_in, behind those that number matrices."""
+    start = stop = weight.stacked
+    while math.prod(weight.shape[start:stop]) < weight.fan_in:
+        stop += 1
+    return range(start, stop)
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:
@@ -338,6 +400,8 @@ def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
             hf="mlp.down_proj.weight", hf_shape=(d, f),
         ),
     }  # fmt: skip
+    if spec.experts:
+        table |= _expert_table(spec)
     if spec.attention_bias:
         table |= {
             "q_bias": bias(h, "heads", "q_proj"),
@@ -354,3 +418,21 @@ def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
             "k_norm": norm(k, "head_dim", "self_attn.k_norm.weight"),
         }
     return table
+
+
+def _expert_table(spec: ModelSpec) -> dict[str, Weight]:
+    """One layer's router and experts, in place of its MLP."""
+    d, f, e = spec.width, spec.mlp, spec.experts
+    shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
+    experts = {
+        name: Weight(
+            shape=shape, axes=EXPERT_AXES[name], init="normal", fan_in=shape[1],
+            hf=f"mlp.experts.{{expert}}.{name}_proj.weight", hf_shape=(shape[2], shape[1]),
+        )
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    router = Weight(
+        shape=(d, e), axes=("embed", "router"), init="normal", fan_in=d,
+        hf="mlp.gate.weight", hf_shape=(e, d),
+    )  # fmt: skip
+    return {**experts, "router": router}

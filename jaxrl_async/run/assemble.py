@@ -41,7 +41,9 @@ from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import check_params, load_spec
+from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
@@ -226,14 +228,7 @@ def assemble(
         else prompts
     )
     buffer.restore(was.buffer, version)
-    pushes = [
-        Push(
-            shardings(weight_table(policy.spec), slices.trainer, TRAINER_RULES),
-            shardings(weight_table(policy.spec), mesh, SAMPLER_RULES),
-            dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
-        )
-        for mesh in slices.samplers
-    ]
+    pushes = [make_push(config, policy.spec, slices.trainer, mesh) for mesh in slices.samplers]
     channel = WeightChannel(
         pushes,
         on_live=gate.set_live,
@@ -426,6 +421,22 @@ def claim_devices(config: Config) -> None:
         log.info("JAX was started before; the mesh uses the devices that are there")
 
 
+def make_push(config: Config, spec: ModelSpec, trainer: Mesh, sampler: Mesh) -> Push:
+    """The compiled transfer of the policy's weights to one sampler."""
+    section, dtype = config.weights, jnp.dtype(config.model.dtype)
+    table = sent = weight_table(spec)
+    convert = None
+    if section.eight_bits is not None:
+        sent = quantized_table(table)
+        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+    return Push(
+        shardings(sent, trainer, TRAINER_RULES),
+        shardings(sent, sampler, SAMPLER_RULES),
+        dtype=jnp.dtype(section.dtype or dtype),
+        convert=convert,
+    )
+
+
 def make_samplers(
     config: Config,
     slices: Slices,
@@ -529,6 +540,9 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
             out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
         )
         policy = Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
+    check_experts(policy.spec, slices.trainer, "mesh.trainer")
+    for mesh in slices.samplers:
+        check_experts(policy.spec, mesh, "mesh.sampler")
     check_vocabulary(tokenizer, policy.spec.vocab, config.model.path or "model.architecture")
     return policy
 

@@ -32,6 +32,11 @@ def keeps_masks(config: Config) -> bool:
 
 def check_routing(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where experts are to be kept of a model that has none."""
+    if config.algorithm.keep_routing and spec.experts:
+        raise ConfigError(
+            "algorithm.keep_routing=true needs a sampler that tells each token's experts, and this "
+            "one does not yet. Set algorithm.keep_routing=false."
+        )
     if config.algorithm.keep_routing:
         raise ConfigError(
             f"algorithm.keep_routing=true needs a mixture of experts, but the {spec.family} model "

@@ -25,6 +25,8 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.moe import experts_on
+from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
 
@@ -317,8 +319,9 @@ class Engine:
 
     def _prepare_program(self, params: Any) -> Weights:
         rest = {name: w for name, w in params.items() if name != "layers"}
-        layers = decoder.split_layers(self.spec, params, fused=self.fused)
-        if self.mixed:  # matrices once, not at each step; what is added or scaled stays as it is
+        quantized = is_quantized(params)
+        layers = decoder.split_layers(self.spec, params, fused=self.fused and not quantized)
+        if self.mixed and not quantized:  # once, not at each step; what is added or scaled stays
             layers = [
                 {
                     n: w if n.endswith(("norm", "bias")) else w.astype(jnp.bfloat16)
@@ -362,6 +365,7 @@ class Engine:
             attend,
             dtype=self.dtype,
             mixed=self.mixed,
+            experts=experts_on(self.mesh, SAMPLER_RULES),
         )
         last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
         logits = decoder.next_logits(self.spec, weights.params, x[last], mixed=self.mixed)
@@ -521,7 +525,14 @@ class Engine:
         else:
             attend = self._attend_columns(loop, keys, values, context_pages)
         x = decoder.flat_forward(
-            self.spec, *weights, tokens, where, attend, dtype=self.dtype, mixed=self.mixed
+            self.spec,
+            *weights,
+            tokens,
+            where,
+            attend,
+            dtype=self.dtype,
+            mixed=self.mixed,
+            experts=experts_on(self.mesh, SAMPLER_RULES),
         )
         return loop._replace(
             step=loop.step + 1,

@@ -353,9 +353,13 @@ def packing_measures(batch: PackedBatch, rows: int, num_micro_batches: int) -> d
 
 
 def num_matmul_params(spec: ModelSpec) -> int:
-    """Weights that a token is multiplied with: all but an embedding that is only looked up."""
+    """Weights that a token is multiplied with: all but an embedding that is only looked up, and of
+    experts those that it goes through."""
     leaves = jax.tree.leaves(weight_table(spec), is_leaf=lambda w: isinstance(w, Weight))
     total = sum(int(np.prod(w.shape)) for w in leaves)
+    of_experts = sum(int(np.prod(w.shape)) for w in leaves if "expert" in w.axes)
+    if of_experts:
+        total -= of_experts - of_experts * spec.experts_per_token // spec.experts
     return total if spec.tied else total - spec.vocab * spec.width
 
 

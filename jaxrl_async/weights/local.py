@@ -11,7 +11,7 @@ to the trainer's devices, on its thread, and `finish` to the sampler's, on that 
 calls it in poll. Calling the push does both, for a sampler that does not run yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +31,22 @@ class Push:
     stays: whether trainer and sampler share their devices, so that nothing is moved.
     """
 
-    def __init__(self, source: Tree, target: Tree, *, dtype: Any = None) -> None:
-        """source, target: trees of NamedSharding, all on one mesh each.
+    def __init__(
+        self,
+        source: Tree,
+        target: Tree,
+        *,
+        dtype: Any = None,
+        convert: Callable[[Tree], Tree] | None = None,
+    ) -> None:
+        """source, target: trees of NamedSharding of what is sent, all on one mesh each.
 
-        dtype: of floating-point weights in the sampler; null keeps each array's. Raises MeshError
-        where the larger slice is no multiple of the smaller, or they share only some devices.
+        dtype: of floating-point weights in the sampler; null keeps each array's. convert: makes
+        what is sent of the weights instead, all new arrays, inside the compiled cast. Raises
+        MeshError where the larger slice is no multiple of the smaller, or they share only some
+        devices.
         """
-        self._dtype = dtype
+        self._dtype, self._convert = dtype, convert
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
         self.stays = set(trainer) == set(sampler)
@@ -93,6 +102,8 @@ class Push:
 
     def _copy(self, params: Tree) -> Tree:
         """A private copy, cast: the source may be donated to the next step at once."""
+        if self._convert is not None:
+            return self._convert(params)
         return jax.tree.map(lambda p: jnp.array(p, self._dtype_of(p), copy=True), params)
 
     def _dtype_of(self, leaf: jax.Array) -> Any:

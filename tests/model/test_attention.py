@@ -129,7 +129,7 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
     inputs = packed(B=4, H=4, N=kv_heads)
     expected = outputs_and_gradients(reference, *inputs)
     with interpreted_kernels():
-        sharded = jax.jit(kernels.per_shard(kernels.splash, mesh_of(**axes)))
+        sharded = jax.jit(kernels.per_shard(kernels.splash, mesh_of(**axes), kernels.SPLASH_PART))
         got = outputs_and_gradients(sharded, *inputs)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -138,7 +138,7 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
 @pytest.mark.parametrize("sizes", [{"B": 3, "H": 4, "N": 2}, {"B": 4, "H": 3, "N": 1}])
 def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     inputs = packed(**sizes)
-    sharded = jax.jit(kernels.per_shard(reference, mesh_of(fsdp=2, tensor=2)))
+    sharded = jax.jit(kernels.per_shard(reference, mesh_of(fsdp=2, tensor=2), kernels.SPLASH_PART))
     np.testing.assert_allclose(sharded(*inputs), reference(*inputs), atol=1e-6)
 
 

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
+from jaxrl_async.mesh import TRAINER_RULES, arranged, make_mesh, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
@@ -26,16 +26,16 @@ from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.sampling import Mix
 from jaxrl_async.trainer.objective import Coefficients
 from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
-from jaxrl_async.trainer.update import GradSum
+from jaxrl_async.trainer.update import GradSum, TrainState
 
 ROW = 512
 """Tokens in a training row."""
 TOPOLOGY = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
 
 
-def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    devices = TOPOLOGY.devices[: data * fsdp * tensor]
-    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
+def mesh_of(**axes: int) -> Mesh:
+    section = schema.Axes(**axes)
+    return make_mesh(section, TOPOLOGY.devices[: section.num_devices])
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
@@ -77,9 +77,10 @@ def attention_gradient(
     return compiled(program, q, k, k, array(mesh, (2, T), jnp.int32))
 
 
-def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[str, Any]:
-    """The gradient of one micro-batch of the policy loss, with the attention that auto takes."""
-    mesh = mesh_of(**axes)
+def policy_step(
+    mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, **trainer: Any
+) -> tuple[TrainStep, Any]:
+    """A small policy's update on a mesh, and its weights."""
     sizes = schema.Architecture(
         layers=2, width=256, heads=8, kv_heads=kv_heads, head_dim=128, mlp=512
     )
@@ -89,7 +90,7 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         mesh,
         TRAINER_RULES,
         algorithm=schema.Algorithm(),
-        trainer=schema.Trainer(micro_batch_tokens=4 * ROW),
+        trainer=schema.Trainer(micro_batch_tokens=4 * ROW, **trainer),
         row_length=ROW,
         total_steps=10,
         dtype=jnp.bfloat16,
@@ -102,14 +103,21 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         shardings(table, mesh, TRAINER_RULES),
         is_leaf=lambda w: isinstance(w, Weight),
     )
+    return step, params
+
+
+def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[str, Any]:
+    """The gradient of one micro-batch of the policy loss, with the attention that auto takes."""
+    mesh = mesh_of(**axes)
+    step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads)
     scalar = partial(array, mesh, ())
     kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32) | {
         "mask": jnp.bool_
     }
-    rows = ("data", "fsdp")
+    spec = step._updater.batch_sharding.spec
     batch = DeviceBatch(
         **{
-            name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), rows)
+            name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), *spec)
             for name in DeviceBatch._fields
             if name not in DeviceBatch._field_defaults
         }
@@ -121,6 +129,36 @@ def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[
         batch,
         Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
     )
+
+
+def optimizer_step(*offload: str) -> dict[str, Any]:
+    """AdamW's step on all chips, and what it holds beside its temporaries."""
+    mesh = mesh_of(fsdp=16)
+    step, params = policy_step(mesh, offload=offload)
+    of_state = step.state_shardings
+    moments = jax.eval_shape(step._updater._optimizer.init, params)
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moments, of_state.opt_state
+    )
+    scalar = partial(array, mesh, ())
+    state = TrainState(params, placed, scalar(jnp.int32))
+    sums = GradSum(params, scalar(jnp.float32))
+    memory = step._updater._apply.lower(state, sums).compile().memory_analysis()
+    return {
+        "moment_bytes": 2 * sum(x.size * 4 for x in jax.tree.leaves(params)) // mesh.size,
+        "device_bytes": memory.argument_size_in_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes,
+    }
+
+
+def over_slices() -> dict[str, Any]:
+    """On which slice and at which place in its torus each device of a mesh over two slices lies."""
+    two = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2)
+    devices = arranged(schema.Axes(data=4, fsdp=2, tensor=4), two.devices)
+    return {
+        "slices": np.vectorize(lambda d: d.slice_index)(devices).tolist(),
+        "places": [[list(d.coords) for d in row.flat] for row in devices],
+    }
 
 
 def ragged(
@@ -206,6 +244,11 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "step with more tensor than kv heads": partial(
         train_step, fsdp=2, tensor=4, kv_heads=2, remat="dots"
     ),
+    "step on context": partial(train_step, fsdp=4, context=4),
+    "step on context x tensor": partial(train_step, context=2, tensor=8),
+    "optimizer": optimizer_step,
+    "optimizer offloaded": partial(optimizer_step, "optimizer"),
+    "slices": over_slices,
     "ragged decode": partial(ragged, tokens=64, H=32, N=8, dtype=jnp.bfloat16),
     "ragged chunks": partial(ragged, tokens=2048, H=32, N=8, dtype=jnp.bfloat16),
     "ragged narrow heads": partial(ragged, tokens=64, H=14, N=2, K=64, dtype=jnp.bfloat16),

@@ -40,6 +40,14 @@ FAMILIES = {
     "llama-bias": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True),
     "qwen2-tied": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=16),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
 }
 
 

@@ -1,0 +1,122 @@
+"""One device and every legal mesh of up to eight give the same loss, gradients and update."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, make_mesh
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.pack import TrainSequence, pack
+from jaxrl_async.trainer.step import Columns, TrainStep
+
+VOCAB, ROW, ROWS = 16, 32, 8
+DENSE = ModelSpec.from_architecture(
+    schema.Architecture(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB
+)
+ROUTED = ModelSpec.from_architecture(
+    schema.Architecture(
+        family="qwen3_moe", experts=8, experts_per_token=2,
+        layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
+    ),
+    VOCAB,
+)  # fmt: skip
+LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
+"""AdamW whose step is nearly proportional to the gradient: other ones divide each gradient by
+itself, and make whole steps of the rounding of those that are nearly 0."""
+
+
+def meshes(*names: str) -> list[dict[str, int]]:
+    """Every mesh of 2 to 8 devices with 1, 2 or 4 on each of these axes."""
+    sizes = itertools.product((1, 2, 4), repeat=len(names))
+    return [
+        {name: n for name, n in zip(names, size, strict=True) if n > 1}
+        for size in sizes
+        if 1 < np.prod(size) <= 8
+    ]
+
+
+def sequence(rng: np.random.Generator, length: int) -> TrainSequence:
+    mask = np.ones(length, bool)
+    mask[:2] = mask[5] = False
+    return TrainSequence(
+        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+        mask=mask,
+        behavior_logprobs=-3 - rng.random(length).astype(np.float32) / 5,
+        versions=np.full(length, 3, np.int32),
+        advantages=np.full(length, rng.normal(), np.float32),
+    )
+
+
+def batch() -> Any:
+    """Eight rows, each of a longer and a shorter sequence and some padding."""
+    rng = np.random.default_rng(0)
+    return pack([sequence(rng, n) for _ in range(ROWS) for n in (17, 12)], ROW)
+
+
+def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> TrainStep:
+    section = {"micro_batch_tokens": ROWS * ROW, "logprob_chunk": 16, **LINEAR, **trainer}
+    return TrainStep(
+        spec,
+        make_mesh(schema.Axes(**axes), jax.devices()[: int(np.prod(list(axes.values())))]),
+        TRAINER_RULES,
+        algorithm=schema.Algorithm(learning_rate=1e-2, entropy_coefficient=0.01),
+        trainer=schema.Trainer(**section),
+        row_length=ROW,
+        total_steps=10,
+        remat="layer",
+    )
+
+
+def outcome(step: TrainStep, params: Any) -> dict[str, Any]:
+    """Loss and gradients of the batch, and the weights after one step of the optimizer."""
+    state, updater = step.init(params), step._updater
+    micros = step._micros(batch(), Columns())
+    sums, _ = updater._gradients(state.params, micros, step._context(3, None, None, None), NO_TURNS)
+    found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
+    moved, _ = updater._apply(state, sums)
+    return found | {"weights": jax.tree.map(np.array, moved.params)}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Within 1e-5 of the largest number of each array, float32's rounding of other orders of
+    summing."""
+    places = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, b), a in zip(places, jax.tree.leaves(found), strict=True):
+        limit = 1e-5 * max(np.abs(b).max(), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=limit, err_msg=str(path))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """(random weights, what one device makes of them) of a model; computed once each."""
+
+    @functools.cache
+    def of(spec: ModelSpec) -> tuple[Any, Any]:
+        params = init_params(spec, jax.random.key(0))
+        return params, outcome(step_on(spec, {}), params)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", meshes("data", "fsdp", "context", "tensor"), ids=str)
+def test_every_mesh_learns_what_one_device_does(axes, alone):
+    params, wanted = alone(DENSE)
+    assert_same(outcome(step_on(DENSE, axes), params), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes",
+    [m for m in meshes("data", "fsdp", "expert", "context", "tensor") if "expert" in m],
+    ids=str,
+)
+def test_every_mesh_learns_with_experts_what_one_device_does(axes, alone):
+    params, wanted = alone(ROUTED)
+    assert_same(outcome(step_on(ROUTED, axes), params), wanted)
