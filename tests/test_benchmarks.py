@@ -25,6 +25,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         "chaos",
         "faults",
         "soak",
+        "simulate",
     ],
 )
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
@@ -41,9 +42,9 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
-    assert columns.split()[0] in ("model", "fault", "resource")
+    assert columns.split()[0] in ("model", "fault", "resource", "setting")
     assert len(lines) == len(result["rows"]) > 0
-    if name in ("limits", "swap", "faults", "soak"):
+    if name in ("limits", "swap", "faults", "soak", "simulate"):
         return
     if name == "chaos":
         (row,) = result["rows"]

@@ -155,33 +155,29 @@ def test_the_reward_in_readme_runs():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-def test_a_notebook_is_kept_without_output_and_its_code_compiles(path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert cells
-    for cell in cells:
-        assert cell["outputs"] == [] and cell["execution_count"] is None
-        compile(_python(cell), path.name, "exec")
+def test_a_notebook_is_kept_with_the_small_outputs_of_a_whole_run(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = [c for c in cells if c["cell_type"] == "code"]
+    assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1))
+    outputs = [o for c in cells for o in c["outputs"]]
+    assert outputs and not [o for o in outputs if o["output_type"] == "error"]
+    assert len(json.dumps(outputs)) < 60_000
+    named = re.findall(r"/(?:tmp|home|root|work|usr|var|Users)/\S*|\S*pypi\S*", json.dumps(cells))
+    assert named == [], "a machine's path or a package registry"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-def test_a_notebook_runs(path, tmp_path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    code = "\n".join(_python(c) for c in notebook["cells"] if c["cell_type"] == "code")
-    script = tmp_path / "notebook.py"
-    script.write_text(f"QUICK = True\n{code}", encoding="utf-8")
+def test_a_notebook_runs(path):
     done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
+        [sys.executable, ROOT / "notebooks/execute.py", path],
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "JAXRL_NOTEBOOK": "quick",
+        },
     )
     assert done.returncode == 0, done.stderr
-
-
-def _python(cell: dict) -> str:
-    """A code cell without the lines that are for the notebook's shell."""
-    return "".join(line for line in cell["source"] if not line.startswith(("!", "%")))

@@ -31,6 +31,7 @@ HOST_SIDE = [
     "sampler.concurrency",
     "sampler.router",
     "sampler.supervise",
+    "plan.simulate",
 ]
 """Modules, and packages of which every module counts."""
 HEAVY = ("jax", "jaxlib", "flax", "orbax", "grain", "torch")

@@ -1,0 +1,529 @@
+"""The simulation of the pipeline against real runs: predicted and measured utilisation.
+
+Each setting is a whole run of the main job on the embedded task (`jaxrl_async.train`, random
+weights, dictated lengths of answers), 1 + `--repeats` times. What the simulation is given are times
+and lengths that a run wrote down: seconds of a decode step by rows, of a round's prefill and of the
+host's part (least squares over the run's rounds), of an update by its tokens, of publishing, a
+swap, a report and a scorer; never a share, a rate or a wait. What it is compared with is
+metrics.jsonl.
+
+device    slept: device time is dictated (a decode block and an update end when a formula says so,
+          and the thread sleeps until then): trainer and samplers do not compete for the cores.
+          computed: the model's own time, trainer and sampler on the same cores; each slows the
+          other down, and the times are those of a run in which they do.
+error     of the prediction from the same run's times; before: from those of the run before it,
+          which says how well one run foretells another on this machine, as busy as it is.
+left_out  steps in which a program was compiled, or that took over five times the median (the
+          process was held up); medians over the repeats, least and most of what was measured.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+from common import Row, force_cpu_devices, long_tail, report
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, simulate
+from jaxrl_async.run import loop
+from jaxrl_async.run.assemble import Parts
+from jaxrl_async.sampler.batch import Batch
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.testing.faults import injected
+
+CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
+TINY = "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}"
+SMALL = "model.architecture={layers: 2, width: 64, heads: 4, kv_heads: 2, head_dim: 16, mlp: 192}"
+LARGE = "model.architecture={layers: 4, width: 256, heads: 8, kv_heads: 4, head_dim: 32, mlp: 768}"
+COMMON = (
+    "run.overwrite=true",
+    "warm_start.steps=0",
+    "data.addition.eval_size=8",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "metrics={peak_flops: 1.0e9, tensorboard: false, samples_every: 0}",
+    "sampler={max_length: 144, max_new_tokens: 128, prefix_cache: false}",
+    "trainer.micro_batch_tokens=2304",
+    "algorithm={groups_per_step: 8, group_size: 8}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dictated:
+    """Device time of the slept settings, seconds."""
+
+    step_s: float = 0.002  # of a decode step, and
+    row_s: float = 0.0001  # for each of its rows
+    update_s: float = 0.1  # of an update, and
+    token_s: float = 0.0  # for each token of its batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    wishes: tuple[str, ...]
+    lengths: tuple[int, ...]  # of answers, dealt out at random; empty: what the model draws
+    device: Dictated | None = None  # None: computed
+    score_s: float = 0.0
+
+
+TAIL = tuple(long_tail(512, median=24, most=128))
+EVEN = (40, 44, 48, 52, 56)
+SETTINGS = (
+    Setting(
+        name="balanced",
+        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1"),
+        lengths=EVEN,
+        device=Dictated(update_s=0.45),
+    ),
+    Setting(
+        name="in turns",
+        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
+        lengths=EVEN,
+        device=Dictated(update_s=0.3),
+    ),
+    Setting(
+        name="long tail, in turns",
+        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.3),
+    ),
+    Setting(
+        name="long tail, staleness 4",
+        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=4"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.3),
+    ),
+    Setting(
+        name="long tail, overtaking",
+        wishes=(TINY, "sampler.slots=32", "staleness={max_staleness: 2, lookahead: 6}"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.2),
+    ),
+    Setting(
+        name="slow scorer",
+        wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.2),
+        score_s=0.4,
+    ),
+    Setting(
+        name="two samplers",
+        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1", "mesh.samplers=2"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.15, token_s=2e-5),
+    ),
+    Setting(
+        name="few slots, small groups",
+        wishes=(
+            TINY,
+            "sampler.slots=16",
+            "staleness.max_staleness=1",
+            "algorithm={groups_per_step: 12, group_size: 4}",
+        ),
+        lengths=TAIL,
+        device=Dictated(update_s=0.2),
+    ),
+    Setting(
+        name="trainer is slower",
+        wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
+        lengths=TAIL,
+        device=Dictated(update_s=0.3, token_s=2e-4),
+    ),
+    Setting(
+        name="small model",
+        wishes=(SMALL, "sampler.slots=64", "staleness.max_staleness=1"),
+        lengths=TAIL,
+    ),
+    Setting(
+        name="small model, in turns",
+        wishes=(SMALL, "sampler.slots=64", "staleness.max_staleness=0"),
+        lengths=TAIL,
+    ),
+    Setting(
+        name="small model, staleness 4",
+        wishes=(SMALL, "sampler.slots=16", "staleness.max_staleness=4"),
+        lengths=EVEN,
+    ),
+    Setting(
+        name="3 M model",
+        wishes=(LARGE, "sampler.slots=64", "staleness.max_staleness=1"),
+        lengths=TAIL,
+    ),
+)
+HELD_UP = 5.0
+"""A step or a round that takes so many times the median was held up by something else."""
+COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
+
+
+def main() -> None:
+    """Measure, simulate and print."""
+    args = _options()
+    force_cpu_devices(3)
+    jax.devices()  # before a run asks for as many as it needs itself
+    logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        for setting in SETTINGS:
+            if setting.name in args.settings:
+                rows += compare(setting, Path(folder), args)
+                print(f"{setting.name}: {_briefly(rows[-len(COMPARED) :])}", file=sys.stderr)
+    report("simulate", rows, args)
+
+
+def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Row]:
+    """One row for each number that is compared."""
+    runs = [run(setting, folder, args.steps) for _ in range(1 + args.repeats)]
+    told = [predicted(r, args) for r in runs]
+    seen = [measured(r, args.warm_up) for r in runs[1:]]
+    return [
+        {
+            "setting": setting.name,
+            "device": "slept" if setting.device else "computed",
+            "number": name,
+            **_compared([t[name] for t in told], [s[name] for s in seen]),
+            "left_out": sum(len(disturbed(r, args.warm_up)) for r in runs[1:]),
+        }
+        for name in COMPARED
+    ]
+
+
+def _briefly(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{r['number']} {r['error_percent']:+.1f} %" for r in rows)
+
+
+def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
+    def error_percent(predictions: Sequence[float]) -> float:
+        return statistics.median(100 * (p / m - 1) for p, m in zip(predictions, seen, strict=True))
+
+    return {
+        "predicted": statistics.median(told[1:]),
+        "measured": statistics.median(seen),
+        "least": min(seen),
+        "most": max(seen),
+        "error_percent": error_percent(told[1:]),
+        "before_percent": error_percent(told[:-1]),
+    }
+
+
+# ---- a run, and what is written down of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one sampler did between two looks at its queue."""
+
+    busy_s: float
+    steps: int
+    rows: int
+    prefill_tokens: int
+    swap_s: float  # 0: no swap
+    version: int  # of the trainer
+    compiled: bool  # a program was compiled meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    config: Config
+    lines: list[dict[str, Any]]  # metrics.jsonl
+    rounds: list[Round]
+    lengths: list[int]  # of the answers trained on, tokens
+    batch_tokens: list[int]  # of each update, prompts included
+    scored_s: list[float]  # of each group
+    publish_wait_s: dict[int, float]  # by step: for samplers to take the update before
+
+
+def run(setting: Setting, folder: Path, steps: int) -> Run:
+    """The whole job."""
+    wishes = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.wishes]
+    config = load(CONFIG, wishes)
+    notes = Run(
+        config=config,
+        lines=[],
+        rounds=[],
+        lengths=[],
+        batch_tokens=[],
+        scored_s=[],
+        publish_wait_s={},
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
+        noted = _noting(Sampler._round, notes.rounds, lambda: made[0].trainer.version)
+        stack.enter_context(patch.object(Sampler, "_round", noted))
+        if setting.device is not None:
+            stack.enter_context(slept_blocks(setting.device))
+        loop.train(config)
+    return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
+
+
+def prepare(parts: Parts, setting: Setting, notes: Run) -> None:
+    """Dictate lengths, the scorer's and the update's time; note what the calibration needs."""
+    rollouts: Any = parts.rollouts
+    learner: Any = parts.trainer.learner
+    channel: Any = parts.channel
+    if setting.lengths:
+        rollouts._generate = Forced(parts.sampler, setting.lengths)
+    score, learn, wait_taken = rollouts._scorer, learner.learn, channel.wait_taken
+
+    async def slow_score(*args: Any) -> Any:
+        start = time.perf_counter()
+        if setting.score_s:
+            await asyncio.sleep(setting.score_s)
+        scores = await score(*args)
+        notes.scored_s.append(time.perf_counter() - start)
+        return scores
+
+    def slow_learn(groups: Any, *args: Any) -> Any:
+        start = time.perf_counter()
+        stats = learn(groups, *args)
+        notes.lengths.extend(e.num_drawn for g in groups for e in g.episodes)
+        tokens = sum(len(e.token_ids) for g in groups for e in g.episodes)
+        notes.batch_tokens.append(tokens)
+        if setting.device is not None:
+            sleep_until(start + setting.device.update_s + tokens * setting.device.token_s)
+        return stats
+
+    def timed_wait() -> None:
+        start = time.perf_counter()
+        wait_taken()
+        step = parts.trainer.version
+        waited_s = notes.publish_wait_s.get(step, 0.0)
+        notes.publish_wait_s[step] = waited_s + time.perf_counter() - start
+
+    rollouts._scorer, learner.learn, channel.wait_taken = slow_score, slow_learn, timed_wait
+
+
+class Forced:
+    """ports.Generate with dictated lengths, by group and member: the same in every run."""
+
+    def __init__(self, inner: Any, lengths: Sequence[int]) -> None:
+        self._inner, self._lengths = inner, lengths
+
+    def submit_many(self, requests: Sequence[Any]) -> Any:
+        """Queue all, each with its length."""
+        return self._inner.submit_many([replace(r, forced_length=self._of(r)) for r in requests])
+
+    def _of(self, request: Any) -> int:
+        drawn = np.random.default_rng([*request.key, 7]).integers(len(self._lengths))
+        return self._lengths[int(drawn)]
+
+
+def _noting(
+    play: Callable[[Any], None], rounds: list[Round], version: Callable[[], int]
+) -> Callable[[Any], None]:
+    """Sampler._round, written down."""
+
+    def noted(sampler: Any) -> None:
+        before, programs = sampler.stats(), sampler.engine.num_compiled
+        play(sampler)
+        after = sampler.stats()
+        steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
+        busy_s = after.busy_s - before.busy_s
+        if busy_s > 0:
+            rounds.append(
+                Round(
+                    busy_s=busy_s,
+                    steps=steps,
+                    rows=(after.row_steps - before.row_steps) // max(steps, 1),
+                    prefill_tokens=after.prefill_tokens - before.prefill_tokens,
+                    swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
+                    version=version(),
+                    compiled=sampler.engine.num_compiled > programs,
+                )
+            )
+
+    return noted
+
+
+@contextlib.contextmanager
+def slept_blocks(device: Dictated) -> Iterator[None]:
+    """Every decode block takes the dictated time from its dispatch on; the host's work in between
+    runs meanwhile, as beside a device."""
+    start_block, finish_block = Batch.start_block, Batch.finish_block
+    began: dict[int, float] = {}
+
+    def start(batch: Any, weights: Any) -> None:
+        began[id(batch)] = time.perf_counter()
+        start_block(batch, weights)
+
+    def finish(batch: Any) -> Any:
+        before = batch.stats
+        ended = finish_block(batch)
+        steps = (batch.stats.slot_steps - before.slot_steps) // batch.engine.slots
+        if steps:
+            rows = (batch.stats.row_steps - before.row_steps) // steps
+            sleep_until(began[id(batch)] + steps * (device.step_s + rows * device.row_s))
+        return ended
+
+    with patch.object(Batch, "start_block", start), patch.object(Batch, "finish_block", finish):
+        yield
+
+
+def sleep_until(at_s: float) -> None:
+    """Of time.perf_counter()."""
+    left_s = at_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)
+
+
+# ---- from a run to the simulation's input, and to what it is compared with
+
+
+def calibrated(found: Run, warm_up: int) -> Pipeline:
+    """What the simulation needs to know, from a run's times and lengths."""
+    config, lines = found.config, found.lines[1:-1]  # the first and the last step evaluate
+    bad = disturbed(found, warm_up)
+    learnt = [x for x in lines[warm_up:] if x["step"] not in bad]
+    sequences = config.algorithm.groups_per_step * config.algorithm.group_size
+    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in learnt], np.float64)
+    answers = np.array([x["train/tokens"] for x in learnt])
+    update_s, update_token_s = fitted(
+        np.stack([np.ones(len(tokens)), tokens], 1), np.array([x["time/train_s"] for x in learnt])
+    )
+    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in learnt]
+    ends = {x["step"]: x["time/elapsed_s"] for x in lines}
+    reports_s = [
+        x["time/elapsed_s"] - ends[x["step"] - 1] - x["time/step_s"]
+        for x in learnt
+        if x["step"] - 1 in ends
+    ]
+    return Pipeline(
+        samplers=calibrated_samplers(found, bad),
+        answer_tokens=Histogram.of(found.lengths),
+        prompt_tokens=round(float((tokens - answers).mean()) / sequences),
+        group_size=config.algorithm.group_size,
+        groups_per_step=config.algorithm.groups_per_step,
+        max_staleness=config.staleness.max_staleness,
+        lookahead=config.staleness.lookahead,
+        score_s=Histogram.of(found.scored_s),
+        update_s=float(update_s),
+        update_token_s=float(update_token_s),
+        publish_s=max(0.0, statistics.median(publish_s)),
+        transfer_s=min(x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x),
+        report_s=max(0.0, statistics.median(reports_s)),
+    )
+
+
+def calibrated_samplers(found: Run, bad: set[int]) -> Samplers:
+    """Seconds of a round by what it did: least squares over the run's rounds."""
+    section, mesh = found.config.sampler, found.config.mesh
+    assert section.slots is not None
+    usual = [r for r in found.rounds if not r.compiled and r.version + 1 not in bad]
+    usual_s = statistics.median(r.busy_s for r in usual)
+    usual = [r for r in usual if r.busy_s < HELD_UP * usual_s]
+    rounds = [r for r in usual if r.steps]
+    buckets = sorted({r.rows for r in rounds})
+    table = [
+        [r.steps * (r.rows == b) for b in buckets] + [1, r.prefill_tokens > 0, r.prefill_tokens]
+        for r in rounds
+    ]
+    busy_s = np.array([r.busy_s - r.swap_s for r in rounds])
+    *step_s, block_s, prefill_s, prefill_token_s = fitted(np.array(table, np.float64), busy_s)
+    return Samplers(
+        count=mesh.samplers,
+        slots=section.slots,
+        reserve=int(section.slots * section.reserve),
+        block=section.block,
+        prefill_chunk=section.prefill_chunk,
+        rows=tuple(buckets),
+        step_s=tuple(max(float(s), 1e-6) for s in step_s),
+        block_s=float(block_s),
+        prefill_s=float(prefill_s),
+        prefill_token_s=float(prefill_token_s),
+        swap_s=float(np.mean([r.swap_s for r in usual if r.swap_s])),
+    )
+
+
+def fitted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares without negative coefficients: what would be one is left out."""
+    used = np.arange(table.shape[1])
+    while True:
+        found, *_ = np.linalg.lstsq(table[:, used], values, rcond=None)
+        if (found >= 0).all():
+            whole = np.zeros(table.shape[1])
+            whole[used] = found
+            return whole
+        used = used[found >= 0]
+
+
+def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
+    """By the simulation, from a run's times; medians over seeds."""
+    pipeline = calibrated(found, args.warm_up)
+    told = [
+        simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
+        for seed in range(args.seeds)
+    ]
+    return {name: statistics.median(getattr(t, name) for t in told) for name in COMPARED}
+
+
+def measured(found: Run, warm_up: int) -> dict[str, float]:
+    """The run's own metrics over the steps after the warm-up, as one."""
+    lines, bad = found.lines[1:-1], disturbed(found, warm_up)
+    pairs = [(a, b) for a, b in pairwise(lines[warm_up - 1 :]) if b["step"] not in bad]
+    after = [b for _, b in pairs]
+    walls = np.array([b["time/elapsed_s"] - a["time/elapsed_s"] for a, b in pairs])
+
+    def column(key: str) -> np.ndarray:
+        return np.array([x[key] for x in after])
+
+    busy, step_s = column("sampler/busy_share"), column("time/step_s")
+    return {
+        "trainer_busy_share": float(np.average(1 - column("trainer/idle_share"), weights=step_s)),
+        "sampler_busy_share": float(np.average(busy, weights=walls)),
+        "slot_occupancy": float(np.average(column("sampler/slot_occupancy"), weights=walls * busy)),
+        "trained_tokens_per_s": float(column("train/tokens").sum() / walls.sum()),
+    }
+
+
+def disturbed(found: Run, warm_up: int) -> set[int]:
+    """Steps to leave out: a program was compiled in them, or they were held up."""
+    lines = found.lines[1:-1]
+    compiled = {r.version + 1 for r in found.rounds if r.compiled}
+    walls = {
+        b["step"]: b["time/elapsed_s"] - a["time/elapsed_s"]
+        for a, b in pairwise(lines[warm_up - 1 :])
+    }
+    usual_s = statistics.median(walls.values())
+    return {n for n, wall_s in walls.items() if n in compiled or wall_s > HELD_UP * usual_s}
+
+
+def _options() -> argparse.Namespace:
+    words = argparse.ArgumentParser(description=__doc__)
+    names = [s.name for s in SETTINGS]
+    words.add_argument("--quick", action="store_true", help="smoke test: two settings, few updates")
+    words.add_argument("--settings", nargs="+", choices=names, default=names)
+    words.add_argument("--steps", type=int, default=50, help="updates in each run")
+    words.add_argument("--warm-up", type=int, default=10, help="of those, not measured")
+    words.add_argument("--repeats", type=int, default=2, help="measured runs of each setting")
+    words.add_argument("--seeds", type=int, default=5, help="simulations; the median counts")
+    words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
+    args = words.parse_args()
+    if args.quick:
+        args.settings, args.repeats, args.seeds = ["in turns", "small model"], 1, 1
+        args.steps, args.warm_up = 6, 2
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A run as one picture that is drawn again while it goes on, for notebooks.
+
+view = display(SVG(run_svg([])), display_id=True)
+with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
+    train(config)
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
+from jaxrl_async.metrics.report import number, points, thinned, ticks
+
+WIDTH, LEFT, RIGHT = 760, 70, 14
+CURVES_TOP, CURVES_BOTTOM = 34, 190
+LANES = (("trainer", 246), ("samplers", 282))
+LANE_HEIGHT, HEIGHT = 22, 340
+MAX_POINTS = 100
+"""Points of a curve; longer ones are thinned."""
+MAX_STEPS = 40
+"""Steps in the timeline, the newest."""
+EVERY_S = 2.0
+"""Seconds between two drawings."""
+CURVES = (("reward/mean", "reward", "#1f6feb"), ("eval/accuracy", "held-out accuracy", "#d1590f"))
+DOES = (
+    ("time/wait_data_s", "waits for answers", "#d8d8d4"),
+    ("time/train_s", "learns", "#1f6feb"),
+    ("time/publish_s", "publishes", "#8250df"),
+    ("time/eval_s", "evaluates", "#d1590f"),
+)
+"""What the trainer does in a step, in this order."""
+BUSY = "#1a7f37"
+
+Line = Mapping[str, Any]
+
+
+@contextmanager
+def redrawn(
+    run_dir: Path, show: Callable[[str], None], *, every_s: float = EVERY_S
+) -> Iterator[None]:
+    """Call `show` with a new picture every `every_s` seconds, on a thread, and once at the end."""
+    done = threading.Event()
+
+    def draw() -> None:
+        show(run_svg(read_lines(run_dir / METRICS_FILE)))
+
+    def repeat() -> None:
+        while not done.wait(every_s):
+            draw()
+
+    thread = threading.Thread(target=repeat, name="live", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        draw()
+
+
+def run_svg(lines: Sequence[Line]) -> str:
+    """A standalone SVG: reward and held-out accuracy by step, and who was busy when."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#57606a">'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
+        f"{_curves(lines)}{_timeline(lines)}</svg>"
+    )
+
+
+def _curves(lines: Sequence[Line]) -> str:
+    found = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in CURVES]
+    every = [p for _, _, pts in found for p in pts]
+    if not every:
+        return _text(LEFT, CURVES_TOP, "no step has been made yet")
+    y_ticks = ticks(min(0.0, *(v for _, v in every)), max(v for _, v in every))
+    first, last = min(s for s, _ in every), max(s for s, _ in every)
+
+    def x(step: float) -> float:
+        return LEFT + (step - first) / ((last - first) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def y(value: float) -> float:
+        share = (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return CURVES_BOTTOM - share * (CURVES_BOTTOM - CURVES_TOP)
+
+    drawn = [_legend([(label, c) for label, c, pts in found if pts], 16)]
+    for tick in y_ticks:
+        drawn.append(
+            f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e3e3df"/>'
+            + _text(LEFT - 8, y(tick) + 4, number(tick), "end")
+        )
+    for step in ticks(first, last, 8):
+        if first <= step <= last and step == int(step):
+            drawn.append(_text(x(step), CURVES_BOTTOM + 16, f"{int(step)}", "middle"))
+    for _, color, pts in found:
+        path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in pts)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        if len(pts) == 1:
+            drawn.append(f'<circle cx="{x(pts[0][0]):.1f}" cy="{y(pts[0][1]):.1f}" r="3"/>')
+    return "".join(drawn)
+
+
+def _timeline(lines: Sequence[Line]) -> str:
+    """One lane for the trainer, in what it does; one for the samplers, by how busy they were."""
+    steps = [x for x in lines if "time/step_s" in x and "time/elapsed_s" in x][-MAX_STEPS:]
+    if not steps:
+        return ""
+    start = steps[0]["time/elapsed_s"] - steps[0]["time/step_s"]
+    end = steps[-1]["time/elapsed_s"]
+
+    def x(at_s: float) -> float:
+        return LEFT + (at_s - start) / ((end - start) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def bar(lane: int, from_s: float, to_s: float, color: str, opacity: float = 1.0) -> str:
+        return (
+            f'<rect x="{x(from_s):.1f}" y="{LANES[lane][1]}" '
+            f'width="{max(x(to_s) - x(from_s), 0):.1f}" height="{LANE_HEIGHT}" fill="{color}"'
+            f"{'' if opacity == 1 else f' fill-opacity={chr(34)}{opacity:.2f}{chr(34)}'}/>"
+        )
+
+    legend = [*((label, c) for _, label, c in DOES), ("samplers busy", BUSY)]
+    drawn = [_legend(legend, LANES[0][1] - 14)]
+    drawn += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
+    before = start
+    for line in steps:
+        now = at = line["time/elapsed_s"] - line["time/step_s"]
+        for key, _, color in DOES:
+            if line.get(key, 0.0) > 0:
+                drawn.append(bar(0, at, at + line[key], color))
+                at += line[key]
+        if "sampler/busy_share" in line:
+            after = line["time/elapsed_s"]
+            drawn.append(bar(1, min(before, now), after, BUSY, line["sampler/busy_share"]))
+        before = line["time/elapsed_s"]
+    for at_s in ticks(start, end, 8):
+        if start <= at_s <= end:
+            where = LANES[-1][1] + LANE_HEIGHT + 18
+            drawn.append(_text(x(at_s), where, f"{number(at_s)} s", "middle"))
+    return "".join(drawn)
+
+
+def _legend(entries: Sequence[tuple[str, str]], y: float) -> str:
+    drawn, x = [], float(LEFT)
+    for label, color in entries:
+        drawn.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" fill="{color}"/>')
+        drawn.append(_text(x + 15, y, label))
+        x += 34 + 6.5 * len(label)
+    return "".join(drawn)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,45 @@
+"""Run notebooks and write their outputs into them: python notebooks/execute.py [FILE.ipynb ...]
+
+Without names, all. Each runs in an empty folder of its own. With JAXRL_NOTEBOOK=quick in the
+environment nothing is written: the settings are tiny then, and the outputs mean nothing.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+LONGEST_S = 3600
+"""Longest time for a cell, seconds."""
+
+
+def main(names: Sequence[str]) -> None:
+    """Run those named, one after another."""
+    for path in [Path(n) for n in names] or sorted(FOLDER.glob("*.ipynb")):
+        notebook = executed(path)
+        if os.environ.get("JAXRL_NOTEBOOK") != "quick":
+            nbformat.write(notebook, path)
+        print(path.name)
+
+
+def executed(path: Path) -> nbformat.NotebookNode:
+    """The notebook with its outputs. Raises nbclient's CellExecutionError."""
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            timeout=LONGEST_S,
+            resources={"metadata": {"path": folder}},
+            record_timing=False,
+        )
+        client.execute()
+    return notebook
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
