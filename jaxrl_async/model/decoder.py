@@ -108,9 +108,7 @@ def token_states(
         return layout.place(layer.finish(x, layout.fold(attended), experts), "tokens", None), None
 
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
-    x, _ = jax.lax.scan(
-        _remat(one_layer, remat), x, params["layers"], unroll=_unroll(spec)
-    )
+    x, _ = jax.lax.scan(_remat(one_layer, remat), x, params["layers"], unroll=_unroll(spec))
     return _final_norm(spec, params, x)
 
 

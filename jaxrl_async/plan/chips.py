@@ -124,6 +124,17 @@ class Slice:
 def parse_slice(name: str) -> Slice:
     """`v5e-64`, or with a shape of one's own `v5e:4x16`. The number counts chips (Google Cloud's
     own names of v4 and v5p slices count TensorCores, two a chip). Raises ConfigError."""
+    chip, sides = _parsed(name)
+    return Slice(chip=chip, shape=sides if len(sides) > 1 else _box(chip, sides[0], name))
+
+
+def parse_chips(name: str) -> tuple[Chip, int]:
+    """The same for chips that need not be one slice: any number. Raises ConfigError."""
+    chip, sides = _parsed(name)
+    return chip, prod(sides)
+
+
+def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
     generation, sep, size = name.replace(":", "-", 1).partition("-")
     chip = CHIPS.get({"v7x": "tpu7x", "v5litepod": "v5e"}.get(generation, generation))
     if chip is None or not sep:
@@ -133,10 +144,11 @@ def parse_slice(name: str) -> Slice:
         )
     sides = size.split("x")
     if not all(s.isdecimal() and 0 < int(s) <= 2**16 for s in sides):
-        raise ConfigError(f"topology {name!r}: {size!r} is neither a number of chips nor a shape.")
-    if len(sides) > 1:
-        return Slice(chip=chip, shape=tuple(map(int, sides)))
-    return Slice(chip=chip, shape=_box(chip, int(size), name))
+        raise ConfigError(
+            f"unknown topology {name!r}: {size!r} is neither a number of chips nor a shape such as "
+            f"{'4x4x8' if chip.torus_dims == 3 else '8x8'}."
+        )
+    return chip, tuple(map(int, sides))
 
 
 def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:

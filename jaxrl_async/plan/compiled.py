@@ -1,16 +1,18 @@
-"""Compiling, once: what came out of the compiler is kept by what went in.
+"""Compiling, once: what came out of the compiler is kept by what went in, the program's text
+included; what it costs is counted anew each time.
 
 The key is a hash of the lowered program, the topology, the compiler's options, and the versions of
 jax and libtpu, so that a result is never taken for another program's.
 """
 
+import gzip
 import hashlib
 import json
 import logging
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,11 @@ from typing import Any
 import jax
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.plan.cost import Collective, Cost, Kernel, cost_of
+from jaxrl_async.plan.cost import Cost, cost_of
 from jaxrl_async.plan.hlo import parse
 from jaxrl_async.plan.programs import Lowered
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Of the files: raised where a cost is counted otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class Compiled:
     temp_bytes: float = 0.0
     code_bytes: float = 0.0
     needed_bytes: float = 0.0  # where it does not fit
-    cost: Cost = Cost(flops=0.0, num_bytes=0.0, cycles=0.0)
+    cost: Cost = field(default_factory=Cost)
     compile_s: float = 0.0
     cached: bool = False
 
@@ -62,58 +61,60 @@ def cache_folder() -> Path:
 def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
     """Compile a program, or read what it gave the last time. Raises ConfigError for an option that
     the compiler does not know, or a program that it refuses for more than its memory."""
-    file = (folder or cache_folder()) / f"{key_of(lowered)}.json"
-    if (known := _read(file)) is not None:
-        return known
-    log.info("compiling %s for %s", lowered.name, lowered.slice.name)
-    start = time.perf_counter()
-    found = replace(_compile(lowered), compile_s=time.perf_counter() - start)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
-    draft.replace(file)
-    return found
+    file = (folder or cache_folder()) / f"{key_of(lowered)}.json.gz"
+    record = _read(file)
+    if record is None:
+        log.info("compiling %s for %s", lowered.name, lowered.slice.name)
+        start = time.perf_counter()
+        record = _compile(lowered)
+        record["numbers"]["compile_s"] = time.perf_counter() - start
+        _write(file, record)
+        cached = False
+    else:
+        cached = True
+    cost = Cost()
+    if record["text"]:
+        cost = cost_of(parse(record["text"]), lowered.mesh, open_turns=lowered.open_turns)
+    return Compiled(
+        name=lowered.name, side=lowered.side, cached=cached, cost=cost, **record["numbers"]
+    )
 
 
 def key_of(lowered: Lowered) -> str:
     """Hash of all that the compiler sees."""
     seen = hashlib.sha256(lowered.program.as_text().encode())
     rest = [
-        FORMAT, lowered.slice.topology, sorted(lowered.options.items()), lowered.open_turns,
-        sorted(lowered.mesh.items()), version("jax"), version("jaxlib"), version("libtpu"),
+        lowered.slice.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),
+        version("libtpu"),
     ]  # fmt: skip
     seen.update(json.dumps(rest).encode())
     return f"{lowered.name}-{seen.hexdigest()[:32]}"
 
 
-def _read(file: Path) -> Compiled | None:
-    """A kept result; None where there is none, or it was not written whole."""
+def _write(file: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_bytes(gzip.compress(json.dumps(record).encode()))
+    draft.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """A kept record; None where there is none, or it is not one."""
     try:
-        return loaded(json.loads(file.read_text(encoding="utf-8")))
+        record = json.loads(gzip.decompress(file.read_bytes()))
+        Compiled(name="", side="", **record["numbers"])
+        parse(record["text"]) if record["text"] else None
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        log.warning("%s is not a plan's result (%s): it is made again", file, error)
+    except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
+        log.warning("%s is not a result of the compiler's (%s): it is made again", file, error)
         return None
+    return record
 
 
-def loaded(record: dict[str, Any]) -> Compiled:
-    """Of what was written. Raises TypeError, KeyError."""
-    cost = record.pop("cost")
-    return Compiled(
-        **{**record, "cached": True},
-        cost=Cost(
-            **{
-                **cost,
-                "collectives": tuple(Collective(**c) for c in cost["collectives"]),
-                "kernels": tuple(Kernel(**k) for k in cost["kernels"]),
-            }
-        ),
-    )
-
-
-def _compile(lowered: Lowered) -> Compiled:
-    who = {"name": lowered.name, "side": lowered.side}
+def _compile(lowered: Lowered) -> dict[str, Any]:
+    """{"numbers": fields of Compiled, "text": of the program}."""
     try:
         program = lowered.program.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -123,26 +124,24 @@ def _compile(lowered: Lowered) -> Compiled:
                 f"the compiler refuses the {lowered.side}'s program {lowered.name} for "
                 f"{lowered.slice.name}: {str(error).splitlines()[0][:400]}"
             ) from error
-        return Compiled(**who, fits=False, needed_bytes=needed)
+        return {"numbers": {"fits": False, "needed_bytes": needed}, "text": ""}
     memory = program.memory_analysis()
-    cost = cost_of(parse(program.as_text()), lowered.mesh, open_turns=lowered.open_turns)
-    return Compiled(
-        **who,
-        fits=True,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-        cost=cost,
-    )
+    numbers = {
+        "fits": True,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+    return {"numbers": numbers, "text": program.as_text()}
 
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def needed_bytes(message: str) -> float | None:
-    """What a program would need, from the compiler's refusal; None where that is for another reason.
+    """What a program would need, from the compiler's refusal; None where it has another reason.
 
     >>> needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 1.50G of ...")
     1610612736.0

@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxrl_async.plan.hlo import Instruction, Program, arrays_of, bytes_of, walk
 
@@ -55,17 +55,14 @@ class Kernel:
 class Cost:
     """Of one run of a program, on one device."""
 
-    flops: float  # matrix products, kernels left out
-    num_bytes: float  # to and from HBM, kernels left out
-    cycles: float  # the compiler's estimates, summed; kernels have none
+    flops: float = 0.0  # matrix products, kernels left out
+    num_bytes: float = 0.0  # to and from HBM, kernels left out
+    cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
     collectives: tuple[Collective, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
 
-def cost_of(
-    program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[float] = ()
-) -> Cost:
+def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[float] = ()) -> Cost:
     """Count a program that runs on a mesh of those axes and sizes.
 
     open_turns: turns of loops whose end is decided at run time, by depth; 0 for deeper ones.
@@ -96,9 +93,7 @@ def cost_of(
         num_bytes=num_bytes,
         cycles=cycles,
         collectives=_summed(talks.values(), mesh, program),
-        kernels=tuple(
-            Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())
-        ),
+        kernels=tuple(Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())),
     )
 
 
@@ -193,7 +188,7 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
         if i.opcode in ("dynamic-slice", "gather", "slice"):
             return 2 * _in_hbm(i.shape)
         if i.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * bytes_of(shapes.get(i.operands[1], ""))
+            return 2 * bytes_of(shapes.get(i.operands[-1 if i.opcode == "scatter" else 1], ""))
         return _in_hbm(i.shape) + sum(_in_hbm(shapes.get(o, "")) for o in set(i.operands))
     return _written(inside, i.shape) + sum(
         _read(inside, number, shapes.get(o, "")) for number, o in enumerate(i.operands)
@@ -223,8 +218,8 @@ def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
             names.add(user.name)
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
             part += bytes_of(user.shape)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] in names:
-            part += 0.0
+        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] in names:
+            continue  # in place: what is put there counts as written
         else:
             return whole
     return min(part, whole)
@@ -237,8 +232,8 @@ def _written(inside: Sequence[Instruction], shape: str) -> float:
     root = next((i for i in inside if i.is_root), None)
     while root is not None and root.opcode == "bitcast":
         root = names.get(root.operands[0])
-    if root is not None and root.opcode == "dynamic-update-slice":
-        update = names.get(root.operands[1])
+    if root is not None and root.opcode in ("dynamic-update-slice", "scatter"):
+        update = names.get(root.operands[-1 if root.opcode == "scatter" else 1])
         return min(whole, bytes_of(update.shape)) if update else whole
     return whole
 
@@ -372,7 +367,9 @@ def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
         first = _coordinates(group[0], sizes)
         for device in group[1:]:
             differ |= {
-                n for n, a, b in zip(names, first, _coordinates(device, sizes), strict=True) if a != b
+                n
+                for n, a, b in zip(names, first, _coordinates(device, sizes), strict=True)
+                if a != b
             }
     return "+".join(n for n in names if n in differ)
 

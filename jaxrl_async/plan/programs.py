@@ -17,9 +17,10 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Slices, make_mesh, shardings
 from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.quantize import is_quantized, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.plan.chips import Slice, parse_slice
-from jaxrl_async.run.assemble import make_step
+from jaxrl_async.plan.chips import Chip, Slice, parse_slice
+from jaxrl_async.run.assemble import make_push, make_step
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.memory import MemoryPlan
@@ -27,7 +28,6 @@ from jaxrl_async.sampler.sampler import kv_plan, make_engine
 from jaxrl_async.sampler.sampling import Mix
 from jaxrl_async.trainer.objective import Coefficients
 from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
-from jaxrl_async.weights.local import Push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ def spec_of(config: schema.Config) -> ModelSpec:
     return ModelSpec.from_architecture(config.model.architecture, vocab)
 
 
-def places_of(config: schema.Config, trainer: Slice, samplers: Slice) -> Places:
-    """The meshes of the configuration on those slices: the trainer on all of the first, its
-    samplers on equal parts of the second. Raises ConfigError where they do not fill them."""
+def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
+    """The meshes of the configuration: the trainer on the whole of its slice, and its samplers,
+    each on a slice of its own, on so many chips. Raises ConfigError where they do not fill them."""
     section = config.mesh
     if section.colocated:
         raise ConfigError(
@@ -77,30 +77,28 @@ def places_of(config: schema.Config, trainer: Slice, samplers: Slice) -> Places:
     given = section.trainer.num_devices
     if given != trainer.num_devices:
         raise ConfigError(
-            f"mesh.trainer has {given} devices and the trainer's topology {trainer.name} "
-            f"{trainer.num_devices}: a program runs on a whole slice. Change the axes "
-            f"(data x fsdp x tensor = {trainer.num_devices}) or --topology."
+            f"mesh.trainer has {given} devices, and the trainer's topology {trainer.name} has "
+            f"{trainer.num_devices}: a program runs on a whole slice. Change the axes (data * fsdp "
+            f"* expert * context * tensor = {trainer.num_devices}) or --topology."
         )
     each, count = section.sampler.num_devices, section.samplers
-    if each * count != samplers.num_devices:
+    if each * count != chips * chip.devices:
         raise ConfigError(
-            f"{count} samplers (mesh.samplers) of {each} devices (mesh.sampler) are {each * count}, "
-            f"and the samplers' topology {samplers.name} has {samplers.num_devices}. Set "
-            f"mesh.samplers={max(1, samplers.num_devices // each)} or change --sampler-topology."
+            f"mesh.samplers ({count}) of mesh.sampler ({each} devices) are {each * count} devices, "
+            f"and --sampler-topology {chip.generation}-{chips} has {chips * chip.devices}. Set "
+            f"mesh.samplers={max(1, chips * chip.devices // each)} or change the topology."
         )
-    alone = samplers if count == 1 else part_of(samplers, each)
-    meshes = (make_mesh(section.trainer, devices_of(trainer)), make_mesh(section.sampler, devices_of(alone)))
+    sampler = parse_slice(f"{chip.generation}-{max(1, each // chip.devices)}")
     return Places(
         trainer=trainer,
-        sampler=alone,
+        sampler=sampler,
         num_samplers=count,
-        slices=Slices(meshes[0], (meshes[1],), False),
+        slices=Slices(
+            make_mesh(section.trainer, devices_of(trainer)),
+            (make_mesh(section.sampler, devices_of(sampler)),),
+            False,
+        ),
     )
-
-
-def part_of(whole: Slice, devices: int) -> Slice:
-    """One sampler's own slice."""
-    return parse_slice(f"{whole.chip.generation}-{max(1, devices // whole.chip.devices)}")
 
 
 def devices_of(where: Slice) -> list[Any]:
@@ -128,9 +126,7 @@ def trainer_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
     scalar = partial(_array, mesh, ())
-    context = Context(
-        scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
-    )
+    context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
     if config.algorithm.kl_coefficient:
         context = context._replace(reference_params=params)
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
@@ -139,8 +135,7 @@ def trainer_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
         Lowered(name=name, program=program, options=options, **common)
         for name, program in step.lower(params, micro_batch(config, step), context).items()
     ]
-    pushed = push_of(config, spec, places).lower(params)
-    cast = Lowered(name="cast", program=pushed["cast"], **common)
+    cast = Lowered(name="cast", program=_pushed(config, spec, places)["cast"], **common)
     return [*lowered, cast]
 
 
@@ -162,14 +157,11 @@ def micro_batch(config: schema.Config, step: TrainStep) -> DeviceBatch:
     )
 
 
-def push_of(config: schema.Config, spec: ModelSpec, places: Places) -> Push:
-    """The way of the weights to one sampler. Raises MeshError."""
-    table = weight_table(spec)
-    return Push(
-        shardings(table, places.slices.trainer, TRAINER_RULES),
-        shardings(table, places.slices.sampler, SAMPLER_RULES),
-        dtype=jnp.dtype(config.weights.dtype or config.model.dtype),
-    )
+def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
+    """The programs of the weights' way to one sampler. Raises MeshError."""
+    push = make_push(config, spec, places.slices.trainer, places.slices.sampler)
+    mesh = places.slices.trainer
+    return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
 
 
 # ---- the sampler
@@ -181,9 +173,8 @@ def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     engine = make_engine(spec, plan, config.sampler, mesh, dtype=jnp.dtype(config.model.dtype))
-    params = parameters(
-        spec, mesh, SAMPLER_RULES, config.weights.dtype or config.model.dtype
-    )
+    pushed = _pushed(config, spec, places)
+    params = _arrived(spec, mesh, pushed["cast"].out_info)
     chunk, context_pages = prefill_shapes(config, engine), _pages(config.sampler.max_length, plan)
     programs = engine.lower(
         params,
@@ -192,6 +183,8 @@ def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
         context_pages=context_pages,
         mix=Mix(truncated=truncates(config.sampler)),
     )
+    if "reshard" in pushed:
+        programs["reshard"] = pushed["reshard"]
     return [
         Lowered(
             name=name,
@@ -208,6 +201,12 @@ def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
 def truncates(section: schema.Sampler) -> bool:
     """Whether logits are sorted at each step."""
     return bool(section.top_k or section.top_p < 1 or section.min_p)
+
+
+def sent_weights(config: schema.Config, spec: ModelSpec, places: Places) -> Any:
+    """Shapes of the weights in a sampler. Raises MeshError."""
+    pushed = _pushed(config, spec, places)
+    return _arrived(spec, places.slices.sampler, pushed["cast"].out_info)
 
 
 def prefill_shapes(config: schema.Config, engine: Engine) -> Chunk:
@@ -257,6 +256,17 @@ def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
         table,
         shardings(table, mesh, rules),
         is_leaf=lambda w: isinstance(w, Weight),
+    )
+
+
+def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
+    """Shapes of the weights that a push sends, where they lie in a sampler."""
+    table = weight_table(spec)
+    table = quantized_table(table) if is_quantized(sent) else table
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        sent,
+        shardings(table, mesh, SAMPLER_RULES),
     )
 
 

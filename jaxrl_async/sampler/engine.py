@@ -252,6 +252,11 @@ class Engine:
             ),
         )
 
+    def state_shapes(self) -> Any:
+        """Shapes of a decode state, where it lies on the mesh."""
+        state = jax.eval_shape(self.empty_state)
+        return jax.tree.map(_shaped, state, self._state_shardings(state))
+
     def _state_shardings(self, state: Any) -> Any:
         """Pages over kv heads as SAMPLER_RULES say; everything else on every device."""
         assert self.mesh is not None
@@ -305,8 +310,7 @@ class Engine:
         prepare = self._programs.prepare.lower(params)
         where = prepare.compile().output_shardings
         weights = jax.tree.map(_shaped, prepare.out_info, where)
-        state = jax.eval_shape(self.empty_state)
-        state = jax.tree.map(_shaped, state, self._state_shardings(state))
+        state = self.state_shapes()
         return {
             "prepare": prepare,
             "prefill": self._programs.prefill.lower(weights, state.kv, chunk),
