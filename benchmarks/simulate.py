@@ -170,7 +170,7 @@ SETTINGS = (
     ),
 )
 HELD_UP = 5.0
-"""A step or a round that takes so many times the median was held up by something else."""
+"""A step that takes so many times the median was held up by something else."""
 COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
 
 
@@ -187,6 +187,8 @@ def main() -> None:
                 rows += compare(setting, Path(folder), args)
                 print(f"{setting.name}: {_briefly(rows[-len(COMPARED) :])}", file=sys.stderr)
     report("simulate", rows, args)
+    if args.markdown:
+        print(markdown(rows))
 
 
 def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -204,6 +206,23 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
         }
         for name in COMPARED
     ]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of docs/plans.md: predicted / measured, and the largest error of the shares."""
+    lines = [
+        "| setting | device | trainer busy | sampler busy | slots in use | tokens/s | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for start in range(0, len(rows), len(COMPARED)):
+        of_setting = rows[start : start + len(COMPARED)]
+        *shares, rate = of_setting
+        cells = [f"{r['predicted']:.2f} / {r['measured']:.2f}" for r in shares]
+        cells.append(f"{rate['predicted']:,.0f} / {rate['measured']:,.0f}")
+        worst = max((r["error_percent"] for r in shares), key=abs)
+        names = [rate["setting"], rate["device"]]
+        lines.append(f"| {' | '.join([*names, *cells, f'{worst:+.1f} %'])} |")
+    return "\n".join(lines)
 
 
 def _briefly(rows: Sequence[Row]) -> str:
@@ -236,7 +255,7 @@ class Round:
     rows: int
     prefill_tokens: int
     swap_s: float  # 0: no swap
-    version: int  # of the trainer
+    making: range  # versions that the trainer was making meanwhile
     compiled: bool  # a program was compiled meanwhile
 
 
@@ -254,7 +273,7 @@ class Run:
 
 
 def run(setting: Setting, folder: Path, steps: int) -> Run:
-    """The whole job."""
+    """The whole job; equal samplers of one process compile once."""
     wishes = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.wishes]
     config = load(CONFIG, wishes)
     notes = Run(
@@ -335,7 +354,7 @@ def _noting(
     """Sampler._round, written down."""
 
     def noted(sampler: Any) -> None:
-        before, programs = sampler.stats(), sampler.engine.num_compiled
+        before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
         play(sampler)
         after = sampler.stats()
         steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
@@ -348,7 +367,7 @@ def _noting(
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
-                    version=version(),
+                    making=range(first + 1, version() + 2),
                     compiled=sampler.engine.num_compiled > programs,
                 )
             )
@@ -409,7 +428,7 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         if x["step"] - 1 in ends
     ]
     return Pipeline(
-        samplers=calibrated_samplers(found, bad),
+        samplers=calibrated_samplers(found, bad, warm_up),
         answer_tokens=Histogram.of(found.lengths),
         prompt_tokens=round(float((tokens - answers).mean()) / sequences),
         group_size=config.algorithm.group_size,
@@ -419,19 +438,17 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         score_s=Histogram.of(found.scored_s),
         update_s=float(update_s),
         update_token_s=float(update_token_s),
-        publish_s=max(0.0, statistics.median(publish_s)),
+        publish_s=max(0.0, statistics.mean(publish_s)),
         transfer_s=min(x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x),
-        report_s=max(0.0, statistics.median(reports_s)),
+        report_s=max(0.0, statistics.mean(reports_s)),
     )
 
 
-def calibrated_samplers(found: Run, bad: set[int]) -> Samplers:
+def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
     """Seconds of a round by what it did: least squares over the run's rounds."""
     section, mesh = found.config.sampler, found.config.mesh
     assert section.slots is not None
-    usual = [r for r in found.rounds if not r.compiled and r.version + 1 not in bad]
-    usual_s = statistics.median(r.busy_s for r in usual)
-    usual = [r for r in usual if r.busy_s < HELD_UP * usual_s]
+    usual = [r for r in found.rounds if r.making[0] > warm_up and bad.isdisjoint(r.making)]
     rounds = [r for r in usual if r.steps]
     buckets = sorted({r.rows for r in rounds})
     table = [
@@ -499,7 +516,7 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
 def disturbed(found: Run, warm_up: int) -> set[int]:
     """Steps to leave out: a program was compiled in them, or they were held up."""
     lines = found.lines[1:-1]
-    compiled = {r.version + 1 for r in found.rounds if r.compiled}
+    compiled = {version for r in found.rounds if r.compiled for version in r.making}
     walls = {
         b["step"]: b["time/elapsed_s"] - a["time/elapsed_s"]
         for a, b in pairwise(lines[warm_up - 1 :])
@@ -517,6 +534,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--warm-up", type=int, default=10, help="of those, not measured")
     words.add_argument("--repeats", type=int, default=2, help="measured runs of each setting")
     words.add_argument("--seeds", type=int, default=5, help="simulations; the median counts")
+    words.add_argument("--markdown", action="store_true", help="the table of docs/plans.md, too")
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
     if args.quick:

@@ -36,6 +36,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
             timeout=LONGEST_S,
             resources={"metadata": {"path": folder}},
             record_timing=False,
+            coalesce_streams=True,
         )
         client.execute()
     return notebook

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def _curves(lines: Sequence[Line]) -> str:
 
 def _timeline(lines: Sequence[Line]) -> str:
     """One lane for the trainer, in what it does; one for the samplers, by how busy they were."""
-    steps = [x for x in lines if "time/step_s" in x and "time/elapsed_s" in x][-MAX_STEPS:]
+    steps = _since_start([x for x in lines if {"time/step_s", "time/elapsed_s"} <= x.keys()])
+    steps = steps[-MAX_STEPS:]
     if not steps:
         return ""
     start = steps[0]["time/elapsed_s"] - steps[0]["time/step_s"]
@@ -118,8 +120,8 @@ def _timeline(lines: Sequence[Line]) -> str:
     def bar(lane: int, from_s: float, to_s: float, color: str, opacity: float = 1.0) -> str:
         return (
             f'<rect x="{x(from_s):.1f}" y="{LANES[lane][1]}" '
-            f'width="{max(x(to_s) - x(from_s), 0):.1f}" height="{LANE_HEIGHT}" fill="{color}"'
-            f"{'' if opacity == 1 else f' fill-opacity={chr(34)}{opacity:.2f}{chr(34)}'}/>"
+            f'width="{max(x(to_s) - x(from_s), 0):.1f}" height="{LANE_HEIGHT}" '
+            f'fill="{color}" fill-opacity="{opacity:.2f}"/>'
         )
 
     legend = [*((label, c) for _, label, c in DOES), ("samplers busy", BUSY)]
@@ -127,20 +129,29 @@ def _timeline(lines: Sequence[Line]) -> str:
     drawn += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
     before = start
     for line in steps:
-        now = at = line["time/elapsed_s"] - line["time/step_s"]
+        at, after = line["time/elapsed_s"] - line["time/step_s"], line["time/elapsed_s"]
         for key, _, color in DOES:
             if line.get(key, 0.0) > 0:
                 drawn.append(bar(0, at, at + line[key], color))
                 at += line[key]
         if "sampler/busy_share" in line:
-            after = line["time/elapsed_s"]
-            drawn.append(bar(1, min(before, now), after, BUSY, line["sampler/busy_share"]))
-        before = line["time/elapsed_s"]
+            drawn.append(bar(1, before, after, BUSY, line["sampler/busy_share"]))
+        before = after
     for at_s in ticks(start, end, 8):
         if start <= at_s <= end:
             where = LANES[-1][1] + LANE_HEIGHT + 18
             drawn.append(_text(x(at_s), where, f"{number(at_s)} s", "middle"))
     return "".join(drawn)
+
+
+def _since_start(steps: Sequence[Line]) -> Sequence[Line]:
+    """Those after the newest start or resumption, from which time/elapsed_s counts."""
+    again = [
+        i
+        for i, (a, b) in enumerate(pairwise(steps), 1)
+        if b["time/elapsed_s"] < a["time/elapsed_s"]
+    ]
+    return steps[again[-1] :] if again else steps
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> str:

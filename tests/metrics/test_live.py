@@ -46,6 +46,16 @@ def test_only_the_newest_steps_are_in_the_timeline():
     assert len(lane(run_svg([line(s) for s in range(1, 4 * MAX_STEPS)]), LEARNS)) == MAX_STEPS
 
 
+def test_after_a_resumption_the_timeline_begins_anew():
+    resumed = [
+        line(1),
+        line(2),
+        line(3) | {"time/elapsed_s": 2.0},
+        line(4) | {"time/elapsed_s": 4.0},
+    ]
+    assert lane(run_svg(resumed), LEARNS) == lane(run_svg([line(1), line(2)]), LEARNS)
+
+
 def test_curves_are_drawn_for_what_was_measured():
     both = [line(1, **{"eval/accuracy": 0.1}), line(2, **{"eval/accuracy": 0.3})]
     for lines, curves in (([], 0), ([line(1), line(2)], 1), (both, 2)):
