@@ -92,7 +92,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
         flops=flops,
         num_bytes=num_bytes,
         cycles=cycles,
-        collectives=_summed(talks.values(), mesh, program),
+        collectives=_summed(list(talks.values()), mesh),
         kernels=tuple(Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())),
     )
 
@@ -276,9 +276,7 @@ def _channel(i: Instruction) -> str:
 
 
 def _summed(
-    talks: Iterator[tuple[Instruction, float, str]] | Sequence[tuple[Instruction, float, str]],
-    mesh: Mapping[str, int],
-    program: Program,
+    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int]
 ) -> tuple[Collective, ...]:
     totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for i, count, kind in talks:

@@ -135,12 +135,13 @@ def _walk(
     assert depth < MAX_NESTING, f"{name} is nested too deep"
     yield name, times
     for instruction in program.computations.get(name, ()):
-        turns: float | None = 1
-        left = open_turns
+        turns, left = 1.0, open_turns
         if instruction.opcode == "while":
-            turns = trip_count(program, instruction, name)
-            if turns is None:
-                turns, left = (open_turns[0] if open_turns else 0), open_turns[1:]
+            counted = trip_count(program, instruction, name)
+            if counted is None:
+                turns, left = (open_turns[0] if open_turns else 0.0), open_turns[1:]
+            else:
+                turns = float(counted)
         for called in _CALLED.findall(instruction.rest):
             yield from _walk(program, called, times * turns, left, depth + 1)
 
