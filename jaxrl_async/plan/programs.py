@@ -147,14 +147,13 @@ def micro_batch(config: schema.Config, step: TrainStep) -> DeviceBatch:
     if config.algorithm.anchor == "proximal":
         names.append("proximal_logprobs")
     shape = (step.micro_rows, config.row_length)
-    return DeviceBatch(
-        **{
-            name: jax.ShapeDtypeStruct(
-                shape, kinds.get(name, jnp.float32), sharding=step.batch_sharding
-            )
-            for name in names
-        }
-    )
+    columns: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(
+            shape, kinds.get(name, jnp.float32), sharding=step.batch_sharding
+        )
+        for name in names
+    }
+    return DeviceBatch(**columns)
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
