@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from jaxrl_async.mesh import (
     SAMPLER_RULES,
     TRAINER_RULES,
     Turns,
+    arranged,
     make_mesh,
     make_slices,
     shardings,
@@ -30,9 +33,9 @@ SPEC = ModelSpec.from_architecture(
 )
 
 
-def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    devices = jax.devices()[: data * fsdp * tensor]
-    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
+def mesh_of(**axes: int) -> Mesh:
+    section = schema.Axes(**axes)
+    return make_mesh(section, jax.devices()[: section.num_devices])
 
 
 def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.Mesh:
@@ -80,6 +83,59 @@ def test_too_few_devices_are_named_with_the_way_out():
         assert part in str(error.value)
 
 
+# ---- TPU slices
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a mesh asks of a TPU device."""
+
+    slice_index: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+def chips(slices: int, side: int = 4) -> list[Any]:
+    places = [(x, y, 0) for y in range(side) for x in range(side)]
+    return [Chip(s, place) for s in range(slices) for place in places]
+
+
+def test_only_data_crosses_slices():
+    order = np.random.default_rng(0).permutation(32)
+    given = [chips(2)[i] for i in order]  # in any order
+    found = arranged(schema.Axes(data=4, fsdp=2, tensor=4), given)
+    of_slices = np.vectorize(lambda chip: chip.slice_index, otypes=[int])(found.reshape(4, -1))
+    assert of_slices.tolist() == [[0] * 8, [0] * 8, [1] * 8, [1] * 8]
+    assert {id(c) for c in found.flat} == {id(c) for c in given}
+
+
+def test_tensor_lies_on_neighbours_of_the_torus():
+    found = arranged(schema.Axes(fsdp=4, tensor=4), chips(1)).reshape(4, 4)
+    for row in found:
+        assert len({c.coords[0] for c in row}) == 1 or len({c.coords[1] for c in row}) == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "given", "told"),
+    [
+        ({"fsdp": 32}, chips(2), "data .* it is 1"),
+        ({"data": 3}, [*chips(2)[:2], chips(2)[-1]], "of 2, 1 devices"),
+    ],
+)
+def test_slices_that_cannot_be_divided_over_data_are_refused(axes, given, told):
+    with pytest.raises(MeshError, match=told):
+        arranged(schema.Axes(**axes), given)
+
+
+def test_devices_with_a_hole_keep_their_order_and_it_is_said(caplog):
+    given = [*chips(1)[:3], chips(1)[5]]
+    assert arranged(schema.Axes(fsdp=4), given).reshape(-1).tolist() == given
+    assert "do not follow the slice's torus" in caplog.text
+
+
 # ---- what lies where
 
 
@@ -108,12 +164,12 @@ def test_an_axis_of_one_device_is_not_named():
 @given(
     st.lists(st.sampled_from([*TRAINER_RULES, None]), min_size=1, max_size=4),
     st.data(),
-    st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]),
+    st.sampled_from([(1,) * 5, (2, 2, 1, 1, 2), (1, 2, 2, 2, 1), (8, 1, 1, 1, 1), (1, 1, 4, 2, 1)]),
     st.sampled_from([TRAINER_RULES, SAMPLER_RULES]),
 )
 def test_every_array_can_be_laid_out(axes, data, sizes, rules):
     shape = [data.draw(st.integers(1, 12)) for _ in axes]
-    mesh = mesh_of(*sizes)
+    mesh = mesh_of(**dict(zip(AXES, sizes, strict=True)))
     spec = spec_for(shape, axes, mesh, rules)
     jax.sharding.NamedSharding(mesh, spec).shard_shape(tuple(shape))  # raises where it does not fit
 

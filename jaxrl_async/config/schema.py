@@ -510,7 +510,7 @@ class Trainer(Section):
     micro_batch_tokens: Positive = 4096
     """Tokens (padding included) in one forward and backward pass."""
     logprob_chunk: Positive = 1024
-    """Tokens whose logits exist at once."""
+    """Tokens of each device whose logits exist at once."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """What lies in the hosts' memory while it is not used: AdamW's moments, which come to the
     device for each update; the reference policy, which comes for a pass of its own before it."""

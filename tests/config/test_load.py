@@ -374,6 +374,18 @@ def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overr
             ],
             "does that once",
         ),
+        (["mesh.sampler.context=2"], "mesh.sampler.context (2) must be 1"),
+        (
+            ["mesh.trainer.context=8", "trainer.row_length=136"],
+            "multiple of 2 * mesh.trainer.context (16)",
+        ),
+        (["weights.dtype=int8"], "weights.probe_tolerance (0.001). Raise it to about 0.5"),
+        (["trainer.offload=[reference]"], "trainer.offload=reference needs a reference"),
+        (["model.architecture.experts=4"], "exactly with family=qwen3_moe"),
+        (
+            ["model.architecture.family=qwen3_moe", "model.architecture.experts=1"],
+            "experts_per_token (2) must be at most",
+        ),
     ],
     ids=lambda v: v[0] if isinstance(v, list) else "",
 )

@@ -68,6 +68,32 @@ def test_the_training_loss_with_splash_compiles_for_a_mesh(programs, kind):
     assert programs[f"step {kind}"]["kernels"] == 8
 
 
+@pytest.mark.parametrize("kind", ["on context", "on context x tensor"])
+def test_splash_is_what_compiles_where_context_divides_the_rows(programs, kind):
+    assert programs[f"step {kind}"]["kernels"] == 8
+
+
+def test_experts_over_an_axis_compile_to_kernels_of_their_own(programs):
+    """Beside attention's 8, the grouped products of the experts, forward and backward."""
+    assert programs["step on expert"]["kernels"] > 8
+
+
+def test_offloaded_moments_are_counted_in_the_hosts_memory(programs):
+    """Arguments of the optimizer's step, bytes a chip: weights and gradients are as large as the
+    moments together."""
+    plain, offloaded = programs["optimizer"], programs["optimizer offloaded"]
+    assert plain["host_bytes"] == 0
+    assert offloaded["host_bytes"] == pytest.approx(plain["moment_bytes"], rel=0.05)
+    assert plain["device_bytes"] - offloaded["device_bytes"] == offloaded["host_bytes"]
+
+
+def test_only_data_crosses_slices(programs):
+    slices = programs["slices"]["slices"]
+    assert [{s for row in block for a in row for b in a for s in b} for block in slices] == [
+        {0}, {0}, {1}, {1}
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "kind",
     ["decode", "chunks", "narrow heads", "float32", "on tensor", "small pages", "large pages"],

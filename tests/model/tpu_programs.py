@@ -78,11 +78,18 @@ def attention_gradient(
 
 
 def policy_step(
-    mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, **trainer: Any
+    mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **trainer: Any
 ) -> tuple[TrainStep, Any]:
     """A small policy's update on a mesh, and its weights."""
     sizes = schema.Architecture(
-        layers=2, width=256, heads=8, kv_heads=kv_heads, head_dim=128, mlp=512
+        family="qwen3_moe" if experts else "qwen3",
+        layers=2,
+        width=256,
+        heads=8,
+        kv_heads=kv_heads,
+        head_dim=128,
+        mlp=512,
+        experts=experts,
     )
     spec = ModelSpec.from_architecture(sizes, 512)
     step = TrainStep(
@@ -106,10 +113,12 @@ def policy_step(
     return step, params
 
 
-def train_step(*, remat: str = "layer", kv_heads: int = 4, **axes: int) -> dict[str, Any]:
+def train_step(
+    *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **axes: int
+) -> dict[str, Any]:
     """The gradient of one micro-batch of the policy loss, with the attention that auto takes."""
     mesh = mesh_of(**axes)
-    step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads)
+    step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads, experts=experts)
     scalar = partial(array, mesh, ())
     kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32) | {
         "mask": jnp.bool_
@@ -246,6 +255,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "step on context": partial(train_step, fsdp=4, context=4),
     "step on context x tensor": partial(train_step, context=2, tensor=8),
+    "step on expert": partial(train_step, fsdp=4, expert=4, experts=8),
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
     "slices": over_slices,

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.mesh import HOST, in_memory
 from jaxrl_async.run.checkpoint import (
     CHECKSUMS,
     SCHEMA,
@@ -302,3 +303,15 @@ def test_mismatch_names_what_is_missing_on_either_side():
     assert mismatch({"a": (1,)}, {"a": (1,)}) == ""
     assert mismatch({}, {"a": (1,)}) == "it has no a"
     assert "does not know" in mismatch({"b": (2,)}, {})
+
+
+def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
+    state = make_state(3)
+    state = state._replace(opt_state=in_memory(HOST, state.opt_state))
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
+    assert {"pinned_host", "device"} == set(kinds)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 3, state)
+        saved = checkpoints.restore(3, state)
+    assert [x.sharding.memory_kind for x in jax.tree.leaves(saved.state)] == kinds
+    same(saved.state, make_state(3))

@@ -401,3 +401,25 @@ def test_worked_answers_and_sampling_masks_go_together() -> None:
         for size in (None, VOCAB)
     ]
     assert both[0] == pytest.approx(both[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
+    algorithm = {"kl_coefficient": 0.5, "kl_in": kl_in, "kl": "k1" if kl_in == "reward" else "k3"}
+    told, weights = [], []
+    for offload in (False, True):
+        learner = learner_of(
+            algorithm=algorithm,
+            reference={"ema": 0.5},
+            companions={"reference": copied(PARAMS)},
+            offload_reference=offload,
+        )
+        told.append([moved(learner), moved(learner, version=1)])
+        weights.append(learner.params)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(learner.reference)}
+        assert kinds == {"pinned_host" if offload else "device"}
+    assert apart(*weights) < 1e-6
+    for before, after in zip(*told, strict=True):
+        for key in ("train/loss", "policy/kl_reference", "train/grad_norm"):
+            assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6)
+    assert told[1][1]["policy/kl_reference"] > 0

@@ -1,4 +1,4 @@
-"""One device and every legal mesh of up to eight give the same loss, gradients and update."""
+"""One device and every legal mesh of eight give the same loss, gradients and update."""
 
 import functools
 import itertools
@@ -32,12 +32,12 @@ itself, and make whole steps of the rounding of those that are nearly 0."""
 
 
 def meshes(*names: str) -> list[dict[str, int]]:
-    """Every mesh of 2 to 8 devices with 1, 2 or 4 on each of these axes."""
+    """Every mesh of eight devices with 1, 2 or 4 on each of these axes."""
     sizes = itertools.product((1, 2, 4), repeat=len(names))
     return [
         {name: n for name, n in zip(names, size, strict=True) if n > 1}
         for size in sizes
-        if 1 < np.prod(size) <= 8
+        if np.prod(size) == 8
     ]
 
 
@@ -114,7 +114,7 @@ def test_every_mesh_learns_what_one_device_does(axes, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [m for m in meshes("data", "fsdp", "expert", "context", "tensor") if "expert" in m],
+    [m for m in meshes("fsdp", "expert", "context", "tensor") if "expert" in m],
     ids=str,
 )
 def test_every_mesh_learns_with_experts_what_one_device_does(axes, alone):

@@ -365,3 +365,40 @@ def test_flops_count_weights_tokens_and_causal_attention():
 
 def test_a_state_is_a_pytree_of_three():
     assert TrainState._fields == ("params", "opt_state", "step")
+
+
+def test_moments_in_the_hosts_memory_give_the_same_update(params):
+    ends = []
+    for offload in ((), ("optimizer",)):
+        step = step_of(axes={"fsdp": 2}, trainer={"offload": offload})
+        state = step.init(params)
+        for _ in range(2):
+            state, stats = step.update(state, BATCH, version=3)
+        moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
+        kind = "pinned_host" if offload else "device"
+        assert {m.sharding.memory_kind for m in moments} == {kind}
+        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+        ends.append((copied(state), stats["train/loss"]))
+    assert_close(*ends, 1e-6)
+
+
+def test_bfloat16_computes_and_float32_keeps(params):
+    """Steps far below bfloat16's resolution of the weights add up."""
+    step = step_of(dtype=jnp.bfloat16, algorithm={"learning_rate": 1e-5})
+    state = step.init(params)
+    for _ in range(3):
+        state, _ = step.update(state, BATCH, version=3)
+    for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        assert new.dtype == jnp.float32
+        change = np.abs(np.asarray(new) - np.asarray(old))
+        assert 0 < change.max() < 1e-4
+    assert {m.dtype for m in jax.tree.leaves(state.opt_state) if m.ndim} == {np.dtype("float32")}
+
+
+def test_bfloat16_is_close_to_float32(params):
+    losses = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        step = step_of(dtype=dtype)
+        _, stats = step.update(step.init(params), BATCH, version=3)
+        losses.append(stats["train/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02, abs=0.01) and losses[1] != losses[0]
