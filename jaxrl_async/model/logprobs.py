@@ -72,7 +72,7 @@ def blocked_logprobs(
     to block (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass computes a block's
     logits again. blocks divides V on each device (`vocab_blocks`).
     """
-    D, V = head.shape
+    V = head.shape[1]
     ways = layout.vocab_ways(V)
 
     def split(x: Array) -> Array:

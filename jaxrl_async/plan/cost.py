@@ -25,6 +25,7 @@ FREE = {
     "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown",
 }  # fmt: skip
 """Opcodes that move nothing themselves."""
+ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
@@ -181,9 +182,11 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
     inside = None
     if i.opcode == "fusion" and (found := re.search(r"calls=%?([\w.\-]+)", i.rest)):
         inside = program.computations.get(found[1])
-    if i.opcode in ("copy-start", "slice-start"):
-        moved = _in_hbm(i.shape) / 2 if i.opcode == "copy-start" else 0.0
-        return moved
+    if i.opcode == "copy-start":  # (to, from, a number): one of them is in VMEM
+        return _in_hbm(i.shape)
+    if i.opcode == "slice-start":  # ((from), to, a number)
+        to = re.findall(ARRAY, i.shape)[1]
+        return bytes_of(to) + _in_hbm(to)
     if inside is None:
         if i.opcode in ("dynamic-slice", "gather", "slice"):
             return 2 * _in_hbm(i.shape)
@@ -197,8 +200,7 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
 
 def _in_hbm(shape: str) -> float:
     """Bytes of the arrays in a shape's text that lie in HBM."""
-    parts = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
-    return sum(bytes_of(p) for p in parts if not IN_VMEM.search(p))
+    return sum(bytes_of(p) for p in re.findall(ARRAY, shape) if not IN_VMEM.search(p))
 
 
 def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
