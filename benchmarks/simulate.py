@@ -2,10 +2,9 @@
 
 Each setting is a whole run of the main job on the embedded task (`jaxrl_async.train`, random
 weights, dictated lengths of answers), 1 + `--repeats` times. What the simulation is given are times
-and lengths that a run wrote down: seconds of a decode step by rows, of a round's prefill and of the
-host's part (least squares over the run's rounds), of an update by its tokens, of publishing, a
-swap, a report and a scorer; never a share, a rate or a wait. What it is compared with is
-metrics.jsonl.
+and lengths that a run wrote down: seconds of a decode step by rows, of a round's prefill and the
+host's part, of an update by its tokens, of publishing, a swap, a report and a scorer; never a
+share, a rate or a wait. What it is compared with is metrics.jsonl.
 
 device    slept: device time is dictated (a decode block and an update end when a formula says so,
           and the thread sleeps until then): trainer and samplers do not compete for the cores.
@@ -14,7 +13,8 @@ device    slept: device time is dictated (a decode block and an update end when 
 error     of the prediction from the same run's times; before: from those of the run before it,
           which says how well one run foretells another on this machine, as busy as it is.
 left_out  steps in which a program was compiled, or that took over five times the median (the
-          process was held up); medians over the repeats, least and most of what was measured.
+          process was held up), and max_staleness + 1 after each; the numbers are medians over the
+          repeats, least and most of what was measured.
 """
 
 import argparse
@@ -68,9 +68,9 @@ COMMON = (
 class Dictated:
     """Device time of the slept settings, seconds."""
 
-    step_s: float = 0.002  # of a decode step, and
-    row_s: float = 0.0001  # for each of its rows
-    update_s: float = 0.1  # of an update, and
+    step_s: float = 0.006  # of a decode step, and
+    row_s: float = 0.0003  # for each of its rows
+    update_s: float = 0.3  # of an update, and
     token_s: float = 0.0  # for each token of its batch
 
 
@@ -92,44 +92,44 @@ SETTINGS = (
         name="balanced",
         wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1"),
         lengths=EVEN,
-        device=Dictated(update_s=0.45),
+        device=Dictated(update_s=1.35),
     ),
     Setting(
         name="in turns",
         wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
         lengths=EVEN,
-        device=Dictated(update_s=0.3),
+        device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, in turns",
         wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
         lengths=TAIL,
-        device=Dictated(update_s=0.3),
+        device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, staleness 4",
         wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=4"),
         lengths=TAIL,
-        device=Dictated(update_s=0.3),
+        device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, overtaking",
         wishes=(TINY, "sampler.slots=32", "staleness={max_staleness: 2, lookahead: 6}"),
         lengths=TAIL,
-        device=Dictated(update_s=0.2),
+        device=Dictated(update_s=0.6),
     ),
     Setting(
         name="slow scorer",
         wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
-        device=Dictated(update_s=0.2),
-        score_s=0.4,
+        device=Dictated(update_s=0.6),
+        score_s=1.2,
     ),
     Setting(
         name="two samplers",
         wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1", "mesh.samplers=2"),
         lengths=TAIL,
-        device=Dictated(update_s=0.15, token_s=2e-5),
+        device=Dictated(update_s=0.45, token_s=6e-05),
     ),
     Setting(
         name="few slots, small groups",
@@ -140,13 +140,13 @@ SETTINGS = (
             "algorithm={groups_per_step: 12, group_size: 4}",
         ),
         lengths=TAIL,
-        device=Dictated(update_s=0.2),
+        device=Dictated(update_s=0.6),
     ),
     Setting(
         name="trainer is slower",
         wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
-        device=Dictated(update_s=0.3, token_s=2e-4),
+        device=Dictated(update_s=0.9, token_s=0.0006),
     ),
     Setting(
         name="small model",
@@ -174,6 +174,10 @@ HELD_UP = 5.0
 COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
 
 
+class Disturbed(Exception):
+    """Too little of a run can be measured."""
+
+
 def main() -> None:
     """Measure, simulate and print."""
     args = _options()
@@ -183,9 +187,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for setting in SETTINGS:
-            if setting.name in args.settings:
+            if setting.name not in args.settings:
+                continue
+            try:
                 rows += compare(setting, Path(folder), args)
-                print(f"{setting.name}: {_briefly(rows[-len(COMPARED) :])}", file=sys.stderr)
+                told = ", ".join(
+                    f"{r['number']} {r['error_percent']:+.1f} %" for r in rows[-len(COMPARED) :]
+                )
+            except Disturbed as error:
+                told = f"left out: {error}"
+            print(f"{setting.name}: {told}", file=sys.stderr)
+    if not rows:
+        raise SystemExit("no setting could be measured")
     report("simulate", rows, args)
     if args.markdown:
         print(markdown(rows))
@@ -225,10 +238,6 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _briefly(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{r['number']} {r['error_percent']:+.1f} %" for r in rows)
-
-
 def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
     def error_percent(predictions: Sequence[float]) -> float:
         return statistics.median(100 * (p / m - 1) for p, m in zip(predictions, seen, strict=True))
@@ -251,6 +260,7 @@ class Round:
     """What one sampler did between two looks at its queue."""
 
     busy_s: float
+    decode_s: float  # of that, from the block's dispatch to its end
     steps: int
     rows: int
     prefill_tokens: int
@@ -288,10 +298,9 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
-        noted = _noting(Sampler._round, notes.rounds, lambda: made[0].trainer.version)
+        took = stack.enter_context(timed_blocks(setting.device))
+        noted = _noting(Sampler._round, notes.rounds, took, lambda: made[0].trainer.version)
         stack.enter_context(patch.object(Sampler, "_round", noted))
-        if setting.device is not None:
-            stack.enter_context(slept_blocks(setting.device))
         loop.train(config)
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
 
@@ -349,7 +358,10 @@ class Forced:
 
 
 def _noting(
-    play: Callable[[Any], None], rounds: list[Round], version: Callable[[], int]
+    play: Callable[[Any], None],
+    rounds: list[Round],
+    took: dict[int, float],
+    version: Callable[[], int],
 ) -> Callable[[Any], None]:
     """Sampler._round, written down."""
 
@@ -363,6 +375,7 @@ def _noting(
             rounds.append(
                 Round(
                     busy_s=busy_s,
+                    decode_s=took.pop(id(sampler._batch), 0.0),
                     steps=steps,
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
@@ -376,11 +389,12 @@ def _noting(
 
 
 @contextlib.contextmanager
-def slept_blocks(device: Dictated) -> Iterator[None]:
-    """Every decode block takes the dictated time from its dispatch on; the host's work in between
-    runs meanwhile, as beside a device."""
+def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
+    """Seconds of the newest decode block, by its batch. Where a device is given, a block takes the
+    dictated time from its dispatch on; the host's work runs meanwhile, as beside a device."""
     start_block, finish_block = Batch.start_block, Batch.finish_block
     began: dict[int, float] = {}
+    took: dict[int, float] = {}
 
     def start(batch: Any, weights: Any) -> None:
         began[id(batch)] = time.perf_counter()
@@ -390,13 +404,15 @@ def slept_blocks(device: Dictated) -> Iterator[None]:
         before = batch.stats
         ended = finish_block(batch)
         steps = (batch.stats.slot_steps - before.slot_steps) // batch.engine.slots
-        if steps:
+        if steps and device is not None:
             rows = (batch.stats.row_steps - before.row_steps) // steps
             sleep_until(began[id(batch)] + steps * (device.step_s + rows * device.row_s))
+        if steps:
+            took[id(batch)] = time.perf_counter() - began[id(batch)]
         return ended
 
     with patch.object(Batch, "start_block", start), patch.object(Batch, "finish_block", finish):
-        yield
+        yield took
 
 
 def sleep_until(at_s: float) -> None:
@@ -417,9 +433,9 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
     tokens = np.array([found.batch_tokens[x["step"] - 1] for x in learnt], np.float64)
     answers = np.array([x["train/tokens"] for x in learnt])
-    update_s, update_token_s = fitted(
-        np.stack([np.ones(len(tokens)), tokens], 1), np.array([x["time/train_s"] for x in learnt])
-    )
+    train_s = np.array([x["time/train_s"] for x in learnt])
+    slope, start = np.polyfit(tokens, train_s, 1)
+    update_token_s = float(slope) if slope > 0 and start > 0 else 0.0
     publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in learnt]
     ends = {x["step"]: x["time/elapsed_s"] for x in lines}
     reports_s = [
@@ -436,8 +452,8 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         max_staleness=config.staleness.max_staleness,
         lookahead=config.staleness.lookahead,
         score_s=Histogram.of(found.scored_s),
-        update_s=float(update_s),
-        update_token_s=float(update_token_s),
+        update_s=float(train_s.mean() - update_token_s * tokens.mean()),
+        update_token_s=update_token_s,
         publish_s=max(0.0, statistics.mean(publish_s)),
         transfer_s=min(x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x),
         report_s=max(0.0, statistics.mean(reports_s)),
@@ -445,43 +461,35 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
 
 
 def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
-    """Seconds of a round by what it did: least squares over the run's rounds."""
+    """Seconds of a round by what it did: a block's steps, a prefill, the rest; means that add up to
+    the time of all rounds."""
     section, mesh = found.config.sampler, found.config.mesh
     assert section.slots is not None
-    usual = [r for r in found.rounds if r.making[0] > warm_up and bad.isdisjoint(r.making)]
-    rounds = [r for r in usual if r.steps]
-    buckets = sorted({r.rows for r in rounds})
-    table = [
-        [r.steps * (r.rows == b) for b in buckets] + [1, r.prefill_tokens > 0, r.prefill_tokens]
-        for r in rounds
-    ]
-    busy_s = np.array([r.busy_s - r.swap_s for r in rounds])
-    *step_s, block_s, prefill_s, prefill_token_s = fitted(np.array(table, np.float64), busy_s)
+    rounds = [r for r in found.rounds if r.making[0] > warm_up and bad.isdisjoint(r.making)]
+    by_rows: dict[int, list[Round]] = {}
+    for one in rounds:
+        if one.steps:
+            by_rows.setdefault(one.rows, []).append(one)
+    rest_s: dict[bool, list[float]] = {True: [], False: []}  # by whether there was a prefill
+    for one in rounds:
+        if one.steps:
+            rest_s[one.prefill_tokens > 0].append(one.busy_s - one.decode_s - one.swap_s)
+    plain_s, prefilled_s = (np.mean(rest_s[key] or [0.0]) for key in (False, True))
     return Samplers(
         count=mesh.samplers,
         slots=section.slots,
         reserve=int(section.slots * section.reserve),
         block=section.block,
         prefill_chunk=section.prefill_chunk,
-        rows=tuple(buckets),
-        step_s=tuple(max(float(s), 1e-6) for s in step_s),
-        block_s=float(block_s),
-        prefill_s=float(prefill_s),
-        prefill_token_s=float(prefill_token_s),
-        swap_s=float(np.mean([r.swap_s for r in usual if r.swap_s])),
+        rows=tuple(sorted(by_rows)),
+        step_s=tuple(
+            sum(r.decode_s for r in same) / sum(r.steps for r in same)
+            for _, same in sorted(by_rows.items())
+        ),
+        block_s=float(plain_s),
+        prefill_s=max(0.0, float(prefilled_s - plain_s)),
+        swap_s=float(np.mean([r.swap_s for r in rounds if r.swap_s])),
     )
-
-
-def fitted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares without negative coefficients: what would be one is left out."""
-    used = np.arange(table.shape[1])
-    while True:
-        found, *_ = np.linalg.lstsq(table[:, used], values, rcond=None)
-        if (found >= 0).all():
-            whole = np.zeros(table.shape[1])
-            whole[used] = found
-            return whole
-        used = used[found >= 0]
 
 
 def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
@@ -514,7 +522,8 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
 
 
 def disturbed(found: Run, warm_up: int) -> set[int]:
-    """Steps to leave out: a program was compiled in them, or they were held up."""
+    """Steps to leave out: a program was compiled in them, or they were held up; and those after
+    them in which what was drawn meanwhile is trained on."""
     lines = found.lines[1:-1]
     compiled = {version for r in found.rounds if r.compiled for version in r.making}
     walls = {
@@ -522,7 +531,15 @@ def disturbed(found: Run, warm_up: int) -> set[int]:
         for a, b in pairwise(lines[warm_up - 1 :])
     }
     usual_s = statistics.median(walls.values())
-    return {n for n, wall_s in walls.items() if n in compiled or wall_s > HELD_UP * usual_s}
+    held_up = {n for n, wall_s in walls.items() if wall_s > HELD_UP * usual_s}
+    catching_up = range(found.config.staleness.max_staleness + 2)
+    bad = {n + later for n in compiled | held_up for later in catching_up} & walls.keys()
+    if len(bad) > len(walls) - 3:
+        raise Disturbed(
+            f"{len(bad)} of {len(walls)} steps were disturbed: something else keeps the machine "
+            "busy, or programs were compiled. Raise --warm-up and --steps, or wait."
+        )
+    return bad
 
 
 def _options() -> argparse.Namespace:

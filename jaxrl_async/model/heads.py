@@ -31,7 +31,7 @@ Head = Literal["value", "reward"]
 HEAD = "value_head"
 
 _CLASSES = {"value": "ForTokenClassification", "reward": "ForSequenceClassification"}
-_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 
 
 def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
