@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import TrainingError, is_out_of_memory
+from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
     HOST,
     NO_TURNS,
@@ -147,7 +147,7 @@ class Updater:
         turns: held for each program, until it has run, where a sampler shares the devices.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
         TrainingError where memory does not suffice with one row on each device; the state is then
-        as it was.
+        as it was; ConfigError for an option that the compiler does not know.
         """
         retries = 0
         while True:
@@ -156,6 +156,11 @@ class Updater:
                 sums, totals = self._gradients(state.params, parts, context, turns)
                 break
             except jax.errors.JaxRuntimeError as error:
+                if "No such compile option" in str(error):
+                    raise ConfigError(
+                        f"trainer.compiler_options: {str(error).partition(': ')[2]}, says the "
+                        "compiler of the trainer's devices. Leave it out, or correct its name."
+                    ) from error
                 if not is_out_of_memory(error):
                     raise
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
