@@ -119,8 +119,11 @@ def test_constraints_are_names_and_versions_only():
 def test_a_configuration_loads_and_starts_with_its_command(path):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     name = path.relative_to(ROOT).as_posix()
+    job, options = ("plan", r" --topology \S+ --sampler-topology \S+ ") if "plans" in name else (
+        "train", " "
+    )  # fmt: skip
     match = re.match(
-        rf"# python -m jaxrl_async\.train {re.escape(name)}((?: \S+=\S+)*)  +\S", first
+        rf"# python -m jaxrl_async\.{job} {re.escape(name)}((?: \S+=\S+)*){options} +\S", first
     )
     assert match, "the first line is '# COMMAND     what to expect'"
     config = load(path, match[1].split())

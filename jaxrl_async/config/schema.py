@@ -196,6 +196,8 @@ class Architecture(Section):
     """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding."""
+    vocab: Positive | None = None
+    """Size of the vocabulary, that of the tokenizer at least; null: as large as that."""
 
     @model_validator(mode="after")
     def _routed(self) -> "Architecture":
@@ -512,6 +514,8 @@ class Trainer(Section):
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """What lies in the hosts' memory while it is not used: AdamW's moments, which come to the
     device for each update; the reference policy, which comes for a pass of its own before it."""
+    compiler_options: dict[str, str] = {}
+    """XLA's options for compiling the update, by name; those of TPUs are refused elsewhere."""
     max_skipped_steps: Positive = 3
     """Non-finite steps in a row that stop the run."""
 

@@ -133,7 +133,8 @@ def sequence_attention(
         )
     if problem := obstacle(name, device, dtype, head_dim):
         raise ConfigError(f"model.attention={name} {problem}")
-    return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
+    function = kernels.splash_on(device) if name == "splash" else SEQUENCE_ATTENTION[name]
+    return kernels.per_shard(function, mesh, PART_ATTENTION[name])
 
 
 def decoder_settings(

@@ -5,6 +5,7 @@ the decode step unrolls them over statically indexed weights, which is the faste
 batches.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +32,11 @@ from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
 UNROLL = 4
-"""Layers in one turn of the trainer's scan: more is faster where layers are small, and compiles
-longer."""
+"""Layers in one turn of the trainer's scan where they are small: faster, and compiles longer."""
+SMALL_LAYER = 2**22
+"""Weights of a layer up to which a turn of the loop is worth saving. A larger one's products take
+far longer, and more of them in a turn cost compile time and code (of 192 million: 4 take twice as
+long to compile as 1, and 170 MB on a TPU instead of 50)."""
 
 Params = Any  # nested dict of arrays in the tree of weight_table
 
@@ -104,10 +108,14 @@ def token_states(
         return layout.place(layer.finish(x, layout.fold(attended), experts), "tokens", None), None
 
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
-    x, _ = jax.lax.scan(
-        _remat(one_layer, remat), x, params["layers"], unroll=min(spec.layers, UNROLL)
-    )
+    x, _ = jax.lax.scan(_remat(one_layer, remat), x, params["layers"], unroll=_unroll(spec))
     return _final_norm(spec, params, x)
+
+
+def _unroll(spec: ModelSpec) -> int:
+    """Layers in one turn of the scan."""
+    sizes = (math.prod(w.shape[1:]) for w in weight_table(spec)["layers"].values())
+    return min(spec.layers, UNROLL) if sum(sizes) <= SMALL_LAYER else 1
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:

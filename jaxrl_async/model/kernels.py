@@ -6,6 +6,7 @@ heads (`per_shard`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,10 @@ LANES = 128
 """Width of a TPU vector register: head widths and block lengths are counted in it."""
 MAX_SPLASH_BLOCK = 512
 """Longest block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
+SPLASH_BLOCKS = {"TPU v6 lite": 1024}
+"""The same by kind of device. Each block of queries reads all keys and values before it again: so
+many FLOPs a byte as it is long. 512 is above what keeps the matrix units of most generations busy
+(peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e wants 560."""
 MAX_RAGGED_PAGES = 16
 """Most pages in a block, as in most entries of JAX's tuned table."""
 MAX_RAGGED_QUERIES = 32
@@ -54,14 +59,21 @@ class PartAttention(NamedTuple):
 # ---- whole sequences
 
 
-def splash(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
+def splash(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    *,
+    most: int = MAX_SPLASH_BLOCK,
+) -> Array:
     """JAX's TPU flash attention, which skips the blocks above the diagonal. Differentiable.
 
-    float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`). Scores,
-    softmax and sums are in float32.
+    float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`) of at most
+    `most`. Scores, softmax and sums are in float32.
     """
     T, H, K = q_BTHK.shape[1:]
-    block = splash_block(T)
+    block = splash_block(T, most if q_BTHK.dtype == jnp.bfloat16 else MAX_SPLASH_BLOCK)
     padding = -T % block
 
     def heads_first(x_BTHK: Array) -> Array:
@@ -80,17 +92,25 @@ def splash(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -
     return jnp.swapaxes(out, 1, 2)[:, :T]
 
 
-def splash_block(length: int) -> int:
-    """The largest block (a multiple of 128, at most 512) that pads `length` by little.
+def splash_on(device: Any) -> SequenceAttention:
+    """Splash attention with the blocks of a kind of device."""
+    most = SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
+    return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
+
+
+def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
+    """The largest block (a multiple of 128, at most `most`) that pads `length` by little.
 
     Little: to the next multiple of 128, or by an eighth. Larger blocks keep the matrix unit busier;
     more padding computes more for nothing.
 
     >>> [splash_block(n) for n in (16, 300, 640, 1024, 1100, 4000)]
     [128, 384, 128, 512, 384, 512]
+    >>> splash_block(4000, 1024)
+    1024
     """
     fits = max(_rounded_up(length, LANES), length + length // 8)
-    blocks = range(LANES, MAX_SPLASH_BLOCK + 1, LANES)
+    blocks = range(LANES, most + 1, LANES)
     return max(b for b in blocks if _rounded_up(length, b) <= fits)
 
 

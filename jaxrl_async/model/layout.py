@@ -45,6 +45,16 @@ class Layout:
         ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "tokens")
         return 1 if tokens % ways else ways
 
+    def vocab_ways(self, vocab: int) -> int:
+        """Devices over which a vocabulary is divided."""
+        ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "vocab")
+        return 1 if vocab % ways else ways
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether several devices share each weight, and gather it to use it."""
+        return self.mesh is not None and num_shards(self.mesh, TRAINER_RULES, "embed") > 1
+
     def order(self, length: int) -> NDArray[np.int32]:
         """[T] int32: the natural place of each place in the own order."""
         places = np.arange(length, dtype=np.int32)

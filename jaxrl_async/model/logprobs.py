@@ -56,6 +56,71 @@ def chunked_logprobs(
     return logprobs, entropy
 
 
+def blocked_logprobs(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    *,
+    blocks: int,
+    temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[Array, Array]:
+    """The same for a head [D, V] that fsdp shares: over the vocabulary in `blocks` parts, each
+    gathered when it is used, so that neither the head nor its gradient ever is whole on a device.
+
+    Every token's maximum, sum of exponentials and sum of logits so weighted are carried from block
+    to block (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass computes a block's
+    logits again. blocks divides V on each device (`vocab_blocks`).
+    """
+    V = head.shape[1]
+    ways = layout.vocab_ways(V)
+
+    def split(x: Array) -> Array:
+        """[..., V] -> [blocks, ..., ways, V / ways / blocks]: of every device some of its own."""
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], ways, blocks, -1), -2, 0)
+
+    parts = layout.place(split(head), None, "embed", "vocab", None)
+    wide = hidden.astype(jnp.float32)  # so that the blocks' gradients are summed in it
+
+    @jax.checkpoint
+    def one_block(seen: tuple[Array, ...], part: tuple[Array, Array]) -> tuple[Any, None]:
+        most, total, weighted, drawn = seen
+        weights, ids = part
+        weights = layout.gathered(weights.astype(hidden.dtype), ("embed", "vocab", "head_dim"))
+        x = wide.astype(hidden.dtype)
+        logits = jnp.einsum("td,dwv->twv", x, weights, preferred_element_type=jnp.float32)
+        logits = logits / temperature
+        now = jnp.maximum(most, jax.lax.stop_gradient(logits).max((1, 2)))
+        before, each = jnp.exp(most - now), jnp.exp(logits - now[:, None, None])
+        mine = ids == targets[:, None, None]
+        return (
+            now,
+            total * before + each.sum((1, 2)),
+            weighted * before + (each * logits).sum((1, 2)),
+            drawn + jnp.where(mine, logits, 0.0).sum((1, 2)),
+        ), None
+
+    nothing = jnp.zeros(hidden.shape[0], jnp.float32)
+    start = (nothing + REFUSED, nothing, nothing, nothing)
+    ids = split(jnp.arange(V, dtype=jnp.int32))
+    (most, total, weighted, drawn), _ = jax.lax.scan(one_block, start, (parts, ids))
+    log_total = most + jnp.log(total)
+    return drawn - log_total, log_total - weighted / total
+
+
+def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
+    """Parts of a vocabulary (a device's) whose logits for so many tokens are no more than those of
+    `chunk` tokens for all of it; None where no number below four times what is needed divides it.
+
+    >>> vocab_blocks(151_936, 8192, 1024), vocab_blocks(151_936, 8192, 1500)
+    (8, 8)
+    >>> vocab_blocks(1187, 8192, 1024) is None
+    True
+    """
+    least = -(-tokens // chunk)
+    return next((n for n in range(least, 4 * least) if vocab % n == 0), None)
+
+
 def logits_of(hidden: Array, head: Array) -> Array:
     """hidden [..., D], head [D, V] -> [..., V] float32."""
     return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
@@ -136,15 +201,29 @@ def token_logprobs(
         attention=attention,
         layout=layout,
     )
-    logprobs, entropy = chunked_logprobs(
-        hidden,
-        output_head(spec, params, layout),
-        after(token_ids, layout),
-        chunk=chunk,
-        temperature=temperature,
-        kept=None if kept is None else after(kept, layout),
-        layout=layout,
-    )
+    targets, blocks = after(token_ids, layout), None
+    if kept is None and layout.shares_weights:
+        vocab, tokens = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
+        blocks = vocab_blocks(vocab, tokens // layout.token_ways(tokens), chunk)
+    if blocks is not None:
+        logprobs, entropy = blocked_logprobs(
+            hidden,
+            output_head(spec, params),
+            targets,
+            blocks=blocks,
+            temperature=temperature,
+            layout=layout,
+        )
+    else:
+        logprobs, entropy = chunked_logprobs(
+            hidden,
+            output_head(spec, params, layout),
+            targets,
+            chunk=chunk,
+            temperature=temperature,
+            kept=None if kept is None else after(kept, layout),
+            layout=layout,
+        )
     return placed(logprobs, segment_ids, layout), placed(entropy, segment_ids, layout)
 
 

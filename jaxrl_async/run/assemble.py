@@ -523,7 +523,8 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
         spec = load_spec(Path(config.model.path))
     else:
         spec = ModelSpec.from_architecture(
-            config.model.architecture, _rounded(tokenizer.vocab_size)
+            config.model.architecture,
+            config.model.architecture.vocab or _rounded(tokenizer.vocab_size),
         )
     check_fits(
         3 * num_weights(spec) * dtype.itemsize,

@@ -252,6 +252,11 @@ class Engine:
             ),
         )
 
+    def state_shapes(self) -> Any:
+        """Shapes of a decode state, where it lies on the mesh."""
+        state = jax.eval_shape(self.empty_state)
+        return jax.tree.map(_shaped, state, self._state_shardings(state))
+
     def _state_shardings(self, state: Any) -> Any:
         """Pages over kv heads as SAMPLER_RULES say; everything else on every device."""
         assert self.mesh is not None
@@ -295,6 +300,24 @@ class Engine:
         context_pages: pages that hold every row's tokens so far. mix: what the rows ask for.
         """
         return self._programs.generate(weights, state, run, context_pages=context_pages, mix=mix)
+
+    def lower(
+        self, params: Any, chunk: Chunk, run: Run, *, context_pages: int, mix: Mix
+    ) -> dict[str, Any]:
+        """What a sampler compiles, for shapes alone (jax.ShapeDtypeStruct; params with shardings):
+        prepare, prefill and decode. Nothing runs."""
+        assert self.mesh is not None
+        prepare = self._programs.prepare.lower(params)
+        where = prepare.compile().output_shardings
+        weights = jax.tree.map(_shaped, prepare.out_info, where)
+        state = self.state_shapes()
+        return {
+            "prepare": prepare,
+            "prefill": self._programs.prefill.lower(weights, state.kv, chunk),
+            "decode": self._programs.generate.lower(
+                weights, state, run, context_pages=context_pages, mix=mix
+            ),
+        }
 
     # ---- programs
 
@@ -576,6 +599,10 @@ class Engine:
             kv = cache.write(state.kv, new, pages, positions % self.page_tokens)
         logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
         return DecodeState(kv, logits, state.slot), loop.out._replace(steps=loop.step)
+
+
+def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -132,19 +132,8 @@ class Sampler:
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
         self.plan = kv_plan(spec, self.section, dtype)
-        self.engine = Engine(
-            spec,
-            slots=self.plan.slots,
-            reserve=self.plan.reserve,
-            max_length=self.section.max_length,
-            pages=self.plan.pages,
-            page_tokens=self.plan.page_tokens,
-            block=self.section.block,
-            mesh=mesh,
-            dtype=dtype,
-            ragged=uses_ragged(self.section.attention, mesh),
-            one_thread=one_thread,
-            mixed=self.section.matmul == "bfloat16",
+        self.engine = make_engine(
+            spec, self.plan, self.section, mesh, dtype=dtype, one_thread=one_thread
         )
         if mesh is not None:
             table = weight_table(spec)
@@ -680,6 +669,32 @@ def kv_plan(spec: ModelSpec, section: schema.Sampler, dtype: Any) -> MemoryPlan:
         slots=section.slots,
         reserve_share=section.reserve,
         budget_bytes=None if mib is None else int(mib * 2**20),
+    )
+
+
+def make_engine(
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    section: schema.Sampler,
+    mesh: Mesh | None,
+    *,
+    dtype: Any,
+    one_thread: bool = False,
+) -> Engine:
+    """The programs of a sampler on this mesh."""
+    return Engine(
+        spec,
+        slots=plan.slots,
+        reserve=plan.reserve,
+        max_length=section.max_length,
+        pages=plan.pages,
+        page_tokens=plan.page_tokens,
+        block=section.block,
+        mesh=mesh,
+        dtype=dtype,
+        ragged=uses_ragged(section.attention, mesh),
+        one_thread=one_thread,
+        mixed=section.matmul == "bfloat16",
     )
 
 

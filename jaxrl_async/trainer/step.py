@@ -179,6 +179,15 @@ class TrainStep:
         with turns:
             return self._updater.measure(params, micros, context)
 
+    def lower(self, params: Params, micro: DeviceBatch, context: Context) -> dict[str, Any]:
+        """The programs of `update` for shapes alone, not compiled: gradient, update."""
+        return self._updater.lower(params, micro, context)
+
+    @property
+    def batch_sharding(self) -> Any:
+        """Of each array of a micro-batch."""
+        return self._updater.batch_sharding
+
     def logprobs(self, params: Params, token_ids: IntArray) -> Array:
         """Untempered log-probs of token_ids[1:], given what precedes: [n - 1] float32 on the mesh.
 

@@ -11,6 +11,7 @@ update begins again with half the rows in a micro-batch, and stays with them.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import TrainingError, is_out_of_memory
+from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
     HOST,
     NO_TURNS,
@@ -87,6 +88,7 @@ class Updater:
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
         self._optimizer = make_optimizer(trainer, schedule=self._schedule, decayed=decayed(table))
+        self._compiler_options = dict(trainer.compiler_options) or None
         self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self.replicated: Any = NamedSharding(mesh, PartitionSpec())
         self.batch_sharding = batch_sharding(mesh, rules)
@@ -114,10 +116,11 @@ class Updater:
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
         self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
-        self._accumulate = jax.jit(
+        jit = partial(jax.jit, compiler_options=self._compiler_options)
+        self._accumulate = jit(
             self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
         )
-        self._apply = jax.jit(
+        self._apply = jit(
             self._apply_sum,
             donate_argnums=(0,),
             out_shardings=(self.state_shardings, self.replicated),
@@ -144,7 +147,7 @@ class Updater:
         turns: held for each program, until it has run, where a sampler shares the devices.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
         TrainingError where memory does not suffice with one row on each device; the state is then
-        as it was.
+        as it was; ConfigError for an option that the compiler does not know.
         """
         retries = 0
         while True:
@@ -153,6 +156,11 @@ class Updater:
                 sums, totals = self._gradients(state.params, parts, context, turns)
                 break
             except jax.errors.JaxRuntimeError as error:
+                if "No such compile option" in str(error):
+                    raise ConfigError(
+                        f"trainer.compiler_options: {str(error).partition(': ')[2]}, says the "
+                        "compiler of the trainer's devices. Leave it out, or correct its name."
+                    ) from error
                 if not is_out_of_memory(error):
                     raise
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
@@ -212,6 +220,20 @@ class Updater:
         totals = [self._measure(params, self.put(micro), context) for micro in micros]
         return summarize(jax.device_get(totals))
 
+    def lower(self, params: Params, micro: Any, context: Any) -> dict[str, Any]:
+        """What `update` compiles, for shapes alone (jax.ShapeDtypeStruct with shardings): gradient
+        of a micro-batch, and update. Nothing runs."""
+        state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
+        state = jax.tree.map(_shaped, state, self.state_shardings)
+        sums = jax.eval_shape(lambda: _zeros_of(params))
+        summed = GradSum(self.state_shardings.params, self.replicated)
+        sums = jax.tree.map(_shaped, sums, summed)
+        sums = sums._replace(grads=_float32_shapes(sums.grads))
+        return {
+            "gradient": self._accumulate.lower(state.params, sums, micro, context),
+            "update": self._apply.lower(state, sums),
+        }
+
     def put(self, micro: Any) -> Any:
         """A micro-batch on the devices, divided as batch_sharding says."""
         return put(micro, self.batch_sharding)
@@ -270,6 +292,14 @@ def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
 
 def _zeros_of(shapes: Any) -> GradSum:
     return GradSum(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), jnp.float32(0))
+
+
+def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _float32_shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.update(dtype=jnp.float32), tree)
 
 
 def _float32(params: Params) -> Params:

@@ -78,6 +78,19 @@ class Push:
         need not cut."""
         return self._cast(params)
 
+    def lower(self, params: Tree) -> dict[str, Any]:
+        """What a push compiles, for shapes alone (jax.ShapeDtypeStruct with shardings): cast, and
+        reshard where the sampler's slice is the larger one. Nothing runs."""
+        cast = self._cast.lower(params)
+        if not self.grows:
+            return {"cast": cast}
+        moved = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            cast.out_info,
+            self._across,
+        )
+        return {"cast": cast, "reshard": self._reshard.lower(moved)}
+
     def move(self, cast: Tree) -> Tree:
         """Its shards to the sampler's devices; no program runs, so any thread may do it, and do it
         again."""

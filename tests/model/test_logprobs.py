@@ -1,5 +1,6 @@
 """Log-probs and entropies in chunks: the formula, its gradient, and that chunks do not show."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,16 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.schema import Axes
+from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
-from jaxrl_async.model.logprobs import chunked_logprobs, token_logprobs, unpacked
+from jaxrl_async.model.layout import Layout
+from jaxrl_async.model.logprobs import (
+    blocked_logprobs,
+    chunked_logprobs,
+    token_logprobs,
+    unpacked,
+)
 from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, VOCAB = 13, 8, 29
@@ -212,3 +221,29 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
         spread = -(np.exp(before) * before).sum() if follows else 0.0
         assert logprobs[b, t] == pytest.approx(expected, abs=1e-5)
         assert entropy[b, t] == pytest.approx(spread, abs=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2}])
+def test_a_head_shared_over_fsdp_gives_the_same_by_parts_of_the_vocabulary(axes):
+    """Log-probs, entropies, and the gradients of both with respect to hidden states and head."""
+    rng = np.random.default_rng(0)
+    x, head = rng.normal(size=(64, 16)), rng.normal(size=(16, 48))
+    x, head = x.astype(np.float32), head.astype(np.float32)
+    targets = rng.integers(0, 48, 64).astype(np.int32)
+    sizes = Axes(**axes)
+    layout = Layout(make_mesh(sizes, jax.devices()[: sizes.num_devices]))
+
+    def all_of(function):
+        def total(x, head):
+            logprobs, entropy = function(x, head, targets, temperature=0.7)
+            return jnp.mean(logprobs * jnp.arange(64.0)) + jnp.mean(entropy**2), (logprobs, entropy)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, head)
+
+    def apart(x, head, *rest, **more):
+        x, head = layout.place(x, "tokens", None), layout.place(head, "embed", "vocab")
+        return blocked_logprobs(x, head, *rest, blocks=3, layout=layout, **more)
+
+    got, expected = all_of(apart), all_of(partial(chunked_logprobs, chunk=8))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
@@ -99,6 +100,12 @@ def test_an_update_moves_the_weights_and_reports_finite_numbers(params):
         (np.asarray(a) != b).any()
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(copied(params)), strict=True)
     )
+
+
+def test_an_option_that_the_compiler_does_not_know_is_refused(params):
+    step = step_of(trainer={"compiler_options": {"xla_no_such_option": "1"}})
+    with pytest.raises(ConfigError, match=r"trainer\.compiler_options: .*xla_no_such_option"):
+        step.update(step.init(params), pack(sequences(), ROW))
 
 
 @pytest.mark.parametrize(("aggregate", "rows"), [("token_mean", 1), ("sequence_mean", 3)])

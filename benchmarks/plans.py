@@ -1,0 +1,136 @@
+"""The plans of configs/plans, from real compiles for slices that are not there.
+
+    python benchmarks/plans.py [--plans NAME ...] [--cache FOLDER] [--json [FILE]] [--write]
+
+Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
+no TPU; what was compiled before is read from the cache. --write puts the table into docs/plans.md.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from common import machine, table
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs/plans").glob("*.yaml"))
+DOCS = ROOT / "docs/plans.md"
+BEGIN, END = "<!-- begin: benchmarks/plans.py -->", "<!-- end: benchmarks/plans.py -->"
+GIB = 2**30
+
+
+def main() -> None:
+    """Run the command line."""
+    args = _parser().parse_args()
+    rows, compile_s = [], 0.0
+    for config in CONFIGS:
+        if args.plans and config.stem not in args.plans:
+            continue
+        plan = made(config, args.cache)
+        rows.append(row(config.stem, plan))
+        compile_s += sum(
+            p["compile_s"] for side in ("trainer", "sampler") for p in plan[side]["programs"]
+        )
+    told = {**machine(), "libtpu": version("libtpu"), "compile_s": round(compile_s)}
+    if args.json:
+        result = json.dumps({"benchmark": "plans", "machine": told, "rows": rows}, indent=2)
+        sys.stdout.write(result + "\n") if args.json == "-" else Path(args.json).write_text(result)
+    if args.json != "-":
+        print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in told.items()))
+        print(table(rows))
+    if args.write:
+        write(DOCS, markdown(rows, told))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--plans", nargs="+", choices=[c.stem for c in CONFIGS])
+    parser.add_argument("--cache", help="as of python -m jaxrl_async.plan")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="the table into docs/plans.md")
+    return parser
+
+
+def made(config: Path, cache: str | None) -> dict[str, Any]:
+    """The plan that a configuration's first line asks for. RuntimeError where there is none."""
+    words = shlex.split(config.read_text(encoding="utf-8").splitlines()[0].split("   ")[0])[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        words += ["--json", str(file), *(["--cache", cache] if cache else [])]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if not file.exists():
+            raise RuntimeError(f"{config.name}: no plan (exit code {done.returncode})")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table."""
+    learning, decode, simulated = plan["learning"], plan["decode"], plan["simulated"]
+    best = plan["splits"][0]
+    return {
+        "setting": name,
+        "trainer": plan["trainer"]["topology"],
+        "samplers": f"{plan['sampler']['count']} x {plan['sampler']['topology']}",
+        "fits": plan["fits"],
+        "trainer_gib": _of(plan["trainer"]["memory"]),
+        "trainer_most": _most(plan["trainer"]["memory"]["kinds"]),
+        "sampler_gib": _of(plan["sampler"]["memory"]),
+        "sampler_most": _most(plan["sampler"]["memory"]["kinds"]),
+        "mfu": f"{learning['mfu']:.1%}",
+        "time_most": _slowest(plan["trainer"]["timings"]["gradient"]),
+        "decode_bandwidth": f"{decode['bandwidth_share']:.1%}",
+        "answer_tokens_per_s": round(simulated["trained_tokens_per_s"]),
+        "trainer_idle": f"{1 - simulated['trainer_busy_share']:.0%}",
+        "sampler_idle": f"{simulated['sampler_idle_share']:.0%}",
+        "staleness": f"{simulated['staleness_mean']:.2f}",
+        "best_split": f"{best['trainer_chips']} + {best['sampler_chips']}",
+        "checkpoint_gb": round(plan["checkpoint_bytes"] / 1e9),
+    }
+
+
+def _of(memory: dict[str, Any]) -> str:
+    total = sum(memory["kinds"].values())
+    return f"{total / GIB:.1f} of {memory['usable_bytes'] / GIB:.1f}"
+
+
+def _most(kinds: dict[str, float]) -> str:
+    name = max(kinds, key=lambda kind: kinds[kind])
+    return f"{name} {kinds[name] / GIB:.1f}"
+
+
+def _slowest(timing: dict[str, float]) -> str:
+    terms = {
+        "products": timing["compute_s"],
+        "attention": timing["kernels_s"],
+        "communication": timing["hidden_s"] + timing["exposed_s"],
+    }
+    name = max(terms, key=lambda term: terms[term])
+    return f"{name} {terms[name] / timing['estimate_s']:.0%}"
+
+
+def markdown(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
+    """The table on its side: one column for each plan."""
+    head = ["", *(r["setting"] for r in rows)]
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for key in list(rows[0])[1:] if rows else []:
+        lines.append(" | ".join([key.replace("_", " "), *(str(r[key]) for r in rows)]))
+    where = ", ".join(f"{k} {v}" for k, v in told.items())
+    return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
+
+
+def write(file: Path, text: str) -> None:
+    """Between the two marks, which stay."""
+    before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

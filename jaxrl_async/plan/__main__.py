@@ -1,0 +1,108 @@
+"""python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64: does it fit?
+
+Compiles a run's programs with the real TPU compiler for slices that are not there, on any machine,
+and says what HBM holds, what takes time, and what trainer and samplers come to together. Nothing
+runs on a device, and no weights are loaded. What was compiled once is kept (--cache).
+
+Exit codes: 0 it fits; 1 it does not, or something failed; 2 a bad command line or configuration.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError, JaxrlError, MissingExtraError
+from jaxrl_async.plan.chips import Slice, parse_chips, parse_slice
+from jaxrl_async.plan.lengths import assumed, read_lengths
+
+COMPILER_ENV = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused
+    "JAX_PLATFORMS": "cpu",  # nothing runs on a device
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # of no consequence, but there has to be one
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("jaxrl_async.plan").setLevel(logging.INFO)
+    try:
+        config = load(args.config, args.overrides)
+        trainer = parse_slice(args.topology)
+        chip, chips = parse_chips(args.sampler_topology or _samplers_of(config, trainer))
+        longest = config.sampler.max_new_tokens
+        lengths = read_lengths(Path(args.lengths), longest) if args.lengths else assumed(longest)
+        _check_compiler()
+        os.environ |= COMPILER_ENV
+        if args.cache:
+            os.environ["JAXRL_ASYNC_CACHE"] = args.cache
+        # Loaded late, so that the environment is set before JAX starts.
+        command, report, tips = (
+            importlib.import_module(f"jaxrl_async.plan.{name}")
+            for name in ("command", "report", "advice")
+        )
+        plan = command.plan(config, trainer, chip, chips, lengths)
+        print(report.text_of(plan))
+        for line in tips.advice(plan, config):
+            print(line)
+        if args.json:
+            Path(args.json).write_text(json.dumps(report.json_of(plan), indent=1) + "\n", "utf-8")
+        return 0 if plan.fits else 1
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except (JaxrlError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_async.plan", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--topology", required=True, help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8"
+    )
+    parser.add_argument(
+        "--sampler-topology",
+        help="chips of all samplers together, each on a slice of its own; as mesh says where left "
+        "out, of the trainer's generation",
+    )
+    parser.add_argument(
+        "--lengths", help='a run\'s folder, or JSON: {"LENGTH": WEIGHT, ...} or a list of lengths'
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers here, too")
+    parser.add_argument("--cache", metavar="FOLDER", help="where results of compiles are kept")
+    return parser
+
+
+def _samplers_of(config: Config, trainer: Slice) -> str:
+    mesh = config.mesh
+    devices = mesh.samplers * mesh.sampler.num_devices
+    return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"
+
+
+def _check_compiler() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        raise MissingExtraError(
+            "libtpu, which holds the TPU compiler, is not installed (it needs no TPU): pip install "
+            f"'jax[tpu]=={version('jax')}'"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

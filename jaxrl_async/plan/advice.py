@@ -1,0 +1,72 @@
+"""What to change where a plan does not fit, and how much that saves. Pure function of the plan."""
+
+from jaxrl_async.config import schema
+from jaxrl_async.plan.chips import GIB
+from jaxrl_async.plan.whole import Plan
+
+
+def advice(plan: Plan, config: schema.Config) -> list[str]:
+    """One line each, those that save most first; empty where everything fits."""
+    lines = []
+    for side, found in (
+        ("trainer", _of_trainer(plan, config)), ("sampler", _of_sampler(plan, config))
+    ):  # fmt: skip
+        memory = plan.trainer.memory if side == "trainer" else plan.sampler.memory
+        if memory.fits:
+            continue
+        short = memory.total_bytes - memory.usable_bytes
+        lines.append(f"a {side} chip lacks {short / GIB:.2f} GiB. On it saves")
+        lines += [
+            f"  {saved / GIB:6.2f} GiB  {what}"
+            for saved, what in sorted(found, key=lambda line: -line[0])
+            if saved > 0
+        ]
+    return lines
+
+
+def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
+    kinds = plan.trainer.memory.kinds
+    shards = config.mesh.trainer.fsdp
+    state = sum(kinds.get(k, 0.0) for k in ("parameters", "optimiser", "gradients", "reference"))
+    temporaries = kinds.get("activations and temporaries", 0.0)
+    rows = config.trainer.micro_batch_tokens // config.row_length
+    found = [
+        (state / 2, f"mesh.trainer.fsdp={2 * shards}, on twice as many chips"),
+        (
+            kinds.get("weights in transfer", 0.0) / 2,
+            f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}: the weights are sent in "
+            "smaller parts",
+        ),
+        (
+            config.trainer.logprob_chunk / 2 * plan.spec.vocab * 4 * 2,
+            f"trainer.logprob_chunk={max(1, config.trainer.logprob_chunk // 2)} (its logits and "
+            "their gradient)",
+        ),
+    ]
+    if config.model.remat != "layer":
+        found.append((temporaries * 0.6, "model.remat=layer (about; compile to know)"))
+    if rows >= 2 * plan.trainer.where.num_devices:
+        half = config.trainer.micro_batch_tokens // 2
+        found.append((temporaries / 2, f"trainer.micro_batch_tokens={half} (about)"))
+    if "optimizer" not in config.trainer.offload:
+        found.append((kinds.get("optimiser", 0.0), "trainer.offload=[optimizer], to host memory"))
+    if config.model.param_dtype == "float32":
+        saved = kinds.get("parameters", 0.0) / 2
+        found.append((saved, "model.param_dtype=bfloat16 (small updates are rounded away)"))
+    return found
+
+
+def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
+    kinds, memory = plan.sampler.memory.kinds, plan.sampler.memory
+    weights = kinds.get("weights", 0.0) + kinds.get("next weights", 0.0)
+    short = memory.total_bytes - memory.usable_bytes
+    pages, devices = kinds.get("KV cache", 0.0), plan.sampler.where.num_devices
+    found = [
+        (weights / 2, f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}, on twice the chips")
+    ]
+    if pages > short:
+        left = (pages - short * 1.02) * devices / 2**20
+        found.append((short * 1.02, f"sampler.kv_memory_mib={int(left)} (fewer rows at once)"))
+    if config.weights.eight_bits is None:
+        found.append((weights / 2, "weights.dtype=int8 (the matrices; a mismatch to correct)"))
+    return found

@@ -1,0 +1,167 @@
+"""What a TPU chip can do, by generation, and the slices that there are. Public numbers.
+
+Peak, HBM and ICI are the "system architecture" tables of cloud.google.com/tpu/docs (v4, v5e, v5p,
+v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a chip
+together; v4's is that of the scaling book (jax-ml.github.io/scaling-book/tpus), 45 GB/s a link and
+direction. DCN is a pod's, or a host's NICs', by its chips.
+
+`usable_bytes` is what libtpu's compiler says a program may have ("exceeds available HBM (15.75G)"),
+a little less than the chip has. `clock_hz` turns the compiler's cycles into seconds: the peak,
+divided by the products that the matrix units make in a cycle.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2, prod
+
+from jaxrl_async.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One generation. Rates are per second, of a device as JAX sees it (on v4 and tpu7x the
+    compiler's topologies have two a chip, each with half of it)."""
+
+    generation: str
+    devices: int  # a chip
+    peak_flops: float  # bf16
+    usable_bytes: float  # HBM that programs may have
+    hbm_bytes_per_s: float
+    ici_bytes_per_s: float  # both directions, all links
+    dcn_bytes_per_s: float  # out of the slice
+    clock_hz: float
+    torus_dims: int
+    wrap_side: int  # a side of the slice this long, or a multiple, is a ring
+    chips_per_host: int
+    subsets: bool  # whether a program may run on some devices of a slice only
+
+
+def _chip(
+    generation: str,
+    tflops: float,
+    usable_gib: float,
+    hbm_gb: float,
+    ici_gb: float,
+    dcn_gb: float,
+    clock_mhz: float,
+    *,
+    devices: int = 1,
+    dims: int = 3,
+    host: int = 4,
+) -> Chip:
+    """usable_gib: of a device; all else of a chip. 2D slices route within the whole slice only
+    ("limited ICI routing", as the compiler says)."""
+    return Chip(
+        generation=generation,
+        devices=devices,
+        peak_flops=tflops * 1e12 / devices,
+        usable_bytes=usable_gib * GIB,
+        hbm_bytes_per_s=hbm_gb * 1e9 / devices,
+        ici_bytes_per_s=ici_gb * 1e9 / devices,
+        dcn_bytes_per_s=dcn_gb * 1e9 / devices,
+        clock_hz=clock_mhz * 1e6,
+        torus_dims=dims,
+        wrap_side=16 if dims == 2 else 4,
+        chips_per_host=host,
+        subsets=dims == 3,
+    )
+
+
+CHIPS = {
+    chip.generation: chip
+    for chip in (
+        _chip("v4", 275, 15.25, 1200, 540, 3.1, 1050, devices=2),
+        _chip("v5e", 197, 15.75, 819, 400, 3.1, 1500, dims=2, host=8),
+        _chip("v5p", 459, 95.74, 2765, 1200, 6.2, 1750),
+        _chip("v6e", 918, 31.25, 1638, 800, 12.5, 1750, dims=2, host=8),
+        _chip("tpu7x", 2307, 94.75, 7380, 1200, 12.5, 2200, devices=2),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A TPU slice: so many chips of a generation, in a box."""
+
+    chip: Chip
+    shape: tuple[int, ...]  # chips on each side
+
+    @property
+    def num_chips(self) -> int:
+        """All of them."""
+        return prod(self.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """As JAX counts them."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def name(self) -> str:
+        """As people say: v5e-64."""
+        return f"{self.chip.generation}-{self.num_chips}"
+
+    @property
+    def topology(self) -> str:
+        """As libtpu wants it: v5e:8x8."""
+        return f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+
+    def link_share(self, group: int) -> float:
+        """Share of a chip's links that a collective among `group` devices can use: the sides of the
+        slice that such a group spans, half of it where a side is no ring."""
+        sides = len(self.sides)
+        spanned = max(1, ceil(log2(max(group, 2)) / log2(max(self.num_devices, 2)) * sides))
+        rings = [1.0 if side % self.chip.wrap_side == 0 else 0.5 for side in self.sides]
+        return sum(sorted(rings)[:spanned]) / self.chip.torus_dims
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Those longer than one chip; one where there is a single chip."""
+        return tuple(s for s in self.shape if s > 1) or (1,)
+
+
+def parse_slice(name: str) -> Slice:
+    """`v5e-64`, or with a shape of one's own `v5e:4x16`. The number counts chips (Google Cloud's
+    own names of v4 and v5p slices count TensorCores, two a chip). Raises ConfigError."""
+    chip, sides = _parsed(name)
+    return Slice(chip=chip, shape=sides if len(sides) > 1 else _box(chip, sides[0], name))
+
+
+def parse_chips(name: str) -> tuple[Chip, int]:
+    """The same for chips that need not be one slice: any number. Raises ConfigError."""
+    chip, sides = _parsed(name)
+    return chip, prod(sides)
+
+
+def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
+    generation, sep, size = name.replace(":", "-", 1).partition("-")
+    chip = CHIPS.get({"v7x": "tpu7x", "v5litepod": "v5e"}.get(generation, generation))
+    if chip is None or not sep:
+        raise ConfigError(
+            f"unknown topology {name!r}: give GENERATION-CHIPS, such as v5e-64, or "
+            f"GENERATION:SHAPE, such as v5e:8x8; generations are {', '.join(CHIPS)}."
+        )
+    sides = size.split("x")
+    if not all(s.isdecimal() and 0 < int(s) <= 2**16 for s in sides):
+        raise ConfigError(
+            f"unknown topology {name!r}: {size!r} is neither a number of chips nor a shape such as "
+            f"{'4x4x8' if chip.torus_dims == 3 else '8x8'}."
+        )
+    return chip, tuple(map(int, sides))
+
+
+def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
+    """The most cubic box of powers of two that cloud.google.com/tpu/docs lists for so many."""
+    largest = 256 if chip.torus_dims == 2 else 4096
+    if count & (count - 1) or count > largest:
+        near = min(largest, 1 << (count.bit_length() - 1))
+        raise ConfigError(
+            f"topology {name!r}: {chip.generation} slices have a power of two of chips, {largest} "
+            f"at most; the next below is {chip.generation}-{near}. Other shapes: "
+            f"{chip.generation}:{'4x4x12' if chip.torus_dims == 3 else '4x16'}."
+        )
+    sides = [1] * chip.torus_dims
+    while prod(sides) < count:
+        sides[sides.index(min(sides))] *= 2
+    return tuple(sides) if 1 in sides[:-1] or sides[-1] == 1 else tuple(sorted(sides))

@@ -1,0 +1,152 @@
+"""Compiling, once: what came out of the compiler is kept by what went in, the program's text
+included; what it costs is counted anew each time.
+
+The key is a hash of the lowered program, the topology, the compiler's options, and the versions of
+jax and libtpu, so that a result is never taken for another program's.
+"""
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.plan.cost import Cost, cost_of
+from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.programs import Lowered
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What the compiler said of a program, per device. Bytes of HBM."""
+
+    name: str
+    side: str
+    fits: bool  # False: the compiler refused it, for its memory; all but needed_bytes is 0
+    argument_bytes: float = 0.0
+    output_bytes: float = 0.0
+    alias_bytes: float = 0.0  # of the output, in place of arguments
+    temp_bytes: float = 0.0
+    code_bytes: float = 0.0
+    needed_bytes: float = 0.0  # where it does not fit
+    cost: Cost = field(default_factory=Cost)
+    compile_s: float = 0.0
+    cached: bool = False
+
+    @property
+    def total_bytes(self) -> float:
+        """All that the program has at once, at its peak."""
+        parts = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.code_bytes)
+        return self.needed_bytes or sum(parts) - self.alias_bytes
+
+
+def cache_folder() -> Path:
+    """$JAXRL_ASYNC_CACHE, or jaxrl_async/plans in the user's cache folder."""
+    if folder := os.environ.get("JAXRL_ASYNC_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async/plans"
+
+
+def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
+    """Compile a program, or read what it gave the last time. Raises ConfigError for an option that
+    the compiler does not know, or a program that it refuses for more than its memory."""
+    file = (folder or cache_folder()) / f"{key_of(lowered)}.json.gz"
+    record = _read(file)
+    if record is None:
+        log.info("compiling %s for %s", lowered.name, lowered.slice.name)
+        start = time.perf_counter()
+        record = _compile(lowered)
+        record["numbers"]["compile_s"] = time.perf_counter() - start
+        _write(file, record)
+        cached = False
+    else:
+        cached = True
+    cost = Cost()
+    if record["text"]:
+        cost = cost_of(parse(record["text"]), lowered.mesh, open_turns=lowered.open_turns)
+    return Compiled(
+        name=lowered.name, side=lowered.side, cached=cached, cost=cost, **record["numbers"]
+    )
+
+
+def key_of(lowered: Lowered) -> str:
+    """Hash of all that the compiler sees."""
+    seen = hashlib.sha256(lowered.program.as_text().encode())
+    rest = [
+        lowered.slice.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),
+        version("libtpu"),
+    ]  # fmt: skip
+    seen.update(json.dumps(rest).encode())
+    return f"{lowered.name}-{seen.hexdigest()[:32]}"
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_bytes(gzip.compress(json.dumps(record).encode()))
+    draft.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """A kept record; None where there is none, or it is not one."""
+    try:
+        record = json.loads(gzip.decompress(file.read_bytes()))
+        Compiled(name="", side="", **record["numbers"])
+        parse(record["text"]) if record["text"] else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
+        log.warning("%s is not a result of the compiler's (%s): it is made again", file, error)
+        return None
+    return record
+
+
+def _compile(lowered: Lowered) -> dict[str, Any]:
+    """{"numbers": fields of Compiled, "text": of the program}."""
+    try:
+        program = lowered.program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = needed_bytes(str(error))
+        if needed is None:
+            raise ConfigError(
+                f"the compiler refuses the {lowered.side}'s program {lowered.name} for "
+                f"{lowered.slice.name}: {str(error).splitlines()[0][:400]}"
+            ) from error
+        return {"numbers": {"fits": False, "needed_bytes": needed}, "text": ""}
+    memory = program.memory_analysis()
+    numbers = {
+        "fits": True,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+    return {"numbers": numbers, "text": program.as_text()}
+
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def needed_bytes(message: str) -> float | None:
+    """What a program would need, from the compiler's refusal; None where it has another reason.
+
+    >>> needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 1.50G of ...")
+    1610612736.0
+    """
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    found = re.search(r"(?:Used |temporaries \(|required[^(]{0,80}\()([\d.]+)([KMGT]?)", message)
+    return float(found[1]) * UNITS[found[2]] if found else None

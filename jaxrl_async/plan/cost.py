@@ -1,0 +1,378 @@
+"""What a compiled program costs, counted from its text: products, bytes, cycles, collectives,
+kernels. Per device. Pure functions.
+
+Pallas kernels say nothing of their cost in the text; splash attention's is counted here from the
+shapes of its arguments (ragged attention's depends on the lengths at run time: see steady.py).
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxrl_async.plan.hlo import Instruction, Program, arrays_of, bytes_of, walk
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+FREE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional",
+    "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown",
+}  # fmt: skip
+"""Opcodes that move nothing themselves."""
+ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
+IN_VMEM = re.compile(r"S\([1-9]\d*\)")
+"""Memory space of an array that is not in HBM."""
+SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+"""Matrix products of [T, T, K] in each of splash attention's kernels; causal: half of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Communication of one kind among the devices of one or several mesh axes."""
+
+    kind: str
+    axes: str  # "fsdp", "data+fsdp"
+    group: int  # devices that talk to one another
+    num_bytes: float  # that a device sends, all times together
+    times: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A Pallas kernel, by its name."""
+
+    name: str
+    times: float
+    flops: float  # 0 where it depends on more than shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one run of a program, on one device."""
+
+    flops: float = 0.0  # matrix products, kernels left out
+    num_bytes: float = 0.0  # to and from HBM, kernels left out
+    cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
+    collectives: tuple[Collective, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+
+
+def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[float] = ()) -> Cost:
+    """Count a program that runs on a mesh of those axes and sizes.
+
+    open_turns: turns of loops whose end is decided at run time, by depth; 0 for deeper ones.
+    """
+    times: dict[str, float] = defaultdict(float)
+    for name, count in walk(program, open_turns):
+        times[name] += count
+    inner = set(_fused(program))
+    flops = num_bytes = cycles = 0.0
+    talks: dict[str, tuple[Instruction, float, str]] = {}
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, count in times.items():
+        shapes = {i.name: i.shape for i in program.computations[name]}
+        for i in program.computations[name]:
+            flops += count * product_flops(i, shapes)
+            if name not in inner:
+                cycles += count * i.cycles
+                num_bytes += count * _bytes(program, i, shapes)
+            if (kind := _collective_kind(i, name)) is not None:
+                key = _channel(i)
+                if key not in talks or talks[key][1] < count:
+                    talks[key] = (i, count, kind)
+            if kernel := _kernel_name(i):
+                kernels[kernel][0] += count
+                kernels[kernel][1] += count * _splash_flops(kernel, i)
+    return Cost(
+        flops=flops,
+        num_bytes=num_bytes,
+        cycles=cycles,
+        collectives=_summed(list(talks.values()), mesh),
+        kernels=tuple(Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())),
+    )
+
+
+def _fused(program: Program) -> Iterator[str]:
+    """Computations inside fusions: their cost to memory is their fusion's."""
+    for instructions in program.computations.values():
+        for i in instructions:
+            if i.opcode == "fusion" and (found := re.search(r"calls=%?([\w.\-]+)", i.rest)):
+                yield found[1]
+            elif i.opcode not in ("while", "conditional", "call", "fusion"):
+                yield from re.findall(r"to_apply=%?([\w.\-]+)", i.rest)
+
+
+# ---- products
+
+
+def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
+    """Two for each multiplication of a `dot` or `convolution`; 0 for anything else."""
+    if i.opcode not in ("dot", "convolution") or len(i.operands) < 2:
+        return 0.0
+    out, left, right = (
+        arrays_of(s)[0][1] for s in (i.shape, shapes[i.operands[0]], shapes[i.operands[1]])
+    )
+    if i.opcode == "dot":
+        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
+        contracted = [left[int(d)] for d in found[1].split(",") if d] if found else []
+        return 2.0 * math.prod(out) * math.prod(contracted)
+    return _convolution_flops(out, left, right, i.rest)
+
+
+def _convolution_flops(
+    out: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], rest: str
+) -> float:
+    """The TPU compiler writes every matrix product as a convolution: batch dimensions become a
+    window as large as they are, in which one place of each is not padding."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    if not labels:
+        return 0.0
+    of_left, of_right, of_out = labels.groups()
+    total = 2.0 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    settings = dict(w.split("=") for w in window[1].split()) if window else {}
+    places = sorted(label for label in of_out if label.isdigit())
+    for number, label in enumerate(places):
+
+        def at(key: str, default: str, number: int = number) -> str:
+            return settings[key].split("x")[number] if key in settings else default
+
+        low = int(at("pad", "0_0").split("_")[0])
+        total *= _valid(
+            size=int(at("size", "1")),
+            out=out[of_out.index(label)],
+            base=left[of_left.index(label)],
+            stride=int(at("stride", "1")),
+            low=low,
+            base_dilation=int(at("lhs_dilate", "1")),
+            dilation=int(at("rhs_dilate", "1")),
+        )
+    groups = re.search(r"batch_group_count=(\d+)", rest)
+    return total / (int(groups[1]) if groups else 1)
+
+
+def _valid(
+    *, size: int, out: int, base: int, stride: int, low: int, base_dilation: int, dilation: int
+) -> int:
+    """Pairs of an output place and a window place that meet a value, not padding."""
+    last = (base - 1) * base_dilation
+    places = range(-low, (out - 1) * stride - low + 1, stride)
+    return sum(
+        0 <= place + k * dilation <= last and (place + k * dilation) % base_dilation == 0
+        for k in range(size)
+        for place in places
+    )
+
+
+# ---- bytes
+
+
+def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float:
+    """What an instruction moves to and from HBM."""
+    if i.opcode in FREE or i.opcode.endswith("-done") or "AllocateBuffer" in i.rest:
+        return 0.0
+    if _kernel_name(i) or "ConcatBitcast" in i.rest:
+        return 0.0
+    inside = None
+    if i.opcode == "fusion" and (found := re.search(r"calls=%?([\w.\-]+)", i.rest)):
+        inside = program.computations.get(found[1])
+    if i.opcode == "copy-start":  # (to, from, a number): one of them is in VMEM
+        return _in_hbm(i.shape)
+    if i.opcode == "slice-start":  # ((from), to, a number)
+        to = re.findall(ARRAY, i.shape)[1]
+        return bytes_of(to) + _in_hbm(to)
+    if inside is None:
+        if i.opcode in ("dynamic-slice", "gather", "slice"):
+            return 2 * _in_hbm(i.shape)
+        if i.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * bytes_of(shapes.get(i.operands[-1 if i.opcode == "scatter" else 1], ""))
+        return _in_hbm(i.shape) + sum(_in_hbm(shapes.get(o, "")) for o in set(i.operands))
+    return _written(inside, i.shape) + sum(
+        _read(inside, number, shapes.get(o, "")) for number, o in enumerate(i.operands)
+    )
+
+
+def _in_hbm(shape: str) -> float:
+    """Bytes of the arrays in a shape's text that lie in HBM."""
+    return sum(bytes_of(p) for p in re.findall(ARRAY, shape) if not IN_VMEM.search(p))
+
+
+def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
+    """Of a fusion's argument: all of it, or the slices of it that alone are looked at."""
+    whole = _in_hbm(shape)
+    parameter = next(
+        (p for p in inside if p.opcode == "parameter" and p.rest.startswith(f"{number})")), None
+    )
+    if not whole or parameter is None:
+        return whole
+    names = {parameter.name}
+    part = 0.0
+    for user in inside:
+        if not names & set(user.operands):
+            continue
+        if user.opcode == "bitcast":
+            names.add(user.name)
+        elif user.opcode in ("dynamic-slice", "slice", "gather"):
+            part += bytes_of(user.shape)
+        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] in names:
+            continue  # in place: what is put there counts as written
+        else:
+            return whole
+    return min(part, whole)
+
+
+def _written(inside: Sequence[Instruction], shape: str) -> float:
+    """Of a fusion's result: all of it, or what is put into an array that it passes on."""
+    whole = _in_hbm(shape)
+    names = {i.name: i for i in inside}
+    root = next((i for i in inside if i.is_root), None)
+    while root is not None and root.opcode == "bitcast":
+        root = names.get(root.operands[0])
+    if root is not None and root.opcode in ("dynamic-update-slice", "scatter"):
+        update = names.get(root.operands[-1 if root.opcode == "scatter" else 1])
+        return min(whole, bytes_of(update.shape)) if update else whole
+    return whole
+
+
+# ---- kernels
+
+
+def _kernel_name(i: Instruction) -> str | None:
+    """A Pallas kernel's name without the number behind it."""
+    if i.opcode != "custom-call" or 'custom_call_target="tpu_custom_call"' not in i.rest:
+        return None
+    return re.sub(r"[.\d]+$", "", i.name)
+
+
+def _splash_flops(name: str, i: Instruction) -> float:
+    """2 T * T * K for each product and head, half of it for causality. The queries are the widest
+    argument [heads, T, K], or [rows, heads, T, K]."""
+    products = next((n for part, n in SPLASH_PRODUCTS.items() if name.startswith(part)), 0)
+    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    if not products or not given:
+        return 0.0
+    wide = [dims for kind, dims in arrays_of(given[1]) if len(dims) >= 3 and kind != "s8"]
+    queries = max(wide, key=math.prod, default=(0, 0, 0))
+    return products * math.prod(queries) * queries[-2]
+
+
+# ---- collectives
+
+
+def _collective_kind(i: Instruction, where: str) -> str | None:
+    kind = next((k for k in COLLECTIVES if i.opcode in (k, f"{k}-start")), None)
+    # The TPU compiler writes a reduce-scatter as a fusion of that name: a sum, and a share of it.
+    return "reduce-scatter" if kind == "all-reduce" and "all-reduce-scatter" in where else kind
+
+
+def _channel(i: Instruction) -> str:
+    """One collective appears in several parts of an asynchronous fusion, with the same channel."""
+    found = re.search(r"channel_id=(\d+)", i.rest)
+    return f"{i.opcode.removesuffix('-start')} {found[1]}" if found else i.name
+
+
+def _summed(
+    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int]
+) -> tuple[Collective, ...]:
+    totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for i, count, kind in talks:
+        pairs = kind == "collective-permute"
+        groups = parse_groups(i.rest)
+        size = 2 if pairs else max((len(g) for g in groups), default=math.prod(mesh.values()))
+        axes = group_axes(groups, mesh)
+        if size == 1 or not axes:
+            continue
+        entry = totals[kind, axes, size]
+        entry[0] += count * _sent(kind, _result_bytes(i), size)
+        entry[1] += count
+    return tuple(
+        Collective(kind=k, axes=a, group=g, num_bytes=b, times=n)
+        for (k, a, g), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
+    )
+
+
+def _result_bytes(i: Instruction) -> float:
+    """Of what a collective gives; a start's tuple holds what it takes, too."""
+    arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)
+    if i.opcode.endswith("-start") and len(arrays) > 1:
+        return max(bytes_of(a) for a in arrays)
+    return sum(bytes_of(a) for a in arrays)
+
+
+def _sent(kind: str, result: float, size: int) -> float:
+    """Bytes that a device sends, in a ring; `result` is whole: of an all-gather what it gives, of a
+    reduce-scatter (written as a sum of it) what it takes."""
+    if kind == "collective-permute":
+        return result
+    return result * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+
+
+def parse_groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Devices of each group, from any of the three ways in which XLA writes them.
+
+    >>> parse_groups("replica_groups={{0,1},{2,3}}, x")
+    ((0, 1), (2, 3))
+    >>> parse_groups("replica_groups=[2,2]<=[2,2]T(1,0), x")
+    ((0, 2), (1, 3))
+    >>> parse_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, x")
+    ((0, 2), (1, 3))
+    >>> parse_groups("source_target_pairs={{0,1},{1,0}}")
+    ((0, 1), (1, 0))
+    """
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", rest):
+        return tuple(
+            tuple(int(d) for d in group.split(",") if d)
+            for group in re.findall(r"\{([\d,]*)\}", found[1])
+        )
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        dims = [int(d) for d in found[3].split(",")]
+        order = [int(d) for d in found[4].split(",")] if found[4] else list(range(len(dims)))
+        ids = _transposed(dims, order)
+        size = int(found[2])
+        return tuple(tuple(ids[at : at + size]) for at in range(0, len(ids), size))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        axes = [a.split("=") for a in found[1].split(",")]
+        names, dims = [a[0] for a in axes], [int(a[1]) for a in axes]
+        within = [names.index(a.strip()) for a in found[2].split(",")]
+        rest_of = [d for d in range(len(dims)) if d not in within]
+        ids = _transposed(dims, rest_of + within)
+        size = math.prod(dims[d] for d in within)
+        return tuple(tuple(ids[at : at + size]) for at in range(0, len(ids), size))
+    return ()
+
+
+def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
+    """0, 1, 2, ... of shape dims, transposed and read in order."""
+    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
+    ids = [0]
+    for d in order:
+        ids = [i + k * strides[d] for i in ids for k in range(dims[d])]
+    return ids
+
+
+def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
+    """Names of the mesh axes along which the members of a group differ, joined by +; "" where each
+    is alone. No groups: all devices."""
+    names, sizes = list(mesh), list(mesh.values())
+    if not groups:
+        return "+".join(n for n, s in mesh.items() if s > 1)
+    differ = set()
+    for group in groups:
+        first = _coordinates(group[0], sizes)
+        for device in group[1:]:
+            differ |= {
+                n
+                for n, a, b in zip(names, first, _coordinates(device, sizes), strict=True)
+                if a != b
+            }
+    return "+".join(n for n in names if n in differ)
+
+
+def _coordinates(device: int, sizes: Sequence[int]) -> list[int]:
+    return [device // math.prod(sizes[d + 1 :]) % sizes[d] for d in range(len(sizes))]

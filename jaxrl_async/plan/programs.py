@@ -1,0 +1,283 @@
+"""The programs of a run, lowered for slices that are not there: from shapes alone, by the same code
+that a run calls. No weights are loaded or made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Slices, make_mesh, shardings
+from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.quantize import is_quantized, quantized_table
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.plan.chips import Chip, Slice, parse_slice
+from jaxrl_async.run.assemble import make_push, make_step
+from jaxrl_async.sampler import schedule
+from jaxrl_async.sampler.engine import Chunk, Engine, Run
+from jaxrl_async.sampler.memory import MemoryPlan
+from jaxrl_async.sampler.sampler import kv_plan, make_engine
+from jaxrl_async.sampler.sampling import Mix
+from jaxrl_async.trainer.objective import Coefficients
+from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """One program, not compiled yet."""
+
+    name: str  # gradient, update, cast, reshard, prepare, prefill, decode
+    side: str  # trainer or sampler
+    program: Any  # jax.stages.Lowered
+    slice: Slice
+    mesh: Mapping[str, int]  # axes and their sizes
+    open_turns: tuple[float, ...] = ()  # of loops that end when the data says so
+    options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a run is planned: the trainer's slice, and each sampler's."""
+
+    trainer: Slice
+    sampler: Slice
+    num_samplers: int
+    slices: Slices  # meshes of devices that are described, not there
+
+
+def spec_of(config: schema.Config) -> ModelSpec:
+    """The model that the configuration names. Raises CheckpointError, ConfigError."""
+    if config.model.path is not None:
+        return load_spec(Path(config.model.path))
+    vocab = config.model.architecture.vocab
+    if vocab is None:
+        raise ConfigError(
+            "a plan loads no tokenizer, so it needs model.path or the size of the vocabulary: set "
+            "model.architecture.vocab."
+        )
+    return ModelSpec.from_architecture(config.model.architecture, vocab)
+
+
+def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
+    """The meshes of the configuration: the trainer on the whole of its slice, and its samplers,
+    each on a slice of its own, on so many chips. Raises ConfigError where they do not fill them."""
+    section = config.mesh
+    if section.colocated:
+        raise ConfigError(
+            "a plan is for a trainer and samplers on chips of their own. Set mesh.colocated=false."
+        )
+    given = section.trainer.num_devices
+    if given != trainer.num_devices:
+        raise ConfigError(
+            f"mesh.trainer has {given} devices, and the trainer's topology {trainer.name} has "
+            f"{trainer.num_devices}: a program runs on a whole slice. Change the axes (data * fsdp "
+            f"* expert * context * tensor = {trainer.num_devices}) or --topology."
+        )
+    each, count = section.sampler.num_devices, section.samplers
+    if each * count != chips * chip.devices:
+        raise ConfigError(
+            f"mesh.samplers ({count}) of mesh.sampler ({each} devices) are {each * count} devices, "
+            f"and --sampler-topology {chip.generation}-{chips} has {chips * chip.devices}. Set "
+            f"mesh.samplers={max(1, chips * chip.devices // each)} or change the topology."
+        )
+    sampler = parse_slice(f"{chip.generation}-{max(1, each // chip.devices)}")
+    return Places(
+        trainer=trainer,
+        sampler=sampler,
+        num_samplers=count,
+        slices=Slices(
+            make_mesh(section.trainer, devices_of(trainer)),
+            (make_mesh(section.sampler, devices_of(sampler)),),
+            False,
+        ),
+    )
+
+
+def devices_of(where: Slice) -> list[Any]:
+    """The devices of a slice, described by libtpu's compiler; those of a single chip are some of
+    the smallest host's. Raises ConfigError."""
+    if where.num_chips == 1:
+        return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=where.topology)
+    except Exception as error:  # the plugin has no kinds of its own
+        raise ConfigError(
+            f"libtpu does not know the topology {where.topology} ({where.name}): "
+            f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."
+        ) from error
+    return list(found.devices)
+
+
+# ---- the trainer
+
+
+def trainer_programs(config: schema.Config, spec: ModelSpec, places: Places) -> list[Lowered]:
+    """A micro-batch's gradient, the optimizer's update, and the cast of the weights that are sent.
+    Raises ConfigError."""
+    mesh = places.slices.trainer
+    step = make_step(config, spec, places.slices, config.run.steps)
+    params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
+    scalar = partial(_array, mesh, ())
+    context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
+    if config.algorithm.kl_coefficient:
+        context = context._replace(reference_params=params)
+    common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
+    options = dict(config.trainer.compiler_options)
+    lowered = [
+        Lowered(name=name, program=program, options=options, **common)
+        for name, program in step.lower(params, micro_batch(config, step), context).items()
+    ]
+    cast = Lowered(name="cast", program=_pushed(config, spec, places)["cast"], **common)
+    return [*lowered, cast]
+
+
+def micro_batch(config: schema.Config, step: TrainStep) -> DeviceBatch:
+    """Shapes of what one gradient is taken of."""
+    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32)
+    kinds["mask"] = jnp.bool_
+    names = [n for n in DeviceBatch._fields if n not in DeviceBatch._field_defaults]
+    if config.algorithm.anchor == "proximal":
+        names.append("proximal_logprobs")
+    shape = (step.micro_rows, config.row_length)
+    columns: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(
+            shape, kinds.get(name, jnp.float32), sharding=step.batch_sharding
+        )
+        for name in names
+    }
+    return DeviceBatch(**columns)
+
+
+def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
+    """The programs of the weights' way to one sampler. Raises MeshError."""
+    push = make_push(config, spec, places.slices.trainer, places.slices.sampler)
+    mesh = places.slices.trainer
+    return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
+
+
+# ---- the sampler
+
+
+def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> list[Lowered]:
+    """What a swap makes of the weights, a prefill of prompts, and a decode block with all slots at
+    work and contexts up to max_length. Raises ConfigError."""
+    mesh = places.slices.sampler
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    engine = make_engine(spec, plan, config.sampler, mesh, dtype=jnp.dtype(config.model.dtype))
+    pushed = _pushed(config, spec, places)
+    params = _arrived(spec, mesh, pushed["cast"].out_info)
+    chunk, context_pages = prefill_shapes(config, engine), _pages(config.sampler.max_length, plan)
+    programs = engine.lower(
+        params,
+        chunk,
+        run_shapes(engine, plan, context_pages),
+        context_pages=context_pages,
+        mix=Mix(truncated=truncates(config.sampler)),
+    )
+    if "reshard" in pushed:
+        programs["reshard"] = pushed["reshard"]
+    return [
+        Lowered(
+            name=name,
+            side="sampler",
+            program=program,
+            slice=places.sampler,
+            mesh=dict(mesh.shape),
+            open_turns=(float(engine.block),) if name == "decode" else (),
+        )
+        for name, program in programs.items()
+    ]
+
+
+def truncates(section: schema.Sampler) -> bool:
+    """Whether logits are sorted at each step."""
+    return bool(section.top_k or section.top_p < 1 or section.min_p)
+
+
+def sent_weights(config: schema.Config, spec: ModelSpec, places: Places) -> Any:
+    """Shapes of the weights in a sampler. Raises MeshError."""
+    pushed = _pushed(config, spec, places)
+    return _arrived(spec, places.slices.sampler, pushed["cast"].out_info)
+
+
+def prefill_shapes(config: schema.Config, engine: Engine) -> Chunk:
+    """One round of prefill, of prompts as long as they may be."""
+    section = config.sampler
+    longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
+    T = schedule.length_bucket(longest)
+    B = schedule.rows_bucket(max(1, section.prefill_chunk // T))
+    n = schedule.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
+    later = config.data.max_prompt_tokens > section.prefill_chunk  # behind what is prefilled
+    pages = schedule.steps_of_half(-(-config.data.max_prompt_tokens // engine.page_tokens))
+    ints = np.zeros(n, np.int32)
+    rows = np.zeros(B, np.int32)
+    return Chunk(
+        ints, ints, np.zeros((B, T), np.int32), ints, rows, rows + 1,
+        np.zeros((B, pages if later else 0), np.int32),
+    )  # fmt: skip
+
+
+def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> Run:
+    """A decode block of all slots."""
+    places = engine.places
+    width = context_pages + -(-engine.block // plan.page_tokens) + 1
+    return Run(
+        rows=np.zeros(engine.slots, np.int32),
+        reserve=np.zeros(engine.reserve, np.int32),
+        num_reserve=np.int32(0),
+        lengths=np.zeros(places, np.int32),
+        drawn=np.zeros(places, np.int32),
+        tables=np.zeros((places, width), np.int32),
+        steps=np.int32(engine.block),
+    )
+
+
+def _pages(tokens: int, plan: MemoryPlan) -> int:
+    return schedule.steps_of_half(-(-tokens // plan.page_tokens))
+
+
+# ---- shapes
+
+
+def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
+    """Shapes of the weights, where they lie."""
+    table = weight_table(spec)
+    return jax.tree.map(
+        lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
+        table,
+        shardings(table, mesh, rules),
+        is_leaf=lambda w: isinstance(w, Weight),
+    )
+
+
+def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
+    """Shapes of the weights that a push sends, where they lie in a sampler."""
+    table = weight_table(spec)
+    table = quantized_table(table) if is_quantized(sent) else table
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        sent,
+        shardings(table, mesh, SAMPLER_RULES),
+    )
+
+
+def bytes_per_device(tree: Any) -> float:
+    """Of arrays or their shapes, on the device that has most."""
+    return float(
+        sum(
+            np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
+    )
+
+
+def _array(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,79 @@
+"""How long a compiled program takes, estimated. Pure functions.
+
+    compute       the compiler's own cycles, times the chip's clock
+    kernels       Pallas kernels, which it does not time: their FLOPs at half of the peak (splash),
+                  the bytes of the KV cache at four fifths of HBM's bandwidth (ragged)
+    hidden        gathers, scatters and permutes of weights, which it runs beside the products
+    exposed       all-reduces and all-to-alls, which the program waits for
+
+    estimate = max(compute + kernels, hidden) + exposed
+
+The roofline beside it knows no compiler: max(FLOPs / peak, bytes / bandwidth, bytes sent / ICI).
+"""
+
+from dataclasses import dataclass
+
+from jaxrl_async.plan.chips import Slice
+from jaxrl_async.plan.compiled import Compiled
+from jaxrl_async.plan.cost import Collective
+
+SPLASH_SHARE = 0.5
+"""Of the peak, that splash attention is taken to reach."""
+RAGGED_SHARE = 0.8
+"""Of HBM's bandwidth, that ragged paged attention is taken to reach."""
+HOP_S = 1e-6
+"""From a chip to the next, seconds: what a collective takes at least, half round the ring."""
+EXPOSED = ("all-reduce", "all-to-all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Of one run of a program, seconds."""
+
+    compute_s: float
+    kernels_s: float
+    hidden_s: float
+    exposed_s: float
+    roofline_s: float
+
+    @property
+    def estimate_s(self) -> float:
+        """max(compute + kernels, hidden) + exposed."""
+        return max(self.compute_s + self.kernels_s, self.hidden_s) + self.exposed_s
+
+    @property
+    def largest(self) -> str:
+        """The term that most of the time goes to."""
+        terms = {
+            "matrix products and what is fused with them": self.compute_s,
+            "attention kernels": self.kernels_s,
+            "communication": self.hidden_s + self.exposed_s,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
+    """Estimate a program on its slice; cache_bytes: of KV that its ragged kernels read in all."""
+    chip, cost = where.chip, done.cost
+    flops = sum(k.flops for k in cost.kernels)
+    seconds = {c: collective_s(c, where) for c in cost.collectives}
+    exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
+    talk = sum(seconds.values())
+    read_s = cache_bytes / chip.hbm_bytes_per_s
+    return Timing(
+        compute_s=cost.cycles / chip.clock_hz,
+        kernels_s=flops / chip.peak_flops / SPLASH_SHARE + read_s / RAGGED_SHARE,
+        hidden_s=talk - exposed,
+        exposed_s=exposed,
+        roofline_s=max(
+            (cost.flops + flops) / chip.peak_flops,
+            cost.num_bytes / chip.hbm_bytes_per_s + read_s,
+            talk,
+        ),
+    )
+
+
+def collective_s(talk: Collective, where: Slice) -> float:
+    """Bytes over the links that the group has, and the way round its ring each time."""
+    one_way = where.chip.ici_bytes_per_s / 2 * where.link_share(talk.group)
+    return talk.num_bytes / one_way + talk.times * HOP_S * talk.group / 2

@@ -1,0 +1,90 @@
+"""The whole command on a tiny model: real programs through the real TPU compiler, twice."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = """
+run: {name: tiny, steps: 10}
+model:
+  architecture: {layers: 2, width: 128, heads: 2, kv_heads: 2, head_dim: 128, mlp: 256, vocab: 1024}
+  dtype: bfloat16
+  remat: layer
+mesh: {trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
+data: {max_prompt_tokens: 64}
+sampler: {slots: 8, max_length: 256, max_new_tokens: 192, block: 4, prefill_chunk: 128}
+algorithm: {groups_per_step: 4, group_size: 2}
+trainer: {micro_batch_tokens: 1024}
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, which holds the TPU compiler, is not installed: pip install 'jax[tpu]'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
+
+
+def plan(tmp_path: Path, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(CONFIG)
+    where = ["--topology", "v5e-4", "--json", str(tmp_path / "plan.json"), "--cache", str(cache)]
+    return subprocess.run(
+        [sys.executable, "-m", "jaxrl_async.plan", str(file), *where, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, cache):
+    first = plan(tmp_path, cache)
+    assert first.returncode == 0, first.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    programs = {p["name"]: p for p in found["trainer"]["programs"] + found["sampler"]["programs"]}
+    assert set(programs) == {"gradient", "update", "cast", "prepare", "prefill", "decode"}
+    assert not any(p["cached"] for p in programs.values())
+    kernels = {n: {k["name"] for k in p["cost"]["kernels"]} for n, p in programs.items()}
+    assert any("splash" in k for k in kernels["gradient"]), "splash attention in the training step"
+    assert any("ragged_paged" in k for k in kernels["decode"]), (
+        "paged attention in the decode block"
+    )
+    axes = {c["axes"] for c in programs["gradient"]["cost"]["collectives"]}
+    assert axes == {"fsdp"}
+    assert found["fits"] and "HBM of a chip" in first.stdout and "MFU" in first.stdout
+    assert "compiling" in first.stderr
+
+    second = plan(tmp_path, cache)
+    assert second.returncode == 0 and "compiling" not in second.stderr
+    again = json.loads((tmp_path / "plan.json").read_text())
+    assert all(p["cached"] for p in again["trainer"]["programs"])
+    assert again["learning"] == found["learning"] and again["decode"] == found["decode"]
+
+
+def test_another_program_is_not_taken_from_the_cache_and_what_does_not_fit_is_said(tmp_path, cache):
+    """A KV cache larger than the chip: the decode block is refused, and the advice names knobs."""
+    done = plan(tmp_path, cache, "sampler.kv_memory_mib=30000")
+    assert done.returncode == 1, done.stderr
+    assert "compiling decode" in done.stderr and "compiling gradient" not in done.stderr
+    assert "DOES NOT FIT" in done.stdout and "a sampler chip lacks" in done.stdout
+    assert "sampler.kv_memory_mib=" in done.stdout and "mesh.sampler.tensor=2" in done.stdout
+
+
+def test_meshes_that_do_not_fill_their_topologies_are_refused(tmp_path, cache):
+    done = plan(tmp_path, cache, "mesh.trainer.fsdp=2")
+    assert done.returncode == 2 and "a program runs on a whole slice" in done.stderr
+    done = plan(tmp_path, cache, "--sampler-topology", "v5e-8")
+    assert done.returncode == 2 and "Set mesh.samplers=8" in done.stderr
