@@ -513,10 +513,13 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
         return np.array([x[key] for x in after])
 
     busy, step_s = column("sampler/busy_share"), column("time/step_s")
+    drawn = column("throughput/generated_tokens_per_s") * walls
+    decoded = drawn > 0
+    slot_steps = drawn[decoded] / column("sampler/slot_occupancy")[decoded]
     return {
         "trainer_busy_share": float(np.average(1 - column("trainer/idle_share"), weights=step_s)),
         "sampler_busy_share": float(np.average(busy, weights=walls)),
-        "slot_occupancy": float(np.average(column("sampler/slot_occupancy"), weights=walls * busy)),
+        "slot_occupancy": float(drawn.sum() / slot_steps.sum()),
         "trained_tokens_per_s": float(column("train/tokens").sum() / walls.sum()),
     }
 
