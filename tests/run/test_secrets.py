@@ -27,7 +27,7 @@ def judge(prompt, completion, reference):
 
 def test_no_setting_holds_a_secret():
     """One that did would be written to config.yaml: it must name an environment variable."""
-    words = re.compile(r"(^|_)(key|secret|password|credentials?|token|auth)$")
+    words = re.compile(r"(^|(?<!per)_)(key|secret|password|credentials?|token|auth)$")
     assert [".".join(path) for path, _ in _all_paths(Config, ()) if words.search(path[-1])] == []
 
 
