@@ -62,8 +62,8 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
             again = line["next_group"]
             admitted = {g for g in admitted if g < again}
             for told in (ended, drops):
-                for group in [g for g in told if g >= again]:
-                    del told[group]
+                for anew in [g for g in told if g >= again]:
+                    del told[anew]
             continue
         group: int = line["group"]
         where = f"line {number}: group {group}"
