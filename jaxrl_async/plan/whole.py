@@ -118,7 +118,7 @@ def make_plan(
     learning = learn(config, spec, places, trainer, lengths)
     transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
-    splits = best_splits(config, places, learning, decode)
+    splits = best_splits(places, trainer.memory, learning, decode)
     return Plan(
         name=config.run.name,
         spec=spec,
@@ -290,29 +290,34 @@ def pipeline_of(
     )
 
 
+SHARED = ("parameters", "optimiser", "gradients", "reference")
+"""Kinds of memory that more trainer chips share."""
+
+
 def best_splits(
-    config: schema.Config, places: Places, learning: Learning, decode: Decode
+    places: Places, memory: Memory, learning: Learning, decode: Decode
 ) -> tuple[Split, ...]:
-    """Divisions of the same chips, fastest first: the trainer's slice a power of two, the rest
-    samplers of the size they have. Each side's speed per chip is taken to stay as it is."""
-    devices = places.trainer.chip.devices
-    own = places.sampler.num_chips
-    total = places.trainer.num_chips + places.num_samplers * own
-    per_chip = learning.tokens_per_s / places.trainer.num_chips
+    """Divisions of the same chips, fastest first: the trainer's slice a power of two whose chips
+    hold their share of its state, the rest samplers of the size they have. Each side's speed per
+    chip is taken to stay as it is."""
+    now, own = places.trainer.num_chips, places.sampler.num_chips
+    total = now + places.num_samplers * own
+    state = sum(memory.kinds.get(kind, 0.0) for kind in SHARED)
     found = []
-    chips = devices
-    while chips < total:
+    for chips in (2**n for n in range(total.bit_length())):
         samplers = (total - chips) // own
-        if samplers:
-            found.append(
-                Split(
-                    trainer_chips=chips,
-                    samplers=samplers,
-                    sampler_chips=samplers * own,
-                    answer_tokens_per_s=min(per_chip * chips, decode.tokens_per_s * samplers),
-                )
+        needed = memory.total_bytes + state * (now / chips - 1)
+        if samplers < 1 or (chips != now and needed > memory.usable_bytes):
+            continue
+        of_trainer = learning.tokens_per_s / now * chips
+        found.append(
+            Split(
+                trainer_chips=chips,
+                samplers=samplers,
+                sampler_chips=samplers * own,
+                answer_tokens_per_s=min(of_trainer, decode.tokens_per_s * samplers),
             )
-        chips *= 2
+        )
     return tuple(sorted(found, key=lambda s: (-s.answer_tokens_per_s, s.trainer_chips)))
 
 

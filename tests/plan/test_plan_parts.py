@@ -219,3 +219,22 @@ def test_without_the_compiler_the_command_names_what_to_install(tmp_path, capsys
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([str(file), "--topology", "v5e-4"]) == 1
     assert "pip install 'jax[tpu]==" in capsys.readouterr().err
+
+
+def test_chips_go_where_both_sides_are_equally_fast():
+    """64 chips, of 8 a sampler; a trainer's chip gives 30 tokens/s, a sampler 200."""
+    from types import SimpleNamespace
+
+    from jaxrl_async.plan.memory import Memory
+    from jaxrl_async.plan.whole import best_splits
+
+    places = SimpleNamespace(
+        trainer=parse_slice("v5e-32"), sampler=parse_slice("v5e-8"), num_samplers=4
+    )
+    learning, decode = SimpleNamespace(tokens_per_s=32 * 30), SimpleNamespace(tokens_per_s=200)
+    kinds = {"parameters": 1.0, "optimiser": 2.0, "activations and temporaries": 5.0}
+    memory = Memory(kinds=kinds, moment="gradient", usable_bytes=11.0)
+    best, *others = best_splits(places, memory, learning, decode)
+    assert (best.trainer_chips, best.samplers, best.answer_tokens_per_s) == (32, 4, 800)
+    (other,) = others  # on 8 chips the state alone would be 12
+    assert (other.trainer_chips, other.samplers, other.answer_tokens_per_s) == (16, 6, 480)
