@@ -84,6 +84,7 @@ def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         "sampler_gib": _of(plan["sampler"]["memory"]),
         "sampler_most": _most(plan["sampler"]["memory"]["kinds"]),
         "mfu": f"{learning['mfu']:.1%}",
+        "gradient": ", ".join(f"{k} {v:.0%}" for k, v in learning["account"].items()),
         "time_most": _slowest(plan["trainer"]["timings"]["gradient"]),
         "decode_bandwidth": f"{decode['bandwidth_share']:.1%}",
         "answer_tokens_per_s": round(simulated["trained_tokens_per_s"]),

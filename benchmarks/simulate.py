@@ -545,7 +545,7 @@ def disturbed(found: Run, warm_up: int) -> set[int]:
 def _options() -> argparse.Namespace:
     words = argparse.ArgumentParser(description=__doc__)
     names = [s.name for s in SETTINGS]
-    words.add_argument("--quick", action="store_true", help="smoke test: two settings, few updates")
+    words.add_argument("--quick", action="store_true", help="smoke test: one setting, few updates")
     words.add_argument("--settings", nargs="+", choices=names, default=names)
     words.add_argument("--steps", type=int, default=50, help="updates in each run")
     words.add_argument("--warm-up", type=int, default=10, help="of those, not measured")
@@ -555,7 +555,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
     if args.quick:
-        args.settings, args.repeats, args.seeds = ["in turns", "small model"], 1, 1
+        args.settings, args.repeats, args.seeds = ["in turns"], 1, 1
         args.steps, args.warm_up = 16, 4
     return args
 

@@ -42,8 +42,9 @@ PARTS = 20
 T_95 = 2.101
 """Student's t, 95 %, for PARTS - 2 degrees of freedom."""
 COMPILED: list[float] = []
-"""Seconds of each compilation: a prompt of a length not seen before may need one, and its program
-stays in memory. There are only so many shapes, so this ends."""
+"""Seconds of each compilation: prompts of a new length, or new numbers of them at once, need one,
+and its program stays in memory. Only so many shapes exist, and prompts here are all of one length,
+so that the last of them comes early."""
 MEAN_S = 60.0
 """Mean time between two strikes of one fault."""
 
@@ -118,6 +119,7 @@ def configuration(folder: str) -> Config:
         [
             *SETTINGS,
             f"run={{name: soak, dir: {folder}, steps: 1000000000, overwrite: false}}",
+            "data.addition.digits=1",
             "staleness.max_staleness=2",
             "eval.every=50",
             "checkpoint={every: 100, keep: 2}",

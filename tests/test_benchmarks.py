@@ -15,19 +15,17 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 @pytest.mark.parametrize(
     "name",
     [
-        "generate",
-        "train_step",
-        "end_to_end",
-        "weight_transfer",
-        "limits",
-        "swap",
-        "checkpoint",
         "chaos",
-        "faults",
-        "soak",
-        "simulate",
+        "weight_transfer",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (
+                "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint", "faults",
+                "soak", "simulate",
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     file = tmp_path / "result.json"
     env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}

@@ -169,6 +169,7 @@ def test_a_notebook_is_kept_with_the_small_outputs_of_a_whole_run(path):
     assert named == [], "a machine's path or a package registry"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_a_notebook_runs(path):

@@ -26,6 +26,7 @@ FREE = {
 }  # fmt: skip
 """Opcodes that move nothing themselves."""
 ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
+_CALLS = re.compile(r"calls=%?([\w.\-]+)")
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
@@ -59,6 +60,7 @@ class Cost:
     flops: float = 0.0  # matrix products, kernels left out
     num_bytes: float = 0.0  # to and from HBM, kernels left out
     cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
+    product_cycles: float = 0.0  # of them, in instructions with a matrix product in them
     collectives: tuple[Collective, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
@@ -72,7 +74,8 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
     for name, count in walk(program, open_turns):
         times[name] += count
     inner = set(_fused(program))
-    flops = num_bytes = cycles = 0.0
+    multiplies = _with_products(program)
+    flops = num_bytes = cycles = product_cycles = 0.0
     talks: dict[str, tuple[Instruction, float, str]] = {}
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, count in times.items():
@@ -81,6 +84,8 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
             flops += count * product_flops(i, shapes)
             if name not in inner:
                 cycles += count * i.cycles
+                if _is_product(i) or multiplies & set(_CALLS.findall(i.rest)):
+                    product_cycles += count * i.cycles
                 num_bytes += count * _bytes(program, i, shapes)
             if (kind := _collective_kind(i, name)) is not None:
                 key = _channel(i)
@@ -93,6 +98,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
         flops=flops,
         num_bytes=num_bytes,
         cycles=cycles,
+        product_cycles=product_cycles,
         collectives=_summed(list(talks.values()), mesh),
         kernels=tuple(Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())),
     )
@@ -102,7 +108,7 @@ def _fused(program: Program) -> Iterator[str]:
     """Computations inside fusions: their cost to memory is their fusion's."""
     for instructions in program.computations.values():
         for i in instructions:
-            if i.opcode == "fusion" and (found := re.search(r"calls=%?([\w.\-]+)", i.rest)):
+            if i.opcode == "fusion" and (found := _CALLS.search(i.rest)):
                 yield found[1]
             elif i.opcode not in ("while", "conditional", "call", "fusion"):
                 yield from re.findall(r"to_apply=%?([\w.\-]+)", i.rest)
@@ -111,9 +117,27 @@ def _fused(program: Program) -> Iterator[str]:
 # ---- products
 
 
+def _is_product(i: Instruction) -> bool:
+    return i.opcode in ("dot", "convolution")
+
+
+def _with_products(program: Program) -> set[str]:
+    """Computations that multiply matrices, or call by a fusion one that does."""
+    calls = {
+        name: {c for i in instructions for c in _CALLS.findall(i.rest)}
+        for name, instructions in program.computations.items()
+    }
+    found: set[str] = set()
+    more = {n for n, own in program.computations.items() if any(map(_is_product, own))}
+    while more - found:
+        found |= more
+        more = {name for name, called in calls.items() if called & found}
+    return found
+
+
 def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
     """Two for each multiplication of a `dot` or `convolution`; 0 for anything else."""
-    if i.opcode not in ("dot", "convolution") or len(i.operands) < 2:
+    if not _is_product(i) or len(i.operands) < 2:
         return 0.0
     out, left, right = (
         arrays_of(s)[0][1] for s in (i.shape, shapes[i.operands[0]], shapes[i.operands[1]])
@@ -180,7 +204,7 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
     if _kernel_name(i) or "ConcatBitcast" in i.rest:
         return 0.0
     inside = None
-    if i.opcode == "fusion" and (found := re.search(r"calls=%?([\w.\-]+)", i.rest)):
+    if i.opcode == "fusion" and (found := _CALLS.search(i.rest)):
         inside = program.computations.get(found[1])
     if i.opcode == "copy-start":  # (to, from, a number): one of them is in VMEM
         return _in_hbm(i.shape)

@@ -31,7 +31,7 @@ def json_of(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "trainer": _side_json(plan.trainer),
         "sampler": {"count": plan.num_samplers, **_side_json(plan.sampler)},
-        "learning": asdict(plan.learning),
+        "learning": {**asdict(plan.learning), "mfu": plan.learning.mfu},
         "decode": {**asdict(plan.decode), "bandwidth_share": plan.decode.bandwidth_share},
         "transfer_s": plan.transfer_s,
         "splits": [asdict(s) for s in plan.splits],
@@ -102,11 +102,13 @@ def _program(program: Compiled, time: Timing) -> list[str]:
 def _whole(plan: Plan) -> list[str]:
     learning, decode, outcome = plan.learning, plan.decode, plan.outcome
     gradient = plan.trainer.timings["gradient"]
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in learning.account.items())
     lines = [
         "run:",
         f"  trainer   {learning.tokens:,.0f} tokens a step in {learning.step_s:.1f} s "
         f"({learning.micro_batches:.0f} micro-batches), {learning.tokens_per_s:,.0f} answer "
         f"tokens/s; MFU {learning.mfu:.1%} (most of its time: {gradient.largest})",
+        f"            gradient's time: {shares}",
         f"  samplers  {decode.rows} rows of {decode.context:,.0f} tokens, a step in "
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",

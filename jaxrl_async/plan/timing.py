@@ -31,6 +31,8 @@ class Timing:
     """Of one run of a program, seconds."""
 
     compute_s: float
+    products_s: float  # of compute_s, in instructions with a matrix product in them
+    peak_s: float  # the products, kernels' too, at the chip's peak
     kernels_s: float
     hidden_s: float
     exposed_s: float
@@ -52,6 +54,19 @@ class Timing:
         return max(terms, key=lambda name: terms[name])
 
 
+def account(time: Timing, model_s: float) -> dict[str, float]:
+    """Where a gradient's time goes, as shares that sum to 1. model_s: the model's own FLOPs at the
+    chip's peak, so that the first share is the MFU."""
+    parts = {
+        "model": model_s,
+        "computed again": time.peak_s - model_s,
+        "below the peak": time.products_s + time.kernels_s - time.peak_s,
+        "between products": time.compute_s - time.products_s,
+        "communication": time.estimate_s - time.compute_s - time.kernels_s,
+    }
+    return {name: part / time.estimate_s for name, part in parts.items()}
+
+
 def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
     """Estimate a program on its slice; cache_bytes: of KV that its ragged kernels read in all."""
     chip, cost = where.chip, done.cost
@@ -62,6 +77,8 @@ def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
     read_s = cache_bytes / chip.hbm_bytes_per_s
     return Timing(
         compute_s=cost.cycles / chip.clock_hz,
+        products_s=cost.product_cycles / chip.clock_hz,
+        peak_s=(cost.flops + flops) / chip.peak_flops,
         kernels_s=flops / chip.peak_flops / SPLASH_SHARE + read_s / RAGGED_SHARE,
         hidden_s=talk - exposed,
         exposed_s=exposed,

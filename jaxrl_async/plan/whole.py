@@ -15,7 +15,7 @@ from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.memory import Memory, sampler_memory, trainer_memory
 from jaxrl_async.plan.programs import Places, bytes_per_device, parameters
 from jaxrl_async.plan.simulate import Histogram, Outcome, Pipeline, Samplers, simulate
-from jaxrl_async.plan.timing import Timing, timing
+from jaxrl_async.plan.timing import Timing, account, timing
 from jaxrl_async.sampler.memory import MemoryPlan
 from jaxrl_async.trainer.step import num_matmul_params
 from jaxrl_async.trainer.update import rows_per_micro_batch
@@ -63,8 +63,13 @@ class Learning:
     tokens: float  # trained on in a step, prompts included
     micro_batches: float
     step_s: float
-    mfu: float  # of the gradient's program, rows full of one sequence each
+    account: Mapping[str, float]  # shares of the gradient's time, rows full of one sequence each
     tokens_per_s: float  # answers' tokens
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation of the gradient's program."""
+        return self.account["model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +240,9 @@ def learn(
         tokens=tokens,
         micro_batches=micro_batches,
         step_s=step_s,
-        mfu=flops / (devices * chip.peak_flops * gradient_s) if gradient_s else 0.0,
+        account=account(side.timings["gradient"], flops / (devices * chip.peak_flops))
+        if gradient_s
+        else {"model": 0.0},
         tokens_per_s=sequences * lengths.mean / step_s if step_s else 0.0,
     )
 

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="libtpu, which holds the TPU compiler, is not installed: pip install 'jax[tpu]'",

@@ -130,6 +130,7 @@ def assert_same_run(one: tuple, other: tuple) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_process(runs):
     alone(runs, "run.name=one", "run.steps=6")
     again = ("run.name=two", "run.steps=6", "run.resume_or_start=true")
@@ -157,6 +158,7 @@ def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_proce
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_supervised_training_in_two_processes_equals_one_in_one(runs):
     job = ("run.job=sft", "warm_start.steps=0", "sft.batch_size=8", "run.steps=2")
     alone(runs, *job, "run.name=sft1")

@@ -24,6 +24,7 @@ RECIPES = (
     "opd",
     "self_distill",
 )
+OFTEN = ("grpo", "ppo_critic", "self_distill")
 SMALL = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition={digits: 1, eval_size: 16}",
@@ -66,7 +67,10 @@ def teacher(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.exhaustive) for n in RECIPES],
+)
 def test_the_recipe_runs(name: str, folder: Path, teacher: Path) -> None:
     extra = [f"teacher.path={teacher}"] if name == "opd" else []
     extra += ["algorithm.group_size=4"] if name != "opd" else []

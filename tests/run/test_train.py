@@ -181,7 +181,13 @@ REPLAYED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REPLAYED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("two samplers on several devices", marks=pytest.mark.exhaustive),
+        "everything that depends on time",
+    ],
+)
 def test_a_recorded_run_is_replayed_bit_for_bit_each_time(kind: str, tmp_path: Path) -> None:
     first = run(tmp_path, *REPLAYED[kind], "run.name=first")
     recorded = tmp_path / "first" / "schedule.jsonl"

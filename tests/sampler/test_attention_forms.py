@@ -26,7 +26,10 @@ def wanted() -> list[list[int]]:
     "settings",
     [
         {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
-        {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
+        pytest.param(
+            {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
         {"reserve": 1.0, "block": 16},
     ],
 )

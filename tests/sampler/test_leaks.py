@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import make_sampler, request
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def resident_mib() -> float:
