@@ -352,6 +352,7 @@ METRICS: tuple[Metric, ...] = (
             "Refused for a log-prob that is NaN or infinite; drawn again once.",
         ),
         ("faults/failed_groups", "groups", "Given up: environment, scorer or log-probs failed."),
+        ("faults/failed_evaluations", "evaluations", "Left out: environment or scorer failed."),
         ("faults/scorer_retries", "calls", "Groups scored again after a failure or a timeout."),
         ("faults/scorer_timeouts", "calls", "Calls of a scorer that took too long."),
         ("faults/refused_scores", "calls", "Scores of the wrong number, type or shape, or NaN."),

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.mesh import (
     NO_TURNS,
     SAMPLER_RULES,
@@ -300,6 +300,7 @@ def assemble(
             held_out[lockstep.index :: lockstep.count],
             judge,
             lockstep,
+            count=faults.add,
             has_right_answers=config.reward.function != "none",
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
@@ -812,13 +813,24 @@ def run_evaluation(
     scorer: Scorer,
     lockstep: Lockstep,
     *,
+    count: Callable[[str], None],
     has_right_answers: bool = True,
     **limits: Any,
 ) -> Mapping[str, float]:
     """Accuracy, where answers can be right, and reward on the held-out prompts with the weights
-    that are live now; each process answers its part."""
+    that are live now; each process answers its part. Where the scorer or an environment fails for
+    good, there are no numbers: with holes they would not be comparable."""
     start = time.perf_counter()
-    result: EvalResult = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
+    result: EvalResult | None = None
+    try:
+        result = asyncio.run(evaluate(sampler, held_out, scorer, **limits))
+    except RolloutError as error:
+        if not held_out:
+            raise
+        count("failed_evaluations")
+        log.warning("an evaluation is left out: %s", error)
+    if not all(lockstep.gather_json(result is not None)) or result is None:
+        return {"time/eval_s": time.perf_counter() - start}
     told = {
         **({"eval/accuracy": result.accuracy} if has_right_answers else {}),
         "eval/reward": result.mean_reward,

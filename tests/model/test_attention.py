@@ -38,7 +38,7 @@ from jaxrl_async.testing.kernels import interpreted_kernels
 from jaxrl_async.trainer.step import TrainStep
 
 CPU = jax.devices("cpu")[0]
-TPU = SimpleNamespace(platform="tpu")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
 AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_async.config.load import load
+from jaxrl_async.data.addition import held_out
 from jaxrl_async.errors import RolloutError, StalledError, WeightsError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.ports import Reply
@@ -104,6 +105,29 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
     assert "samplers_lost" not in found
     assert all(line["staleness/max"] <= 1 for line in lines[1:])
     assert_each_group_has_one_fate(tmp_path)
+
+
+NOT_AT_FIRST = """
+held_out = {held_out}
+calls = []
+
+def reward(prompt, completion, reference):
+    if prompt in held_out:
+        calls.append(prompt)
+    if len(calls) == 5 and prompt == calls[-1]:
+        raise ConnectionError("the judge does not answer")
+    return sum(c.isdigit() for c in completion) / 16
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path) -> None:
+    prompts = {problem.prompt for problem in held_out(4, 8)}
+    (tmp_path / "judge.py").write_text(NOT_AT_FIRST.format(held_out=prompts))
+    judge = f"reward.function={tmp_path / 'judge.py'}:reward"
+    lines = run(tmp_path, judge, "faults.scorer_retries=0", "data.addition.digits=4")
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == [3, 6]
+    assert told(lines) == {"failed_evaluations": 1}
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ FEW = (
 
 
 def meshes(*names: str, having: str = "") -> list[Any]:
-    """Every mesh of eight devices with 1, 2 or 4 on each of these axes."""
-    sizes = itertools.product((1, 2, 4), repeat=len(names))
+    """Every mesh of eight devices over these axes."""
+    sizes = itertools.product((1, 2, 4, 8), repeat=len(names))
     found = [
         {name: n for name, n in zip(names, size, strict=True) if n > 1}
         for size in sizes
@@ -127,7 +127,7 @@ def test_every_mesh_learns_what_one_device_does(axes, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    meshes("fsdp", "expert", "context", "tensor", having="expert"),
+    meshes("data", "fsdp", "expert", "context", "tensor", having="expert"),
     ids=str,
 )
 def test_every_mesh_learns_with_experts_what_one_device_does(axes, alone):
