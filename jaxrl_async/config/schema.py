@@ -238,8 +238,10 @@ class Model(Section):
     """Type that the trainer and the sampler compute in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the trainer keeps the weights in."""
-    remat: Literal["none", "layer", "dots"] = "none"
-    """What the backward pass computes again: nothing, each layer, or all but matrix products."""
+    remat: Literal["none", "layer", "attention", "dots"] = "none"
+    """What the backward pass computes again: nothing, each layer, each layer but for the attention
+    (splash's results are kept, on TPUs: 2 bytes of each query a token and layer), or all but matrix
+    products."""
     attention: Literal["auto", "reference", "splash", "cudnn"] = "auto"
     """The trainer's attention: plain JAX, TPU's splash or NVIDIA's cuDNN; auto: by platform."""
 

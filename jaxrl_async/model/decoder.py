@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.kernels import ATTENDED, SequenceAttention
 from jaxrl_async.model.layers import (
     Layer,
     fuse,
@@ -177,8 +177,13 @@ def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
 
 
 def _remat(function: Any, policy: str) -> Any:
-    """`none`: keep all; `layer`: compute the layer again; `dots`: keep matrix products only."""
+    """`none`: keep all; `layer`: compute the layer again; `attention`: all of it but splash
+    attention; `dots`: keep matrix products only."""
     if policy == "none":
         return function
-    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
-    return jax.checkpoint(function, policy=saved, prevent_cse=False)
+    saved = {
+        "layer": None,
+        "attention": jax.checkpoint_policies.save_only_these_names(ATTENDED),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
+    return jax.checkpoint(function, policy=saved[policy], prevent_cse=False)

@@ -31,6 +31,8 @@ SPLASH_BLOCKS = {"TPU v6 lite": 1024}
 """The same by kind of device. Each block of queries reads all keys and values before it again: so
 many FLOPs a byte as it is long. 512 is above what keeps the matrix units of most generations busy
 (peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e wants 560."""
+ATTENDED = "attended"
+"""Name of what splash attention's backward pass needs of the forward one, for jax.checkpoint."""
 MAX_RAGGED_PAGES = 16
 """Most pages in a block, as in most entries of JAX's tuned table."""
 MAX_RAGGED_QUERIES = 32
@@ -85,6 +87,7 @@ def splash(
         block_sizes=_equal_blocks(block),
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name=ATTENDED,
     )
     q, k, v = heads_first(q_BTHK * K**-0.5), heads_first(k_BTNK), heads_first(v_BTNK)
     segments = jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
@@ -129,6 +132,7 @@ def _splash_part_kernel(heads: int, places: NDArray[np.int32], mesh: Mesh) -> tu
         block_sizes=_equal_blocks(block),
         head_shards=1,
         q_seq_shards=ways,
+        residual_checkpoint_name=ATTENDED,
     )
     over_queries = NamedSharding(mesh, PartitionSpec(None, "context"))
     return kernel, kernel.manual_sharding_spec(over_queries)

@@ -143,7 +143,8 @@ def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
 
 
 @pytest.mark.slow
-def test_the_training_loss_has_the_same_gradient_with_splash():
+@pytest.mark.parametrize("remat", ["layer", "attention"])
+def test_the_training_loss_has_the_same_gradient_with_splash(remat):
     sizes = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
     spec = ModelSpec.from_architecture(sizes, 24)
     params = init_params(spec, jax.random.key(0))
@@ -153,7 +154,7 @@ def test_the_training_loss_has_the_same_gradient_with_splash():
 
     def loss(params: Any, attention: Any) -> jax.Array:
         logprobs, _ = token_logprobs(
-            spec, params, ids, positions, segments, remat="layer", attention=attention
+            spec, params, ids, positions, segments, remat=remat, attention=attention
         )
         return logprobs.sum()
 

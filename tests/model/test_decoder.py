@@ -139,7 +139,7 @@ def test_the_compiled_scan_equals_its_layers_one_by_one(layers):
     np.testing.assert_allclose(of_one_segment(spec, params, ids), apart, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["layer", "dots"])
+@pytest.mark.parametrize("remat", ["layer", "attention", "dots"])
 def test_remat_changes_neither_the_numbers_nor_the_gradient(remat):
     spec = spec_of(layers=5)
     params, ids = random_params(spec), token_rows()

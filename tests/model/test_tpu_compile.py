@@ -69,6 +69,11 @@ def test_the_training_loss_with_splash_compiles_for_a_mesh(programs, kind):
     assert programs[f"step {kind}"]["kernels"] == 8
 
 
+@pytest.mark.parametrize("kind", ["keeps attention", "keeps attention on context"])
+def test_splash_does_not_run_again_where_its_results_are_kept(programs, kind):
+    assert programs[f"step that {kind}"]["kernels"] == 6
+
+
 @pytest.mark.parametrize("kind", ["on context", "on context x tensor"])
 def test_splash_is_what_compiles_where_context_divides_the_rows(programs, kind):
     assert programs[f"step {kind}"]["kernels"] == 8

@@ -253,6 +253,10 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "step with more tensor than kv heads": partial(
         train_step, fsdp=2, tensor=4, kv_heads=2, remat="dots"
     ),
+    "step that keeps attention": partial(train_step, fsdp=4, tensor=4, remat="attention"),
+    "step that keeps attention on context": partial(
+        train_step, fsdp=4, context=4, remat="attention"
+    ),
     "step on context": partial(train_step, fsdp=4, context=4),
     "step on context x tensor": partial(train_step, context=2, tensor=8),
     "step on expert": partial(train_step, fsdp=4, expert=4, experts=8),
