@@ -72,8 +72,6 @@ def made(config: Path, cache: str | None) -> dict[str, Any]:
 
 def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
-    learning, decode, simulated = plan["learning"], plan["decode"], plan["simulated"]
-    best = plan["splits"][0]
     return {
         "setting": name,
         "trainer": plan["trainer"]["topology"],
@@ -83,17 +81,33 @@ def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         "trainer_most": _most(plan["trainer"]["memory"]["kinds"]),
         "sampler_gib": _of(plan["sampler"]["memory"]),
         "sampler_most": _most(plan["sampler"]["memory"]["kinds"]),
-        "mfu": f"{learning['mfu']:.1%}",
-        "gradient": ", ".join(f"{k} {v:.0%}" for k, v in learning["account"].items()),
-        "time_most": _slowest(plan["trainer"]["timings"]["gradient"]),
-        "decode_bandwidth": f"{decode['bandwidth_share']:.1%}",
-        "answer_tokens_per_s": round(simulated["trained_tokens_per_s"]),
-        "trainer_idle": f"{1 - simulated['trainer_busy_share']:.0%}",
-        "sampler_idle": f"{simulated['sampler_idle_share']:.0%}",
-        "staleness": f"{simulated['staleness_mean']:.2f}",
-        "best_split": f"{best['trainer_chips']} + {best['sampler_chips']}",
+        **(_together(plan) if "learning" in plan else dict.fromkeys(TOGETHER, "")),
         "checkpoint_gb": round(plan["checkpoint_bytes"] / 1e9),
     }
+
+
+TOGETHER = (
+    "mfu", "gradient", "time_most", "decode_bandwidth", "answer_tokens_per_s", "trainer_idle",
+    "sampler_idle", "staleness", "best_split",
+)  # fmt: skip
+"""What there is of plans whose programs the compiler accepted."""
+
+
+def _together(plan: dict[str, Any]) -> dict[str, Any]:
+    simulated, best = plan["simulated"], plan["splits"][0]
+    learning, slowest = plan["learning"], plan["trainer"]["timings"]["gradient"]
+    values = (
+        f"{learning['mfu']:.1%}",
+        ", ".join(f"{k} {v:.0%}" for k, v in learning["account"].items()),
+        f"{slowest['largest']} {slowest['largest_share']:.0%}",
+        f"{plan['decode']['bandwidth_share']:.1%}",
+        round(simulated["trained_tokens_per_s"]),
+        f"{1 - simulated['trainer_busy_share']:.0%}",
+        f"{simulated['sampler_idle_share']:.0%}",
+        f"{simulated['staleness_mean']:.2f}",
+        f"{best['trainer_chips']} + {best['sampler_chips']}",
+    )
+    return dict(zip(TOGETHER, values, strict=True))
 
 
 def _of(memory: dict[str, Any]) -> str:
@@ -104,16 +118,6 @@ def _of(memory: dict[str, Any]) -> str:
 def _most(kinds: dict[str, float]) -> str:
     name = max(kinds, key=lambda kind: kinds[kind])
     return f"{name} {kinds[name] / GIB:.1f}"
-
-
-def _slowest(timing: dict[str, float]) -> str:
-    terms = {
-        "products": timing["compute_s"],
-        "attention": timing["kernels_s"],
-        "communication": timing["hidden_s"] + timing["exposed_s"],
-    }
-    name = max(terms, key=lambda term: terms[term])
-    return f"{name} {terms[name] / timing['estimate_s']:.0%}"
 
 
 def markdown(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:

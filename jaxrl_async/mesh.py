@@ -52,8 +52,8 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": None,
     "looked_up": None,
 }
-"""Where each logical axis lies in the sampler: weights over tensor and expert only, slots over the
-rest."""
+"""Where each logical axis lies in the sampler: weights and KV pages over tensor and expert. The
+other axes of its mesh repeat the same work on their devices."""
 
 
 class Slices(NamedTuple):

@@ -112,7 +112,8 @@ class Mesh(Section):
     trainer: Axes = Axes()
     """Shape of the trainer's slice."""
     sampler: Axes = Axes()
-    """Shape of a sampler's slice."""
+    """Shape of a sampler's slice: tensor and expert share its work, the other axes only repeat it.
+    For more throughput set samplers."""
     samplers: Count = 1
     """Independent samplers, each on a slice of its own; for small models better than one wide."""
     colocated: bool = False

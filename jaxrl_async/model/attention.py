@@ -133,8 +133,10 @@ def sequence_attention(
         )
     if problem := obstacle(name, device, dtype, head_dim):
         raise ConfigError(f"model.attention={name} {problem}")
-    function = kernels.splash_on(device) if name == "splash" else SEQUENCE_ATTENTION[name]
-    return kernels.per_shard(function, mesh, PART_ATTENTION[name])
+    if name == "splash":
+        part = kernels.splash_part_on(device, dtype)
+        return kernels.per_shard(kernels.splash_on(device), mesh, part)
+    return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
 def decoder_settings(

@@ -97,8 +97,19 @@ def splash(
 
 def splash_on(device: Any) -> SequenceAttention:
     """Splash attention with the blocks of a kind of device."""
-    most = SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
+    most = _most_on(device)
     return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
+
+
+def splash_part_on(device: Any, dtype: Any) -> PartAttention:
+    """The same for parts of rows in that type; wide blocks are for bfloat16 alone."""
+    most = _most_on(device) if jnp.dtype(dtype) == jnp.bfloat16 else MAX_SPLASH_BLOCK
+    prepare = partial(_splash_part_kernel, most=most)
+    return PartAttention(prepare, partial(_splash_part, most=most))
+
+
+def _most_on(device: Any) -> int:
+    return SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
 
 
 def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
@@ -117,13 +128,15 @@ def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
     return max(b for b in blocks if _rounded_up(length, b) <= fits)
 
 
-def _splash_part_kernel(heads: int, places: NDArray[np.int32], mesh: Mesh) -> tuple[Any, Any]:
+def _splash_part_kernel(
+    heads: int, places: NDArray[np.int32], mesh: Mesh, *, most: int = MAX_SPLASH_BLOCK
+) -> tuple[Any, Any]:
     """The kernel of all devices, which holds the blocks of each one's mask, and its division.
 
     Queries are padded to whole blocks on each device, at the place of its last one.
     """
     ways, t = places.shape
-    block = splash_block(t)
+    block = splash_block(t, most)
     places = np.pad(places, ((0, 0), (0, -t % block)), mode="edge")
     causal = splash_lib.CausalMask((places.size, _rounded_up(ways * t, block)))
     causal.q_sequence = places.reshape(-1)
@@ -145,8 +158,10 @@ def _splash_part(
     q_segments: Array,
     kv_segments: Array,
     kernel: Any,
+    *,
+    most: int = MAX_SPLASH_BLOCK,
 ) -> Array:
-    block, (t, K) = splash_block(q_BtHK.shape[1]), q_BtHK.shape[1::2]
+    block, (t, K) = splash_block(q_BtHK.shape[1], most), q_BtHK.shape[1::2]
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0) for _ in x.shape[2:])))

@@ -20,8 +20,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One generation. Rates are per second, of a device as JAX sees it (on v4 and tpu7x the
-    compiler's topologies have two a chip, each with half of it)."""
+    """One generation. Rates are per second, of a device as JAX sees it (on tpu7x there are two a
+    chip, each with half of it)."""
 
     generation: str
     devices: int  # a chip
@@ -33,8 +33,7 @@ class Chip:
     clock_hz: float
     torus_dims: int
     wrap_side: int  # a side of the slice this long, or a multiple, is a ring
-    chips_per_host: int
-    subsets: bool  # whether a program may run on some devices of a slice only
+    megacore: bool  # two cores are one device, which the compiler has to be told
 
 
 def _chip(
@@ -48,10 +47,9 @@ def _chip(
     *,
     devices: int = 1,
     dims: int = 3,
-    host: int = 4,
+    megacore: bool = False,
 ) -> Chip:
-    """usable_gib: of a device; all else of a chip. 2D slices route within the whole slice only
-    ("limited ICI routing", as the compiler says)."""
+    """usable_gib: of a device; all else of a chip."""
     return Chip(
         generation=generation,
         devices=devices,
@@ -63,18 +61,17 @@ def _chip(
         clock_hz=clock_mhz * 1e6,
         torus_dims=dims,
         wrap_side=16 if dims == 2 else 4,
-        chips_per_host=host,
-        subsets=dims == 3,
+        megacore=megacore,
     )
 
 
 CHIPS = {
     chip.generation: chip
     for chip in (
-        _chip("v4", 275, 15.25, 1200, 540, 3.1, 1050, devices=2),
-        _chip("v5e", 197, 15.75, 819, 400, 3.1, 1500, dims=2, host=8),
+        _chip("v4", 275, 30.75, 1200, 540, 3.1, 1050, megacore=True),
+        _chip("v5e", 197, 15.75, 819, 400, 3.1, 1500, dims=2),
         _chip("v5p", 459, 95.74, 2765, 1200, 6.2, 1750),
-        _chip("v6e", 918, 31.25, 1638, 800, 12.5, 1750, dims=2, host=8),
+        _chip("v6e", 918, 31.25, 1638, 800, 12.5, 1750, dims=2),
         _chip("tpu7x", 2307, 94.75, 7380, 1200, 12.5, 2200, devices=2),
     )
 }
@@ -148,12 +145,23 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
             f"unknown topology {name!r}: {size!r} is neither a number of chips nor a shape such as "
             f"{'4x4x8' if chip.torus_dims == 3 else '8x8'}."
         )
+    if len(sides) not in (1, chip.torus_dims):
+        raise ConfigError(
+            f"topology {name!r} has {len(sides)} sides, and {chip.generation} slices have "
+            f"{chip.torus_dims}: give {chip.generation}-{prod(map(int, sides))}, or a shape such "
+            f"as {chip.generation}:{'4x4x4' if chip.torus_dims == 3 else '4x4'}."
+        )
     return chip, tuple(map(int, sides))
 
 
 def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
     """The most cubic box of powers of two that cloud.google.com/tpu/docs lists for so many."""
     largest = 256 if chip.torus_dims == 2 else 4096
+    if count == 2:
+        raise ConfigError(
+            f"topology {name!r}: there is no slice of 2 chips, the compiler describes hosts of 4. "
+            f"Take {chip.generation}-1 or {chip.generation}-4."
+        )
     if count & (count - 1) or count > largest:
         near = min(largest, 1 << (count.bit_length() - 1))
         raise ConfigError(

@@ -81,7 +81,8 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
 
 
 def key_of(lowered: Lowered) -> str:
-    """Hash of all that the compiler sees."""
+    """Hash of all that the compiler sees, but for the order of the devices in the mesh: it is
+    always that of mesh.arranged() for the topology and the mesh, which is in the text."""
     seen = hashlib.sha256(lowered.program.as_text().encode())
     rest = [
         lowered.slice.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),

@@ -2,7 +2,8 @@
 kernels. Per device. Pure functions.
 
 Pallas kernels say nothing of their cost in the text; splash attention's is counted here from the
-shapes of its arguments (ragged attention's depends on the lengths at run time: see steady.py).
+shapes of its arguments (ragged attention's depends on the lengths at run time: whole.py takes the
+mean).
 """
 
 import math
@@ -30,7 +31,7 @@ _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-"""Matrix products of [T, T, K] in each of splash attention's kernels; causal: half of each."""
+"""Matrix products of [t, T, K] in each of splash attention's kernels; causal: half of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,15 +276,19 @@ def _kernel_name(i: Instruction) -> str | None:
 
 
 def _splash_flops(name: str, i: Instruction) -> float:
-    """2 T * T * K for each product and head, half of it for causality. The queries are the widest
-    argument [heads, T, K], or [rows, heads, T, K]."""
+    """2 t * T * K for each product and head, half of it for causality. Queries [heads, t, K], or
+    [rows, heads, t, K], are the first argument that is no mask's; keys [..., T, K] the second.
+
+    Where the axis context divides the lengths t is a part of T, and half of the keys are seen on
+    average all the same: a device has an early and a late part (model/layout.py).
+    """
     products = next((n for part, n in SPLASH_PRODUCTS.items() if name.startswith(part)), 0)
     given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
     if not products or not given:
         return 0.0
-    wide = [dims for kind, dims in arrays_of(given[1]) if len(dims) >= 3 and kind != "s8"]
-    queries = max(wide, key=math.prod, default=(0, 0, 0))
-    return products * math.prod(queries) * queries[-2]
+    wide = [d for kind, d in arrays_of(given[1]) if len(d) >= 3 and kind in ("bf16", "f32")]
+    queries, keys = (*wide, (0, 0, 0), (0, 0, 0))[:2]
+    return products * math.prod(queries) * keys[-2]
 
 
 # ---- collectives

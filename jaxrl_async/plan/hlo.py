@@ -22,6 +22,7 @@ _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -123,6 +124,7 @@ def walk(program: Program, open_turns: Sequence[float] = ()) -> Iterator[tuple[s
     """(computation, times it runs), loops counted; a computation that is called from several places
     comes once for each.
 
+    All branches of a conditional count: which one runs is decided at run time.
     open_turns: turns of the loops whose end is decided at run time, by how many such are around
     them; 0 for deeper ones.
     """
@@ -142,8 +144,14 @@ def _walk(
                 turns, left = (open_turns[0] if open_turns else 0.0), open_turns[1:]
             else:
                 turns = float(counted)
-        for called in _CALLED.findall(instruction.rest):
+        for called in _called(instruction):
             yield from _walk(program, called, times * turns, left, depth + 1)
+
+
+def _called(instruction: Instruction) -> Iterator[str]:
+    yield from _CALLED.findall(instruction.rest)
+    for branches in _BRANCHES.findall(instruction.rest):
+        yield from re.findall(r"[\w.\-]+", branches)
 
 
 def trip_count(program: Program, loop: Instruction, where: str) -> int | None:

@@ -2,11 +2,11 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.plan.simulate import Histogram
 
 ASSUMED = {0.125: 25, 0.25: 30, 0.5: 25, 0.75: 10, 1.0: 10}
@@ -29,19 +29,7 @@ def read_lengths(path: Path, longest: int) -> Histogram:
     path: a run's folder (the lengths in its ledger.jsonl), or a JSON file: {"512": 30, "2048": 5},
     length and weight, or a list of lengths. Raises DataError.
     """
-    if path.is_dir():
-        counts = _of_run(path)
-    else:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise DataError(
-                f"--lengths {path}: {error.strerror}. Give a run's folder, or a JSON file of "
-                '{"LENGTH": WEIGHT, ...} or of lengths.'
-            ) from error
-        except ValueError as error:
-            raise DataError(f"--lengths {path}: no JSON: {error}. {_FORM}") from error
-        counts = _of_json(found, path)
+    counts = _of_run(path) if path.is_dir() else _of_json(_read(path), path)
     limited: dict[float, float] = {}
     for length, weight in counts.items():
         limited[min(length, longest)] = limited.get(min(length, longest), 0.0) + weight
@@ -51,36 +39,81 @@ def read_lengths(path: Path, longest: int) -> Histogram:
 _FORM = 'It is to be {"LENGTH": WEIGHT, ...} or a list of lengths, in tokens from 1 on.'
 
 
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"--lengths {path}: {error.strerror}. Give a run's folder, or a JSON file of "
+            '{"LENGTH": WEIGHT, ...} or of lengths.'
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--lengths {path}: no JSON: {error}. {_FORM}") from error
+
+
 def _of_run(folder: Path) -> dict[float, float]:
-    counts: dict[float, float] = {}
-    for line in read_lines(folder / "ledger.jsonl"):
-        if line.get("fate") in ("trained", "dropped") and line.get("use", 1) == 1:
-            for length in line.get("lengths", ()):
-                if length >= 1:
-                    counts[float(length)] = counts.get(float(length), 0.0) + 1
+    file, counts = folder / "ledger.jsonl", dict[float, float]()
+    for number, line in _ledger(file):
+        if line.get("fate") not in ("trained", "dropped") or line.get("use", 1) != 1:
+            continue
+        lengths = line.get("lengths", [])
+        found = [_number(n) for n in lengths] if isinstance(lengths, list) else [math.nan]
+        if not all(0 <= n < math.inf for n in found):
+            raise DataError(
+                f"--lengths {folder}: line {number} of {file} has lengths {str(lengths)[:80]}: it "
+                "is to be a list of numbers of tokens. Correct the line, or give a JSON file."
+            )
+        for n in found:
+            if n >= 1:
+                counts[n] = counts.get(n, 0.0) + 1
     if not counts:
         raise DataError(
-            f"--lengths {folder}: no answers in {folder / 'ledger.jsonl'}. Give the folder of a "
-            "run of run.job=rl that has made a step, or a JSON file."
+            f"--lengths {folder}: no answers in {file}. Give the folder of a run of run.job=rl "
+            "that has made a step, or a JSON file."
         )
     return counts
+
+
+def _ledger(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbers and objects of its lines; torn lines are left out."""
+    for number, raw in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        except RecursionError as error:
+            raise DataError(
+                f"--lengths: line {number} of {file} is no line of a ledger: {error}. Correct it, "
+                "or give a JSON file."
+            ) from error
+        if isinstance(line, dict):
+            yield number, line
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _of_json(found: Any, path: Path) -> dict[float, float]:
     pairs = list(found.items()) if isinstance(found, dict) else [(n, 1) for n in _listed(found)]
     counts: dict[float, float] = {}
     for length, weight in pairs:
-        try:
-            n, w = float(length), float(weight)
-        except (TypeError, ValueError):
-            n = w = math.nan
+        n, w = _number(length), _number(weight)
         if not (1 <= n < math.inf and 0 <= w < math.inf):
             raise DataError(
-                f"--lengths {path}: {length!r}: {weight!r} is no length and weight. {_FORM}"
+                f"--lengths {path}: {str(length)[:80]}: {str(weight)[:80]} is no length and "
+                f"weight. {_FORM}"
             )
         counts[n] = counts.get(n, 0.0) + w
-    if not sum(counts.values()):
-        raise DataError(f"--lengths {path}: there is no length with a weight above 0. {_FORM}")
+    if not 0 < sum(counts.values()) < math.inf:
+        raise DataError(
+            f"--lengths {path}: there is no length with a weight above 0, or the weights are too "
+            f"large. {_FORM}"
+        )
     return counts
 
 

@@ -30,8 +30,17 @@ class Memory:
         return max(self.kinds, key=lambda name: self.kinds[name])
 
 
-NOT_ARGUMENTS = ("optimiser", "weights in transfer", "next weights", "reference", "code")
-"""Kinds that lie beside a program that does not use them."""
+ARGUMENTS = {
+    "gradient": ("parameters", "gradients", "reference"),
+    "update": ("parameters", "gradients", "optimiser"),
+    "cast": ("parameters", "weights in transfer"),
+    "prepare": ("next weights", "weights"),
+    "prefill": ("weights", "KV cache", "prefilled"),
+    "decode": ("weights", "KV cache", "logits"),
+    "reshard": ("next weights",),
+}
+"""Kinds that are arguments or results of a program: what the compiler says that it needs holds
+them. All others lie beside it."""
 
 
 def trainer_memory(
@@ -78,6 +87,8 @@ def sampler_memory(
     }  # fmt: skip
     moments: dict[str, dict[str, float]] = {"prepare": {}, "decode": {}, "prefill": {}}
     moments["prefill"]["prefilled"] = by_name["prefill"].output_bytes
+    if "reshard" in by_name:
+        moments["reshard"] = {}
     return _worst(lying, moments, by_name, usable)
 
 
@@ -92,7 +103,7 @@ def _worst(
     for name, more in moments.items():
         kinds = {**lying, **more}
         program = programs[name]
-        used = sum(v for k, v in kinds.items() if k not in NOT_ARGUMENTS)
+        used = sum(v for k, v in kinds.items() if k in ARGUMENTS[name])
         asked = max(0.0, program.needed_bytes - used)
         kinds["activations and temporaries"] = max(program.temp_bytes, asked)
         found.append(

@@ -21,11 +21,13 @@ from jaxrl_async.model.quantize import is_quantized, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
 from jaxrl_async.run.assemble import make_push, make_step
+from jaxrl_async.run.exact import check_routing, keeps_masks
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.memory import MemoryPlan
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
 from jaxrl_async.sampler.sampling import Mix
+from jaxrl_async.trainer.learner import needs_covariance
 from jaxrl_async.trainer.objective import Coefficients
 from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
 
@@ -53,6 +55,34 @@ class Places:
     slices: Slices  # meshes of devices that are described, not there
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What lies in a sampler, as shapes with shardings, and how much a prefill takes in."""
+
+    weights: Any
+    state: Any  # the engine's DecodeState
+    kv: MemoryPlan
+    chunk_tokens: int  # of the prefill's program
+
+
+def check(config: schema.Config) -> None:
+    """Raise ConfigError for a run that no plan can be made of."""
+    if config.run.job != "rl":
+        raise ConfigError(
+            f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
+            "samplers. Set run.job=rl."
+        )
+    if config.mesh.colocated:
+        raise ConfigError(
+            "a plan is for a trainer and samplers on chips of their own. Set mesh.colocated=false."
+        )
+    if config.teacher.source != "none" and config.teacher.form == "loss":
+        raise ConfigError(
+            "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
+            "outside of the gradient, or teacher.source=none."
+        )
+
+
 def spec_of(config: schema.Config) -> ModelSpec:
     """The model that the configuration names. Raises CheckpointError, ConfigError."""
     if config.model.path is not None:
@@ -70,10 +100,6 @@ def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> 
     """The meshes of the configuration: the trainer on the whole of its slice, and its samplers,
     each on a slice of its own, on so many chips. Raises ConfigError where they do not fill them."""
     section = config.mesh
-    if section.colocated:
-        raise ConfigError(
-            "a plan is for a trainer and samplers on chips of their own. Set mesh.colocated=false."
-        )
     given = section.trainer.num_devices
     if given != trainer.num_devices:
         raise ConfigError(
@@ -88,7 +114,7 @@ def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> 
             f"and --sampler-topology {chip.generation}-{chips} has {chips * chip.devices}. Set "
             f"mesh.samplers={max(1, chips * chip.devices // each)} or change the topology."
         )
-    sampler = parse_slice(f"{chip.generation}-{max(1, each // chip.devices)}")
+    sampler = _slice_of_sampler(chip, each)
     return Places(
         trainer=trainer,
         sampler=sampler,
@@ -101,13 +127,29 @@ def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> 
     )
 
 
+def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
+    told = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
+    if devices % chip.devices:
+        raise ConfigError(
+            f"{told}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
+        )
+    try:
+        return parse_slice(f"{chip.generation}-{devices // chip.devices}")
+    except ConfigError as error:
+        raise ConfigError(f"{told}, so that each sampler is a slice of its own: {error}") from error
+
+
 def devices_of(where: Slice) -> list[Any]:
     """The devices of a slice, described by libtpu's compiler; those of a single chip are some of
     the smallest host's. Raises ConfigError."""
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=where.topology)
+        found = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=where.topology,
+            **({"chip_config_name": "megacore"} if where.chip.megacore else {}),
+        )
     except Exception as error:  # the plugin has no kinds of its own
         raise ConfigError(
             f"libtpu does not know the topology {where.topology} ({where.name}): "
@@ -116,44 +158,18 @@ def devices_of(where: Slice) -> list[Any]:
     return list(found.devices)
 
 
-# ---- the trainer
+# ---- both sides
 
 
-def trainer_programs(config: schema.Config, spec: ModelSpec, places: Places) -> list[Lowered]:
-    """A micro-batch's gradient, the optimizer's update, and the cast of the weights that are sent.
-    Raises ConfigError."""
-    mesh = places.slices.trainer
-    step = make_step(config, spec, places.slices, config.run.steps)
-    params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
-    scalar = partial(_array, mesh, ())
-    context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
-    if config.algorithm.kl_coefficient:
-        context = context._replace(reference_params=params)
-    common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
-    options = dict(config.trainer.compiler_options)
-    lowered = [
-        Lowered(name=name, program=program, options=options, **common)
-        for name, program in step.lower(params, micro_batch(config, step), context).items()
-    ]
-    cast = Lowered(name="cast", program=_pushed(config, spec, places)["cast"], **common)
-    return [*lowered, cast]
-
-
-def micro_batch(config: schema.Config, step: TrainStep) -> DeviceBatch:
-    """Shapes of what one gradient is taken of."""
-    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32)
-    kinds["mask"] = jnp.bool_
-    names = [n for n in DeviceBatch._fields if n not in DeviceBatch._field_defaults]
-    if config.algorithm.anchor == "proximal":
-        names.append("proximal_logprobs")
-    shape = (step.micro_rows, config.row_length)
-    columns: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(
-            shape, kinds.get(name, jnp.float32), sharding=step.batch_sharding
-        )
-        for name in names
-    }
-    return DeviceBatch(**columns)
+def lowered(
+    config: schema.Config, spec: ModelSpec, places: Places
+) -> tuple[tuple[Lowered, ...], Held]:
+    """All programs of a run, and what lies in a sampler. Raises ConfigError, MeshError."""
+    check_routing(config, spec)
+    pushed = _pushed(config, spec, places)
+    of_trainer = trainer_programs(config, spec, places, pushed["cast"])
+    of_sampler, held = sampler_programs(config, spec, places, pushed)
+    return (*of_trainer, *of_sampler), held
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
@@ -163,16 +179,81 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
     return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
 
 
+# ---- the trainer
+
+
+def trainer_programs(
+    config: schema.Config, spec: ModelSpec, places: Places, cast: Any
+) -> list[Lowered]:
+    """A micro-batch's gradient, the optimizer's update, and the cast of the weights that are sent.
+    Raises ConfigError."""
+    mesh = places.slices.trainer
+    step = make_step(config, spec, places.slices, config.run.steps)
+    params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
+    scalar = partial(_array, mesh, ())
+    context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
+    if holds_reference(config):
+        context = context._replace(reference_params=params)
+    common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
+    options = dict(config.trainer.compiler_options)
+    programs = step.lower(params, micro_batch(config, spec, step), context)
+    return [
+        *(
+            Lowered(name=name, program=program, options=options, **common)
+            for name, program in programs.items()
+        ),
+        Lowered(name="cast", program=cast, **common),
+    ]
+
+
+def holds_reference(config: schema.Config) -> bool:
+    """Whether the reference lies on the trainer's devices, and the gradient runs it."""
+    return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
+
+
+def takes_proximal(config: schema.Config) -> bool:
+    """Whether the policy's own log-probs are taken before the updates, as the Learner does."""
+    algorithm = config.algorithm
+    in_reward = algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0
+    several = algorithm.epochs * algorithm.minibatches > 1
+    return several or in_reward or needs_covariance(algorithm.loss)
+
+
+def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
+    """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
+    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32)
+    kinds |= {"mask": jnp.bool_, "kept": jnp.uint8}
+    there = {
+        "supervised_weights": config.algorithm.supervised_coefficient > 0,
+        "proximal_logprobs": takes_proximal(config),
+        "reference_logprobs": "reference" in config.trainer.offload,
+        "covariance_rank": needs_covariance(config.algorithm.loss),
+        "kept": keeps_masks(config),
+    }
+    names = [n for n in DeviceBatch._fields if n not in DeviceBatch._field_defaults or there.get(n)]
+    shape = (step.micro_rows, config.row_length)
+    columns: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(
+            (*shape, -(-spec.vocab // 8)) if name == "kept" else shape,
+            kinds.get(name, jnp.float32),
+            sharding=step.batch_sharding,
+        )
+        for name in names
+    }
+    return DeviceBatch(**columns)
+
+
 # ---- the sampler
 
 
-def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> list[Lowered]:
+def sampler_programs(
+    config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
+) -> tuple[list[Lowered], Held]:
     """What a swap makes of the weights, a prefill of prompts, and a decode block with all slots at
     work and contexts up to max_length. Raises ConfigError."""
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     engine = make_engine(spec, plan, config.sampler, mesh, dtype=jnp.dtype(config.model.dtype))
-    pushed = _pushed(config, spec, places)
     params = _arrived(spec, mesh, pushed["cast"].out_info)
     chunk, context_pages = prefill_shapes(config, engine), _pages(config.sampler.max_length, plan)
     programs = engine.lower(
@@ -180,11 +261,11 @@ def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
         chunk,
         run_shapes(engine, plan, context_pages),
         context_pages=context_pages,
-        mix=Mix(truncated=truncates(config.sampler)),
+        mix=Mix(truncated=truncates(config.sampler), extras=keeps_masks(config)),
     )
     if "reshard" in pushed:
         programs["reshard"] = pushed["reshard"]
-    return [
+    lowered = [
         Lowered(
             name=name,
             side="sampler",
@@ -195,17 +276,14 @@ def sampler_programs(config: schema.Config, spec: ModelSpec, places: Places) -> 
         )
         for name, program in programs.items()
     ]
+    tokens = chunk.token_ids.size
+    state = engine.state_shapes()
+    return lowered, Held(weights=params, state=state, kv=plan, chunk_tokens=tokens)
 
 
 def truncates(section: schema.Sampler) -> bool:
     """Whether logits are sorted at each step."""
     return bool(section.top_k or section.top_p < 1 or section.min_p)
-
-
-def sent_weights(config: schema.Config, spec: ModelSpec, places: Places) -> Any:
-    """Shapes of the weights in a sampler. Raises MeshError."""
-    pushed = _pushed(config, spec, places)
-    return _arrived(spec, places.slices.sampler, pushed["cast"].out_info)
 
 
 def prefill_shapes(config: schema.Config, engine: Engine) -> Chunk:

@@ -8,7 +8,7 @@ from jaxrl_async.plan.chips import GIB
 from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.memory import Memory
 from jaxrl_async.plan.timing import Timing
-from jaxrl_async.plan.whole import Plan, Side, at_split
+from jaxrl_async.plan.whole import Plan, Side, Together, at_split
 
 
 def text_of(plan: Plan) -> str:
@@ -19,26 +19,34 @@ def text_of(plan: Plan) -> str:
             "",
             *_side("sampler", plan.sampler, plan),
             "",
-            *_whole(plan),
+            *(_whole(plan, plan.together) if plan.together else _refused(plan)),
         ]
     )
 
 
 def json_of(plan: Plan) -> dict[str, Any]:
-    """For programs: all numbers, in SI units and bytes."""
+    """For programs: all numbers, in SI units and bytes; those of the run as a whole are left out
+    where the compiler refused a program."""
     return {
         "name": plan.name,
         "fits": plan.fits,
         "trainer": _side_json(plan.trainer),
         "sampler": {"count": plan.num_samplers, **_side_json(plan.sampler)},
-        "learning": {**asdict(plan.learning), "mfu": plan.learning.mfu},
-        "decode": {**asdict(plan.decode), "bandwidth_share": plan.decode.bandwidth_share},
-        "transfer_s": plan.transfer_s,
-        "splits": [asdict(s) for s in plan.splits],
-        "simulated": asdict(plan.outcome),
+        **(_together_json(plan.together) if plan.together else {}),
         "lengths": asdict(plan.lengths),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "notes": list(plan.notes),
+    }
+
+
+def _together_json(whole: Together) -> dict[str, Any]:
+    decode = asdict(whole.decode)
+    return {
+        "learning": {**asdict(whole.learning), "mfu": whole.learning.mfu},
+        "decode": {**decode.pop("load"), **decode, "bandwidth_share": whole.decode.bandwidth_share},
+        "transfer_s": whole.transfer_s,
+        "splits": [asdict(s) for s in whole.splits],
+        "simulated": asdict(whole.outcome),
     }
 
 
@@ -48,7 +56,13 @@ def _side_json(side: Side) -> dict[str, Any]:
         "memory": {**asdict(side.memory), "fits": side.memory.fits},
         "programs": [asdict(p) for p in side.programs],
         "timings": {
-            name: {**asdict(t), "estimate_s": t.estimate_s} for name, t in side.timings.items()
+            name: {
+                **asdict(t),
+                "estimate_s": t.estimate_s,
+                "largest": t.largest,
+                "largest_share": t.largest_share,
+            }
+            for name, t in side.timings.items()
         },
     }
 
@@ -61,7 +75,7 @@ def _side(name: str, side: Side, plan: Plan) -> list[str]:
         "  program      chip time   roofline  TFLOP   HBM GB  compiled in",
     ]
     for program in side.programs:
-        lines += _program(program, side.timings[program.name])
+        lines += _program(program, side.timings.get(program.name))
     return lines
 
 
@@ -76,8 +90,8 @@ def _memory(memory: Memory) -> list[str]:
     ]
 
 
-def _program(program: Compiled, time: Timing) -> list[str]:
-    if not program.fits:
+def _program(program: Compiled, time: Timing | None) -> list[str]:
+    if time is None:
         return [
             f"  {program.name:<11} refused by the compiler: it needs "
             f"{program.needed_bytes / GIB:.2f} GiB"
@@ -99,8 +113,13 @@ def _program(program: Compiled, time: Timing) -> list[str]:
     return lines
 
 
-def _whole(plan: Plan) -> list[str]:
-    learning, decode, outcome = plan.learning, plan.decode, plan.outcome
+def _refused(plan: Plan) -> list[str]:
+    names = [p.name for side in (plan.trainer, plan.sampler) for p in side.programs if not p.fits]
+    return [f"no times of the run: the compiler refused {', '.join(names)}.", *plan.notes]
+
+
+def _whole(plan: Plan, whole: Together) -> list[str]:
+    learning, decode, outcome = whole.learning, whole.decode, whole.outcome
     gradient = plan.trainer.timings["gradient"]
     shares = ", ".join(f"{name} {share:.0%}" for name, share in learning.account.items())
     lines = [
@@ -109,40 +128,34 @@ def _whole(plan: Plan) -> list[str]:
         f"({learning.micro_batches:.0f} micro-batches), {learning.tokens_per_s:,.0f} answer "
         f"tokens/s; MFU {learning.mfu:.1%} (most of its time: {gradient.largest})",
         f"            gradient's time: {shares}",
-        f"  samplers  {decode.rows} rows of {decode.context:,.0f} tokens, a step in "
+        f"  samplers  {decode.load.rows} rows of {decode.load.context:,.0f} tokens, a step in "
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
-        f"  weights   {_time(plan.transfer_s)} to the samplers' slices",
+        f"  weights   {_time(whole.transfer_s)} to the samplers' slices",
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
         f"trainer {1 - outcome.trainer_busy_share:.0%}, samplers "
         f"{outcome.sampler_idle_share:.0%}; staleness {outcome.staleness_mean:.2f} mean, "
         f"{outcome.staleness_max} at most",
         f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
     ]
-    lines += _splits(plan)
+    lines += _splits(whole, plan.trainer.where.num_chips)
     return [*lines, *(f"  {note}" for note in plan.notes)]
 
 
-def _splits(plan: Plan) -> Iterable[str]:
-    now = plan.trainer.where.num_chips
+def _splits(whole: Together, now: int) -> Iterable[str]:
+    """now: the trainer's chips as configured."""
     yield "  splits of the same chips, trainer + samplers (answer tokens/s of the slower side):"
-    for number, split in enumerate(plan.splits[:3]):
+    shown = [s for n, s in enumerate(whole.splits) if n < 3 or s.trainer_chips == now]
+    for number, split in enumerate(shown):
         mark = "  <- as configured" if split.trainer_chips == now else ""
         told = ""
         if not number:
-            best = at_split(plan, split)
+            best = at_split(whole.pipeline, now, split)
             told = f", simulated {best.trained_tokens_per_s:,.0f}"
         yield (
             f"    {split.trainer_chips:5d} + {split.sampler_chips:<5d} "
             f"{split.answer_tokens_per_s:10,.0f}{told}{mark}"
         )
-    if all(split.trainer_chips != now for split in plan.splits[:3]):
-        own = next((s for s in plan.splits if s.trainer_chips == now), None)
-        if own:
-            yield (
-                f"    {own.trainer_chips:5d} + {own.sampler_chips:<5d} "
-                f"{own.answer_tokens_per_s:10,.0f}  <- as configured"
-            )
 
 
 def _time(seconds: float) -> str:

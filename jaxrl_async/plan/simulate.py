@@ -152,23 +152,20 @@ def simulate(pipeline: Pipeline, *, updates: int = 60, warm_up: int = 10, seed: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Chips to either side, and what comes of it."""
+class Simulated:
+    """A split of the chips, and what comes of it."""
 
     trainer_chips: int
-    pipeline: Pipeline
     outcome: Outcome
 
 
 def best_split(
     pipelines: Mapping[int, Pipeline], *, updates: int = 60, warm_up: int = 10, seed: int = 0
-) -> tuple[Split, ...]:
+) -> tuple[Simulated, ...]:
     """Every split, by the trainer's chips, the one that trains on most tokens a second first."""
     splits = [
-        Split(
-            trainer_chips=chips,
-            pipeline=p,
-            outcome=simulate(p, updates=updates, warm_up=warm_up, seed=seed),
+        Simulated(
+            trainer_chips=chips, outcome=simulate(p, updates=updates, warm_up=warm_up, seed=seed)
         )
         for chips, p in sorted(pipelines.items())
     ]

@@ -45,13 +45,21 @@ class Timing:
 
     @property
     def largest(self) -> str:
-        """The term that most of the time goes to."""
-        terms = {
-            "matrix products and what is fused with them": self.compute_s,
-            "attention kernels": self.kernels_s,
+        """What most of the time goes to."""
+        return max(self._terms, key=lambda name: self._terms[name])
+
+    @property
+    def largest_share(self) -> float:
+        """Of the estimate."""
+        return self._terms[self.largest] / self.estimate_s if self.estimate_s else 0.0
+
+    @property
+    def _terms(self) -> dict[str, float]:
+        return {
+            "products": self.compute_s,  # and what is fused with them
+            "attention": self.kernels_s,
             "communication": self.hidden_s + self.exposed_s,
         }
-        return max(terms, key=lambda name: terms[name])
 
 
 def account(time: Timing, model_s: float) -> dict[str, float]:

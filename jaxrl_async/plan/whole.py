@@ -13,10 +13,16 @@ from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.memory import Memory, sampler_memory, trainer_memory
-from jaxrl_async.plan.programs import Places, bytes_per_device, parameters
+from jaxrl_async.plan.programs import (
+    Held,
+    Places,
+    bytes_per_device,
+    holds_reference,
+    parameters,
+    takes_proximal,
+)
 from jaxrl_async.plan.simulate import Histogram, Outcome, Pipeline, Samplers, simulate
-from jaxrl_async.plan.timing import Timing, account, timing
-from jaxrl_async.sampler.memory import MemoryPlan
+from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, account, timing
 from jaxrl_async.trainer.step import num_matmul_params
 from jaxrl_async.trainer.update import rows_per_micro_batch
 
@@ -34,19 +40,26 @@ class Side:
 
     where: Slice
     programs: tuple[Compiled, ...]
-    timings: Mapping[str, Timing]  # by program
+    timings: Mapping[str, Timing]  # by program, those that the compiler refused left out
     memory: Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decode:
-    """A sampler's decode step at the mean context."""
+class Load:
+    """What a sampler has to do in a decode step at the mean context."""
 
     rows: int  # sequences that decode at once
     context: float  # tokens that each has
+    read_bytes: float  # of KV, a device's in a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """A sampler's decode step under that load."""
+
+    load: Load
     step_s: float
     bound_s: float  # weights and KV cache, read once at HBM's bandwidth
-    read_bytes: float  # of KV, a device's in a step
     prefill_token_s: float
     tokens_per_s: float  # drawn, prompts' prefill included
 
@@ -83,6 +96,18 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What trainer and samplers come to, of programs that the compiler accepted."""
+
+    learning: Learning
+    decode: Decode
+    transfer_s: float
+    splits: tuple[Split, ...]  # best first
+    pipeline: Pipeline
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """All of it."""
 
@@ -91,20 +116,15 @@ class Plan:
     num_samplers: int
     trainer: Side
     sampler: Side
-    learning: Learning
-    decode: Decode
-    transfer_s: float
-    splits: tuple[Split, ...]  # best first
-    pipeline: Pipeline
-    outcome: Outcome
+    together: Together | None  # None: the compiler refused a program, so there are no times
     lengths: Histogram
     checkpoint_bytes: float
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Both sides."""
-        return self.trainer.memory.fits and self.sampler.memory.fits
+        """Whether the compiler accepts every program, and both sides' chips hold them."""
+        return bool(self.together and self.trainer.memory.fits and self.sampler.memory.fits)
 
 
 def make_plan(
@@ -112,101 +132,130 @@ def make_plan(
     spec: ModelSpec,
     places: Places,
     programs: Sequence[Compiled],
-    kv: MemoryPlan,
+    held: Held,
     lengths: Histogram,
-    sent: Any,
-    state: Any,
 ) -> Plan:
-    """Put it together. sent: shapes of the weights in a sampler; state: of its decode state."""
-    trainer = trainer_side(config, spec, places, programs, sent)
-    decode, sampler = sampler_side(config, spec, places, programs, kv, lengths, sent, state)
-    learning = learn(config, spec, places, trainer, lengths)
-    transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
-    pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
-    splits = best_splits(places, trainer.memory, learning, decode)
+    """Put it together."""
+    load = load_of(config, held, lengths)
+    trainer = trainer_side(config, spec, places, programs, held)
+    sampler = sampler_side(config, places, programs, held, load)
+    accepted = all(p.fits for p in programs)
     return Plan(
         name=config.run.name,
         spec=spec,
         num_samplers=places.num_samplers,
         trainer=trainer,
         sampler=sampler,
-        learning=learning,
-        decode=decode,
-        transfer_s=transfer_s,
-        splits=splits,
-        pipeline=pipeline,
-        outcome=simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
+        together=(
+            together(config, spec, places, trainer, sampler, held, load, lengths)
+            if accepted
+            else None
+        ),
         lengths=lengths,
         checkpoint_bytes=_checkpoint_bytes(config, spec),
         notes=_notes(config),
     )
 
 
+def together(
+    config: schema.Config,
+    spec: ModelSpec,
+    places: Places,
+    trainer: Side,
+    sampler: Side,
+    held: Held,
+    load: Load,
+    lengths: Histogram,
+) -> Together:
+    """Both sides at the mean lengths, and the run simulated."""
+    decode = decode_of(config, spec, sampler, held, load, lengths)
+    learning = learn(config, spec, places, trainer, lengths)
+    transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
+    pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
+    return Together(
+        learning=learning,
+        decode=decode,
+        transfer_s=transfer_s,
+        splits=best_splits(places, trainer.memory, learning, decode),
+        pipeline=pipeline,
+        outcome=simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
+    )
+
+
 def trainer_side(
-    config: schema.Config, spec: ModelSpec, places: Places, programs: Sequence[Compiled], sent: Any
+    config: schema.Config, spec: ModelSpec, places: Places, programs: Sequence[Compiled], held: Held
 ) -> Side:
     """Its programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "trainer")
     mesh, where = places.slices.trainer, places.trainer
     params = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
     wide = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, jnp.float32))
-    offloaded = config.trainer.offload
-    refers = config.algorithm.kl_coefficient > 0 and "reference" not in offloaded
     memory = trainer_memory(
         own,
         params=params,
         gradients=wide,
-        optimizer=0.0 if "optimizer" in offloaded else 2 * wide,
-        reference=params if refers else 0.0,
-        transfer=bytes_per_device(sent),
+        optimizer=0.0 if "optimizer" in config.trainer.offload else 2 * wide,
+        reference=params if holds_reference(config) else 0.0,
+        transfer=bytes_per_device(held.weights),
         usable=where.chip.usable_bytes,
     )
-    return Side(
-        where=where, programs=own, timings={p.name: timing(p, where) for p in own}, memory=memory
-    )
+    timings = {p.name: timing(p, where) for p in own if p.fits}
+    return Side(where=where, programs=own, timings=timings, memory=memory)
+
+
+def load_of(config: schema.Config, held: Held, lengths: Histogram) -> Load:
+    """At the mean context: as many rows as there are slots, and pages for."""
+    kv = held.kv
+    context = min(mean_context(lengths, prompt_tokens(config)), config.sampler.max_length)
+    token_bytes = bytes_per_device(held.state.kv) / (kv.pages * kv.page_tokens)
+    with_pages = int(kv.pages * kv.page_tokens / (context + kv.page_tokens))
+    rows = max(1, min(kv.slots, with_pages))
+    return Load(rows=rows, context=context, read_bytes=rows * context * token_bytes)
 
 
 def sampler_side(
+    config: schema.Config, places: Places, programs: Sequence[Compiled], held: Held, load: Load
+) -> Side:
+    """A sampler's programs with their times, and its memory."""
+    own = tuple(p for p in programs if p.side == "sampler")
+    where = places.sampler
+    read = {"decode": load.read_bytes * config.sampler.block}
+    return Side(
+        where=where,
+        programs=own,
+        timings={
+            p.name: timing(p, where, cache_bytes=read.get(p.name, 0.0)) for p in own if p.fits
+        },
+        memory=sampler_memory(
+            own,
+            weights=bytes_per_device(held.weights),
+            pages=bytes_per_device(held.state.kv),
+            state=bytes_per_device((held.state.logits, held.state.slot)),
+            usable=where.chip.usable_bytes,
+        ),
+    )
+
+
+def decode_of(
     config: schema.Config,
     spec: ModelSpec,
-    places: Places,
-    programs: Sequence[Compiled],
-    kv: MemoryPlan,
+    sampler: Side,
+    held: Held,
+    load: Load,
     lengths: Histogram,
-    sent: Any,
-    state: Any,
-) -> tuple[Decode, Side]:
-    """What a decode step takes, and the sampler's programs, times and memory."""
-    own = tuple(p for p in programs if p.side == "sampler")
-    where, chip = places.sampler, places.sampler.chip
-    weights = bytes_per_device(sent)
-    pages = bytes_per_device(state.kv)
-    rest = bytes_per_device((state.logits, state.slot))
-    prompt = prompt_tokens(config)
-    context = min(mean_context(lengths, prompt), config.sampler.max_length)
-    token_bytes = pages / (kv.pages * kv.page_tokens)
-    held = int(kv.pages * kv.page_tokens / (context + kv.page_tokens))
-    rows = max(1, min(kv.slots, held))
-    read = rows * context * token_bytes
-    block = config.sampler.block
-    timings = {
-        p.name: timing(p, where, cache_bytes=read * block if p.name == "decode" else 0.0)
-        for p in own
-    }
-    step_s = (timings["decode"].estimate_s + BLOCK_S) / block
-    prefill_s = timings["prefill"].estimate_s / config.sampler.prefill_chunk
-    each = prefill_s * prompt / config.algorithm.group_size / lengths.mean
-    decode = Decode(
-        rows=rows,
-        context=context,
+) -> Decode:
+    """What a decode step takes, and how many tokens a sampler draws."""
+    weights = bytes_per_device(held.weights) - embedding_bytes(spec, held.weights)
+    step_s = (sampler.timings["decode"].estimate_s + BLOCK_S) / config.sampler.block
+    prefill_token_s = sampler.timings["prefill"].estimate_s / held.chunk_tokens
+    prompt_s = prefill_token_s * prompt_tokens(config) / config.algorithm.group_size
+    return Decode(
+        load=load,
         step_s=step_s,
-        bound_s=(weights - embedding_bytes(spec, sent) + read) / chip.hbm_bytes_per_s,
-        read_bytes=read,
-        prefill_token_s=prefill_s,
-        tokens_per_s=1 / (step_s / rows + each) if step_s else 0.0,
+        bound_s=(weights + load.read_bytes) / sampler.where.chip.hbm_bytes_per_s,
+        prefill_token_s=prefill_token_s,
+        tokens_per_s=1 / (step_s / load.rows + prompt_s / lengths.mean),
     )
-    memory = sampler_memory(own, weights=weights, pages=pages, state=rest, usable=chip.usable_bytes)
-    return decode, Side(where=where, programs=own, timings=timings, memory=memory)
 
 
 def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
@@ -228,22 +277,20 @@ def learn(
     tokens = sequences * (prompt_tokens(config) + lengths.mean)
     full = rows_of(config, places) * config.row_length
     micro_batches = -(-tokens // (full * PACKING))
-    gradient_s = side.timings["gradient"].estimate_s
+    gradient = side.timings["gradient"]
     step_s = (
-        micro_batches * gradient_s * config.algorithm.epochs
+        micro_batches * gradient.estimate_s * config.algorithm.epochs
         + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
         + side.timings["cast"].estimate_s
     )
     flops = model_flops(spec, full, config.row_length)
-    flops *= 4 / 3 if config.algorithm.kl_coefficient else 1
+    flops *= 4 / 3 if holds_reference(config) else 1
     return Learning(
         tokens=tokens,
         micro_batches=micro_batches,
         step_s=step_s,
-        account=account(side.timings["gradient"], flops / (devices * chip.peak_flops))
-        if gradient_s
-        else {"model": 0.0},
-        tokens_per_s=sequences * lengths.mean / step_s if step_s else 0.0,
+        account=account(gradient, flops / (devices * chip.peak_flops)),
+        tokens_per_s=sequences * lengths.mean / step_s,
     )
 
 
@@ -269,18 +316,17 @@ def pipeline_of(
     lengths: Histogram,
 ) -> Pipeline:
     """What simulate() is given."""
-    section = config.sampler
-    one = decode.read_bytes / (decode.rows * decode.context) / places.sampler.chip.hbm_bytes_per_s
-    base = decode.step_s - decode.rows * decode.context * one
+    section, load = config.sampler, decode.load
+    read_s = load.read_bytes / places.sampler.chip.hbm_bytes_per_s / RAGGED_SHARE  # as in timing
     return Pipeline(
         samplers=Samplers(
-            slots=decode.rows,
-            rows=(decode.rows,),
-            step_s=(max(base, 1e-6),),
+            slots=load.rows,
+            rows=(load.rows,),
+            step_s=(max(decode.step_s - read_s, 1e-6),),
             count=places.num_samplers,
-            reserve=int(decode.rows * section.reserve),
+            reserve=int(load.rows * section.reserve),
             block=section.block,
-            context_token_s=one,
+            context_token_s=read_s / (load.rows * load.context),
             prefill_token_s=decode.prefill_token_s,
             prefill_chunk=section.prefill_chunk,
         ),
@@ -328,13 +374,12 @@ def best_splits(
     return tuple(sorted(found, key=lambda s: (-s.answer_tokens_per_s, s.trainer_chips)))
 
 
-def at_split(plan: Plan, split: Split) -> Outcome:
-    """The pipeline simulated with the chips divided so."""
-    ratio = plan.trainer.where.num_chips / split.trainer_chips
+def at_split(now: Pipeline, trainer_chips: int, split: Split) -> Outcome:
+    """The pipeline of so many trainer chips simulated with the chips divided otherwise."""
     other = replace(
-        plan.pipeline,
-        samplers=replace(plan.pipeline.samplers, count=split.samplers),
-        update_token_s=plan.pipeline.update_token_s * ratio,
+        now,
+        samplers=replace(now.samplers, count=split.samplers),
+        update_token_s=now.update_token_s * trainer_chips / split.trainer_chips,
     )
     return simulate(other, updates=40, warm_up=10)
 
@@ -357,10 +402,9 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
 def _notes(config: schema.Config) -> tuple[str, ...]:
     """Parts of the run that the plan leaves out."""
     left_out = {
-        "the critic's update": isinstance(config.algorithm.advantage, str)
-        and config.algorithm.advantage == "gae",
+        "the critic's update": schema.name_of(config.algorithm.advantage) == "gae",
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": config.algorithm.anchor == "proximal",
+        "the pass for proximal log-probs": takes_proximal(config),
         "the reward model's pass": config.reward.model is not None,
         "the reference's own pass": "reference" in config.trainer.offload,
     }

@@ -308,7 +308,7 @@ class Engine:
         prepare, prefill and decode. Nothing runs."""
         assert self.mesh is not None
         prepare = self._programs.prepare.lower(params)
-        where = prepare.compile().output_shardings
+        where = self._prepared_shardings(params, prepare.out_info)
         weights = jax.tree.map(_shaped, prepare.out_info, where)
         state = self.state_shapes()
         return {
@@ -318,6 +318,18 @@ class Engine:
                 weights, state, run, context_pages=context_pages, mix=mix
             ),
         }
+
+    def _prepared_shardings(self, params: Any, prepared: Weights) -> Weights:
+        """Where `prepare` leaves the weights: on one device, or each as it lay, a layer's without
+        the dimension that numbers the layers, which no rule divides."""
+        mesh = self.mesh
+        assert mesh is not None
+        if mesh.size == 1:  # where layers are fused
+            return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), prepared)
+        where = jax.tree.map(lambda w: w.sharding, params)
+        of_layer = {n: _of_one_layer(s) for n, s in where["layers"].items()}
+        rest = {n: s for n, s in where.items() if n != "layers"}
+        return Weights(rest, [of_layer] * len(prepared.layers))
 
     # ---- programs
 
@@ -603,6 +615,10 @@ class Engine:
 
 def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -48,7 +48,7 @@ TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
 """Advantages that look at token rewards; for all others a KL in the reward is summed over the
 sequence."""
 NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that look at TokenInputs.covariance_rank; so may a user's own."""
+"""Losses that look at TokenInputs.covariance_rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,7 @@ class Learner:
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
-        loss = schema.name_of(algorithm.loss)
-        self._needs_covariance = loss in NEEDS_COVARIANCE or is_own(loss)
+        self._needs_covariance = needs_covariance(algorithm.loss)
         self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
         self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(2,))
 
@@ -371,6 +370,12 @@ def _measured(stats: Mapping[str, float], key: str) -> float | None:
 
 def _floats(coefficients: Coefficients) -> dict[str, float]:
     return {k: float(v) for k, v in coefficients._asdict().items()}
+
+
+def needs_covariance(loss: schema.Choice) -> bool:
+    """Whether a loss looks at TokenInputs.covariance_rank, or may do so."""
+    name = schema.name_of(loss)
+    return name in NEEDS_COVARIANCE or is_own(name)
 
 
 def copied(params: Any) -> Any:

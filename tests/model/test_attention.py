@@ -32,6 +32,7 @@ from jaxrl_async.model.attention import (
     sequence_attention,
 )
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.testing.kernels import interpreted_kernels
@@ -133,6 +134,21 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
         got = outputs_and_gradients(sharded, *inputs)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block"),
+    [
+        ("TPU v6 lite", "bfloat16", 1024),
+        ("TPU v6 lite", "float32", 512),
+        ("TPU v5", "bfloat16", 512),
+    ],
+)
+def test_parts_of_rows_have_the_blocks_of_their_chip(kind, dtype, block):
+    mesh = make_mesh(schema.Axes(context=2), jax.devices()[:2])
+    part = kernels.splash_part_on(SimpleNamespace(device_kind=kind), dtype)
+    kernel, _ = part.prepare(2, Layout(mesh).order(4096).reshape(2, -1), mesh)
+    assert kernel.kwargs["block_sizes"].block_q == block
 
 
 @pytest.mark.parametrize("sizes", [{"B": 3, "H": 4, "N": 2}, {"B": 4, "H": 3, "N": 1}])

@@ -65,6 +65,63 @@ def test_a_loop_that_data_ends_turns_as_often_as_is_said():
     assert cost(program, open_turns=(4.0,)).flops == 4 * each
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_branches_of_a_conditional_count(count):
+    """All of them: which one runs is decided at run time."""
+    branches = [lambda x, n=n: jnp.sin(x * n) @ x for n in range(count)]
+    program = compiled(lambda n, x: jax.lax.switch(n, branches, x), jnp.int32(0), jnp.ones((8, 8)))
+    assert "branch_computations=" in program.as_text() or "true_computation=" in program.as_text()
+    assert cost(program).flops == count * 2 * 8 * 8 * 8
+
+
+def test_named_branches_are_followed():
+    text = """HloModule m
+
+%one (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4]{1,0} parameter(0)
+  ROOT %d = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%other (y: f32[4,4]) -> f32[4,4] {
+  ROOT %y = f32[4,4]{1,0} parameter(0)
+}
+
+ENTRY %main (n: s32[], a: f32[4,4]) -> f32[4,4] {
+  %n = s32[] parameter(0)
+  %a = f32[4,4]{1,0} parameter(1)
+  ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), branch_computations={%other, %one}
+}
+"""
+    assert cost_of(parse(text), {"fsdp": 1}).flops == 2 * 4**3
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "flops"),
+    [
+        ("bf16[32,8192,128]", "bf16[8,8192,128]", 2 * 32 * 8192 * 8192 * 128),
+        ("bf16[32,1024,128]", "bf16[8,8192,128]", 2 * 32 * 1024 * 8192 * 128),  # context 8
+        ("bf16[2,4,512,128]", "bf16[2,4,2048,128]", 2 * 2 * 4 * 512 * 2048 * 128),  # two rows
+    ],
+)
+def test_splash_attention_sees_half_of_the_keys(queries, keys, flops):
+    """Two products of 2 t * T * K each, half of it above the diagonal."""
+    text = f"""HloModule m
+
+ENTRY %main (m: s8[1,16,16], q: {queries}, k: {keys}) -> {queries} {{
+  %m = s8[1,16,16] parameter(0)
+  %q = {queries} parameter(1)
+  %k = {keys} parameter(2)
+  ROOT %splash_mha_fwd.2 = {queries} custom-call(%m, %q, %k, %k), TARGET, LAYOUTS
+}}
+""".replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
+        "LAYOUTS",
+        f"operand_layout_constraints={{s8[1,16,16]{{2,1,0}}, {queries}{{}}, {keys}{{}}, {keys}{{}},"
+        " s32[8192,128]{1,0}, s32[8,8192]{1,0}}",
+    )
+    (kernel,) = cost_of(parse(text), {"fsdp": 1}).kernels
+    assert kernel.flops == flops
+
+
 def test_a_counter_s_start_step_and_bound_decide_the_turns():
     text = """HloModule m
 

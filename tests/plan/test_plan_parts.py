@@ -45,6 +45,9 @@ def test_a_name_is_a_topology(name, topology):
         ("v5e-0", "neither a number"),
         ("v5e-48", "the next below is v5e-32"),
         ("v5e-512", "256 at most"),
+        ("v5e-2", "no slice of 2 chips.* v5e-1 or v5e-4"),
+        ("v5p:4x4", "has 2 sides, and v5p slices have 3: give v5p-16"),
+        ("v5e:2x2x2", "has 3 sides, and v5e slices have 2: give v5e-8"),
     ],
 )
 def test_an_unknown_topology_is_refused_with_a_way_out(name, said):
@@ -53,13 +56,15 @@ def test_an_unknown_topology_is_refused_with_a_way_out(name, said):
 
 
 def test_samplers_may_be_any_number_of_chips():
-    chip, count = parse_chips("v5e-48")
-    assert (chip.generation, count) == ("v5e", 48)
+    for count in (48, 2):
+        chip, found = parse_chips(f"v5e-{count}")
+        assert (chip.generation, found) == ("v5e", count)
 
 
 def test_a_device_has_its_share_of_a_chip():
     v7, v5e = CHIPS["tpu7x"], CHIPS["v5e"]
     assert parse_slice("tpu7x-4").num_devices == 8
+    assert parse_slice("v4-4").num_devices == 4, "two cores are one device"
     assert v7.peak_flops == pytest.approx(2307e12 / 2)
     assert v5e.peak_flops / v5e.clock_hz == pytest.approx(4 * 2 * 128**2, rel=0.01), "four units"
 
@@ -117,6 +122,10 @@ def test_many_lengths_become_few_with_the_same_mean(tmp_path):
         ('{"-3": 1}', "no length and weight"),
         ('{"3": "many"}', "no length and weight"),
         ("[1, null]", "no length and weight"),
+        (f'{{"3": {"9" * 400}}}', "3: 99.* is no length and weight"),
+        (f"[{'9' * 400}]", "no length and weight"),
+        ('{"3": 1e308, "4": 1e308}', "too large"),
+        ("[" * 100_000, "no JSON: .*recursion"),
     ],
 )
 def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
@@ -124,6 +133,29 @@ def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(DataError, match=said):
         read_lengths(file, 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"fate": "trained", "lengths": null}', "line 2 of .* has lengths None: it is to be a li"),
+        ('{"fate": "trained", "lengths": ["a"]}', "line 2 of .* has lengths .'a'."),
+        ('{"fate": "trained", "lengths": "12"}', "line 2"),
+        (f'{{"fate": "trained", "lengths": [{"9" * 400}]}}', "line 2 of .* has lengths .9999"),
+        ("[" * 100_000, "line 2 of .* is no line of a ledger"),
+    ],
+)
+def test_a_bad_line_of_a_ledger_is_named(tmp_path, line, said):
+    good = '{"fate": "trained", "lengths": [4]}'
+    (tmp_path / "ledger.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(DataError, match=said):
+        read_lengths(tmp_path, 100)
+
+
+def test_a_torn_line_of_a_ledger_is_left_out(tmp_path):
+    good = '{"fate": "trained", "lengths": [4]}'
+    (tmp_path / "ledger.jsonl").write_text(f"{good}\n{good[:20]}")
+    assert read_lengths(tmp_path, 100).values == (4,)
 
 
 def test_a_missing_lengths_file_and_an_empty_run_are_refused(tmp_path):
@@ -168,6 +200,40 @@ def test_memory_counts_what_lies_beside_a_program():
     assert not refused.fits and refused.total_bytes == 90 + 20 + 5 + 2
 
 
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("gradient", {"optimiser": 20, "weights in transfer": 5}),
+        ("update", {"reference": 10, "weights in transfer": 5}),
+        ("cast", {"optimiser": 20, "reference": 10}),
+    ],
+)
+def test_a_refused_program_s_own_arguments_are_counted_once(name, beside):
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.memory import trainer_memory
+
+    programs = [
+        Compiled(name=n, side="trainer", fits=n != name, needed_bytes=500.0 * (n == name))
+        for n in ("gradient", "update", "cast")
+    ]
+    found = trainer_memory(
+        programs, params=10, gradients=10, optimizer=20, reference=10, transfer=5, usable=100
+    )
+    assert found.moment == name and found.total_bytes == 500 + sum(beside.values())
+
+
+def test_a_refused_swap_holds_both_weights_and_lies_beside_the_cache():
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.memory import sampler_memory
+
+    programs = [
+        Compiled(name=n, side="sampler", fits=n != "prepare", needed_bytes=50.0 * (n == "prepare"))
+        for n in ("prepare", "prefill", "decode")
+    ]
+    found = sampler_memory(programs, weights=20, pages=7, state=1, usable=30)
+    assert found.moment == "prepare" and found.total_bytes == 50 + 7 + 1
+
+
 def test_a_refusal_for_memory_is_told_from_another():
     from jaxrl_async.plan.compiled import needed_bytes
 
@@ -186,6 +252,34 @@ def test_model_flops_are_six_for_a_weight_and_token():
     spec = ModelSpec.from_architecture(Config().model.architecture, 512)
     per_token = 6 * num_matmul_params(spec) + 6 * spec.layers * spec.heads * spec.head_dim * 100
     assert model_flops(spec, 1000, 100) == pytest.approx(1000 * per_token)
+
+
+def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
+    """What the pages' reading takes is a part of both."""
+    from types import SimpleNamespace
+
+    from jaxrl_async.plan.timing import RAGGED_SHARE
+    from jaxrl_async.plan.whole import Decode, Load, pipeline_of
+
+    places = SimpleNamespace(sampler=parse_slice("v5e-8"), num_samplers=4)
+    load = Load(rows=10, context=100.0, read_bytes=819e6)  # 1 ms at HBM's bandwidth
+    decode = Decode(load=load, step_s=5e-3, bound_s=2e-3, prefill_token_s=1e-6, tokens_per_s=1e3)
+    learning = SimpleNamespace(step_s=1.0, tokens=1000.0)
+    lengths = Histogram.constant(50)
+    found = pipeline_of(Config(), places, learning, decode, 0.1, lengths).samplers
+    context_s = found.context_token_s * load.rows * load.context
+    assert context_s == pytest.approx(1e-3 / RAGGED_SHARE)
+    assert found.step_s[0] + context_s == pytest.approx(decode.step_s)
+
+
+def test_what_most_of_the_time_goes_to_is_named_with_its_share():
+    from jaxrl_async.plan.timing import Timing
+
+    time = Timing(
+        compute_s=1.0, products_s=0.5, peak_s=0.4, kernels_s=2.0, hidden_s=0.5, exposed_s=1.0,
+        roofline_s=1.0,
+    )  # fmt: skip
+    assert time.largest == "attention" and time.largest_share == pytest.approx(2 / 4)
 
 
 # ---- the command

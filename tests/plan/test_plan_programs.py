@@ -1,0 +1,206 @@
+"""The programs of a plan have what a run's have; lowered here for CPU devices, never compiled."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import SAMPLER_RULES, Slices, make_mesh, shardings
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.quantize import quantize, quantized_table
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.plan import programs as lowering
+from jaxrl_async.plan.chips import CHIPS, parse_slice
+from jaxrl_async.plan.programs import Lowered, Places, check, lowered, places_of
+from jaxrl_async.sampler.engine import Engine
+
+BASE: dict[str, Any] = {
+    "model": {
+        "architecture": {
+            "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 24,
+            "vocab": 32,
+        },
+    },
+    "mesh": {"trainer": {"fsdp": 4}, "sampler": {"tensor": 2}, "samplers": 2},
+    "data": {"max_prompt_tokens": 100},
+    "sampler": {
+        "slots": 2, "max_length": 160, "max_new_tokens": 32, "block": 2, "prefill_chunk": 100,
+    },
+    "algorithm": {"groups_per_step": 2, "group_size": 2},
+    "trainer": {"micro_batch_tokens": 640},
+}  # fmt: skip
+
+
+def config_of(**sections: dict[str, Any]) -> schema.Config:
+    return schema.Config.model_validate(
+        BASE | {name: BASE.get(name, {}) | given for name, given in sections.items()}
+    )
+
+
+def places_on_cpu(config: schema.Config) -> Places:
+    return Places(
+        trainer=parse_slice("v5e-4"),
+        sampler=parse_slice("v5p-1"),
+        num_samplers=2,
+        slices=Slices(
+            make_mesh(config.mesh.trainer, jax.devices()[:4]),
+            (make_mesh(config.mesh.sampler, jax.devices()[4:6]),),
+            False,
+        ),
+    )
+
+
+def programs_of(config: schema.Config) -> dict[str, Lowered]:
+    found, _ = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    return {one.name: one for one in found}
+
+
+def arguments(program: Lowered) -> list[str]:
+    """Types of what a program takes: "float32[4,160]"."""
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(program.program.args_info)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Lowered]:
+    return programs_of(config_of())
+
+
+def test_nothing_is_compiled_to_lower_the_programs_and_the_push_is_lowered_once(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    calls, push = [], lowering.make_push
+    monkeypatch.setattr(lowering, "make_push", lambda *a: calls.append(a) or push(*a))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    assert set(programs_of(config_of())) == {
+        "gradient", "update", "cast", "prepare", "prefill", "decode"
+    }  # fmt: skip
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind"), [({}, None), ({"tensor": 2}, "int8"), ({"data": 2, "tensor": 2}, None)]
+)
+def test_prepared_weights_lie_where_they_are_said_to(axes, kind):
+    spec = ModelSpec.from_architecture(config_of().model.architecture, 32)
+    section = schema.Axes(**axes)
+    mesh = make_mesh(section, jax.devices()[: section.num_devices])
+    table, params = weight_table(spec), init_params(spec, jax.random.key(0))
+    if kind:
+        params = quantize(table, params, kind, jnp.float32)
+        table = quantized_table(table)
+    params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
+    engine = Engine(spec, slots=2, max_length=32, pages=4, mesh=mesh)
+    prepared = engine.prepare(params)
+    said = engine._prepared_shardings(params, prepared)
+    assert jax.tree.structure(said) == jax.tree.structure(prepared)
+    for array, where in zip(jax.tree.leaves(prepared), jax.tree.leaves(said), strict=True):
+        assert array.sharding.is_equivalent_to(where, array.ndim)
+
+
+# ---- what the Learner gives a gradient
+
+
+def test_an_offloaded_reference_comes_as_a_column(plain):
+    kl = {"algorithm": {**BASE["algorithm"], "kl_coefficient": 0.1}}
+    held = arguments(programs_of(config_of(**kl))["gradient"])
+    trainer = {**BASE["trainer"], "offload": ["reference"]}
+    offloaded = arguments(programs_of(config_of(**kl, trainer=trainer))["gradient"])
+    none = arguments(plain["gradient"])
+    assert len(offloaded) == len(none) + 1, "its log-probs"
+    assert len(held) > len(none) + 5, "its weights"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampler", "more"),
+    [
+        pytest.param({"loss": "clip_cov"}, {}, ["float32", "float32"], id="clip_cov"),
+        pytest.param({"loss": {"kl_cov": {}}}, {}, ["float32", "float32"], id="kl_cov"),
+        pytest.param({"epochs": 2}, {}, ["float32"], id="proximal"),
+        pytest.param({"supervised_coefficient": 0.5}, {}, ["float32"], id="supervised"),
+        pytest.param({"keep_sampling_mask": True}, {"top_k": 5}, ["uint8"], id="masks"),
+        pytest.param({"keep_sampling_mask": True}, {}, [], id="masks of all"),
+    ],
+)
+def test_a_gradient_takes_the_columns_of_its_algorithm(plain, algorithm, sampler, more):
+    config = config_of(algorithm=BASE["algorithm"] | algorithm, sampler=BASE["sampler"] | sampler)
+    found, before = arguments(programs_of(config)["gradient"]), arguments(plain["gradient"])
+    assert len(found) == len(before) + len(more)
+    for kind in set(more):
+        added = sum(x.startswith(kind) for x in found) - sum(x.startswith(kind) for x in before)
+        assert added == more.count(kind)
+    assert ("uint8[4, 160, 4]" in found) == ("uint8" in more), "a bit for each of 32 tokens"
+
+
+def test_masks_that_are_kept_come_out_of_the_decode_block(plain):
+    sampler = BASE["sampler"] | {"top_k": 5}
+    keeps = config_of(algorithm=BASE["algorithm"] | {"keep_sampling_mask": True}, sampler=sampler)
+
+    def results(program: Lowered) -> int:
+        return len(jax.tree.leaves(program.program.out_info))
+
+    assert results(programs_of(keeps)["decode"]) == results(plain["decode"]) + 2
+
+
+def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
+    config = config_of()
+    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    assert held.chunk_tokens > config.sampler.prefill_chunk
+    prefill = next(one for one in found if one.name == "prefill")
+    assert f"int32[{held.chunk_tokens}]" in arguments(prefill)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"run": {"job": "sft"}}, "run.job=sft has no samplers. Set run.job=rl"),
+        (
+            {"mesh": {"trainer": {"fsdp": 2}, "sampler": {"tensor": 2}, "colocated": True}},
+            "Set mesh.colocated=false",
+        ),
+        ({"teacher": {"source": "self", "form": "loss"}}, "Set teacher.form=advantage"),
+    ],
+)
+def test_a_run_that_no_plan_is_made_of_is_refused(sections, said):
+    config = schema.Config.model_validate(BASE | sections)
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("generation", "trainer", "sampler", "said"),
+    [
+        ("v5e", {"fsdp": 4}, {"tensor": 2}, "mesh.sampler has 2 devices .* v5e-1 or v5e-4"),
+        ("v6e", {"fsdp": 4}, {"tensor": 3}, "mesh.sampler has 3 devices .* power of two"),
+        ("tpu7x", {"fsdp": 8}, {}, "mesh.sampler has 1 devices .* a tpu7x chip is 2"),
+    ],
+)
+def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
+    generation, trainer, sampler, said
+):
+    section = schema.Mesh(trainer=schema.Axes(**trainer), sampler=schema.Axes(**sampler))
+    count = CHIPS[generation].devices * 4 // section.sampler.num_devices or 1
+    section = section.model_copy(update={"samplers": count})
+    chips = count * section.sampler.num_devices // CHIPS[generation].devices
+    config = config_of().model_copy(update={"mesh": section})
+    with pytest.raises(ConfigError, match=said):
+        places_of(config, parse_slice(f"{generation}-4"), CHIPS[generation], chips)
+
+
+def test_two_programs_of_other_devices_have_keys_of_their_own(plain):
+    """The text is the same; the topology is not."""
+    from jaxrl_async.plan.compiled import key_of
+
+    one = plain["cast"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl_async.plan.compiled.version", lambda name: "1")
+        assert key_of(one) == key_of(replace(one))
+        assert key_of(one) != key_of(replace(one, slice=parse_slice("v6e-4")))
