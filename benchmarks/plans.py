@@ -87,8 +87,8 @@ def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 TOGETHER = (
-    "mfu", "gradient", "time_most", "decode_bandwidth", "answer_tokens_per_s", "trainer_idle",
-    "sampler_idle", "staleness", "best_split",
+    "mfu", "gradient", "time_most", "decode_bandwidth", "decode_step", "answer_tokens_per_s",
+    "trainer_idle", "sampler_idle", "staleness", "best_split",
 )  # fmt: skip
 """What there is of plans whose programs the compiler accepted."""
 
@@ -98,9 +98,10 @@ def _together(plan: dict[str, Any]) -> dict[str, Any]:
     learning, slowest = plan["learning"], plan["trainer"]["timings"]["gradient"]
     values = (
         f"{learning['mfu']:.1%}",
-        ", ".join(f"{k} {v:.0%}" for k, v in learning["account"].items()),
+        _shares(learning["account"]),
         f"{slowest['largest']} {slowest['largest_share']:.0%}",
         f"{plan['decode']['bandwidth_share']:.1%}",
+        _shares(plan["decode"]["account"]),
         round(simulated["trained_tokens_per_s"]),
         f"{1 - simulated['trainer_busy_share']:.0%}",
         f"{simulated['sampler_idle_share']:.0%}",
@@ -108,6 +109,10 @@ def _together(plan: dict[str, Any]) -> dict[str, Any]:
         f"{best['trainer_chips']} + {best['sampler_chips']}",
     )
     return dict(zip(TOGETHER, values, strict=True))
+
+
+def _shares(account: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in account.items())
 
 
 def _of(memory: dict[str, Any]) -> str:

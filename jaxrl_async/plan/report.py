@@ -121,16 +121,20 @@ def _refused(plan: Plan) -> list[str]:
 def _whole(plan: Plan, whole: Together) -> list[str]:
     learning, decode, outcome = whole.learning, whole.decode, whole.outcome
     gradient = plan.trainer.timings["gradient"]
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in learning.account.items())
+    of_gradient, of_decode = (
+        ", ".join(f"{name} {share:.0%}" for name, share in account.items())
+        for account in (learning.account, decode.account)
+    )
     lines = [
         "run:",
         f"  trainer   {learning.tokens:,.0f} tokens a step in {learning.step_s:.1f} s "
         f"({learning.micro_batches:.0f} micro-batches), {learning.tokens_per_s:,.0f} answer "
         f"tokens/s; MFU {learning.mfu:.1%} (most of its time: {gradient.largest})",
-        f"            gradient's time: {shares}",
+        f"            gradient's time: {of_gradient}",
         f"  samplers  {decode.load.rows} rows of {decode.load.context:,.0f} tokens, a step in "
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
+        f"            a step's time: {of_decode}",
         f"  weights   {_time(whole.transfer_s)} to the samplers' slices",
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
         f"trainer {1 - outcome.trainer_busy_share:.0%}, samplers "

@@ -62,7 +62,7 @@ class Timing:
         }
 
 
-def account(time: Timing, model_s: float) -> dict[str, float]:
+def gradient_account(time: Timing, model_s: float) -> dict[str, float]:
     """Where a gradient's time goes, as shares that sum to 1. model_s: the model's own FLOPs at the
     chip's peak, so that the first share is the MFU."""
     parts = {
@@ -73,6 +73,24 @@ def account(time: Timing, model_s: float) -> dict[str, float]:
         "communication": time.estimate_s - time.compute_s - time.kernels_s,
     }
     return {name: part / time.estimate_s for name, part in parts.items()}
+
+
+def decode_account(
+    block: Timing, steps: int, *, weights_s: float, cache_s: float, host_s: float
+) -> dict[str, float]:
+    """Where a decode step's time goes, as shares that sum to 1. block: of so many steps; weights_s
+    and cache_s: of a step, to read them once at HBM's bandwidth; host_s: of a block."""
+    compute_s, products_s, kernels_s = block.compute_s, block.products_s, block.kernels_s
+    parts = {
+        "weights": weights_s * steps,
+        "KV cache": cache_s * steps,
+        "products beyond": products_s - weights_s * steps,
+        "attention beyond": kernels_s - cache_s * steps,
+        "between products": compute_s - products_s,
+        "communication": block.estimate_s - compute_s - kernels_s,
+        "host": host_s,
+    }
+    return {name: part / (block.estimate_s + host_s) for name, part in parts.items()}
 
 
 def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:

@@ -22,7 +22,7 @@ from jaxrl_async.plan.programs import (
     takes_proximal,
 )
 from jaxrl_async.plan.simulate import Histogram, Outcome, Pipeline, Samplers, simulate
-from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, account, timing
+from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
 from jaxrl_async.trainer.step import num_matmul_params
 from jaxrl_async.trainer.update import rows_per_micro_batch
 
@@ -59,14 +59,14 @@ class Decode:
 
     load: Load
     step_s: float
-    bound_s: float  # weights and KV cache, read once at HBM's bandwidth
+    account: Mapping[str, float]  # shares of it
     prefill_token_s: float
     tokens_per_s: float  # drawn, prompts' prefill included
 
     @property
     def bandwidth_share(self) -> float:
-        """bound_s / step_s."""
-        return self.bound_s / self.step_s
+        """Of HBM's, that reading weights and KV cache once in a step comes to."""
+        return self.account["weights"] + self.account["KV cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,13 +246,20 @@ def decode_of(
 ) -> Decode:
     """What a decode step takes, and how many tokens a sampler draws."""
     weights = bytes_per_device(held.weights) - embedding_bytes(spec, held.weights)
-    step_s = (sampler.timings["decode"].estimate_s + BLOCK_S) / config.sampler.block
+    block, bandwidth = sampler.timings["decode"], sampler.where.chip.hbm_bytes_per_s
+    step_s = (block.estimate_s + BLOCK_S) / config.sampler.block
     prefill_token_s = sampler.timings["prefill"].estimate_s / held.chunk_tokens
     prompt_s = prefill_token_s * prompt_tokens(config) / config.algorithm.group_size
     return Decode(
         load=load,
         step_s=step_s,
-        bound_s=(weights + load.read_bytes) / sampler.where.chip.hbm_bytes_per_s,
+        account=decode_account(
+            block,
+            config.sampler.block,
+            weights_s=weights / bandwidth,
+            cache_s=load.read_bytes / bandwidth,
+            host_s=BLOCK_S,
+        ),
         prefill_token_s=prefill_token_s,
         tokens_per_s=1 / (step_s / load.rows + prompt_s / lengths.mean),
     )
@@ -289,7 +296,7 @@ def learn(
         tokens=tokens,
         micro_batches=micro_batches,
         step_s=step_s,
-        account=account(gradient, flops / (devices * chip.peak_flops)),
+        account=gradient_account(gradient, flops / (devices * chip.peak_flops)),
         tokens_per_s=sequences * lengths.mean / step_s,
     )
 

@@ -11,6 +11,7 @@ from jaxrl_async.plan.chips import CHIPS, parse_chips, parse_slice
 from jaxrl_async.plan.cost import Collective
 from jaxrl_async.plan.lengths import assumed, mean_context, read_lengths
 from jaxrl_async.plan.simulate import Histogram
+from jaxrl_async.plan.timing import Timing, decode_account, gradient_account
 
 CONFIG = "model: {architecture: {vocab: 512}, dtype: bfloat16}\nsampler: {max_length: 256}\n"
 
@@ -263,7 +264,7 @@ def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
 
     places = SimpleNamespace(sampler=parse_slice("v5e-8"), num_samplers=4)
     load = Load(rows=10, context=100.0, read_bytes=819e6)  # 1 ms at HBM's bandwidth
-    decode = Decode(load=load, step_s=5e-3, bound_s=2e-3, prefill_token_s=1e-6, tokens_per_s=1e3)
+    decode = Decode(load=load, step_s=5e-3, account={}, prefill_token_s=1e-6, tokens_per_s=1e3)
     learning = SimpleNamespace(step_s=1.0, tokens=1000.0)
     lengths = Histogram.constant(50)
     found = pipeline_of(Config(), places, learning, decode, 0.1, lengths).samplers
@@ -273,8 +274,6 @@ def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
 
 
 def test_what_most_of_the_time_goes_to_is_named_with_its_share():
-    from jaxrl_async.plan.timing import Timing
-
     time = Timing(
         compute_s=1.0, products_s=0.5, peak_s=0.4, kernels_s=2.0, hidden_s=0.5, exposed_s=1.0,
         roofline_s=1.0,
@@ -332,3 +331,17 @@ def test_chips_go_where_both_sides_are_equally_fast():
     assert (best.trainer_chips, best.samplers, best.answer_tokens_per_s) == (32, 4, 800)
     (other,) = others  # on 8 chips the state alone would be 12
     assert (other.trainer_chips, other.samplers, other.answer_tokens_per_s) == (16, 6, 480)
+
+
+def test_where_the_time_goes_sums_to_all_of_it_and_begins_with_what_is_useful():
+    time = Timing(
+        compute_s=0.6, products_s=0.4, peak_s=0.35, kernels_s=0.1, hidden_s=0.75, exposed_s=0.05,
+        roofline_s=0.5,
+    )  # fmt: skip
+    assert time.estimate_s == pytest.approx(0.8)
+    gradient = gradient_account(time, 0.3)
+    assert gradient["model"] == pytest.approx(0.3 / 0.8)
+    assert gradient["communication"] == pytest.approx(0.1 / 0.8)
+    decode = decode_account(time, 16, weights_s=0.02, cache_s=0.005, host_s=0.2)
+    assert decode["weights"] + decode["KV cache"] == pytest.approx(0.4 / 1.0)
+    assert sum(gradient.values()) == pytest.approx(1) and sum(decode.values()) == pytest.approx(1)
