@@ -178,12 +178,15 @@ def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
 
 def _remat(function: Any, policy: str) -> Any:
     """`none`: keep all; `layer`: compute the layer again; `attention`: all of it but splash
-    attention; `dots`: keep matrix products only."""
+    attention; `dots`: keep matrix products only, splash attention's too."""
     if policy == "none":
         return function
+    policies = jax.checkpoint_policies
+    attended = policies.save_only_these_names(ATTENDED)
+    dots = policies.dots_with_no_batch_dims_saveable
     saved = {
         "layer": None,
-        "attention": jax.checkpoint_policies.save_only_these_names(ATTENDED),
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "attention": attended,
+        "dots": policies.save_from_both_policies(dots, attended),
     }
     return jax.checkpoint(function, policy=saved[policy], prevent_cse=False)

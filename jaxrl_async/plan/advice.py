@@ -43,8 +43,12 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
             "their gradient)",
         ),
     ]
-    if config.model.remat != "layer":
+    if config.model.remat in ("none", "dots"):
         found.append((temporaries * 0.6, "model.remat=layer (about; compile to know)"))
+    if config.model.remat == "attention":
+        tokens = config.trainer.micro_batch_tokens / plan.trainer.where.num_devices
+        kept = 2.0 * plan.spec.layers * plan.spec.heads * plan.spec.head_dim * tokens
+        found.append((kept, "model.remat=layer"))
     if rows >= 2 * plan.trainer.where.num_devices:
         half = config.trainer.micro_batch_tokens // 2
         found.append((temporaries / 2, f"trainer.micro_batch_tokens={half} (about)"))

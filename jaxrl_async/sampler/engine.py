@@ -142,6 +142,7 @@ class _Programs(NamedTuple):
     prefill: Any
     insert: Any
     generate: Any
+    empty: Any
 
 
 @lru_cache(maxsize=64)
@@ -158,6 +159,7 @@ def _programs(engine: "Engine") -> _Programs:
             donate_argnums=(1,),
             static_argnames=("context_pages", "mix"),
         ),
+        empty=jit(engine.empty_state, out_shardings=engine.state_shardings()),
     )
 
 
@@ -230,10 +232,8 @@ class Engine:
 
     def init_decode_state(self) -> DecodeState:
         """All slots and pages empty, placed on the mesh."""
-        if self.mesh is None:
-            return jax.jit(self.empty_state)()
-        shardings = self._state_shardings(jax.eval_shape(self.empty_state))
-        return jax.jit(self.empty_state, out_shardings=shardings)()
+        state: DecodeState = self._programs.empty()
+        return state
 
     def empty_state(self) -> DecodeState:
         """What init_decode_state places: also for jax.eval_shape, where nothing can be run."""
@@ -255,12 +255,14 @@ class Engine:
     def state_shapes(self) -> Any:
         """Shapes of a decode state, where it lies on the mesh."""
         state = jax.eval_shape(self.empty_state)
-        return jax.tree.map(_shaped, state, self._state_shardings(state))
+        return jax.tree.map(_shaped, state, self.state_shardings())
 
-    def _state_shardings(self, state: Any) -> Any:
-        """Pages over kv heads as SAMPLER_RULES say; everything else on every device."""
-        assert self.mesh is not None
-        mesh = self.mesh
+    def state_shardings(self) -> Any:
+        """Pages over kv heads as SAMPLER_RULES say, everything else on every device; None without a
+        mesh."""
+        if self.mesh is None:
+            return None
+        mesh, state = self.mesh, jax.eval_shape(self.empty_state)
         axes = cache.page_axes(ragged=self.ragged)
         rest = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 

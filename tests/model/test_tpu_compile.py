@@ -63,15 +63,15 @@ def test_splash_holds_no_square_of_the_length(programs):
     assert programs["splash long"]["temp_bytes"] < programs["reference long"]["temp_bytes"] / 50
 
 
-@pytest.mark.parametrize("kind", ["on fsdp x tensor", "with more tensor than kv heads"])
-def test_the_training_loss_with_splash_compiles_for_a_mesh(programs, kind):
+def test_the_training_loss_with_splash_compiles_for_a_mesh(programs):
     """Two unrolled layers: each runs forward, again for the backward pass, dq and dkv."""
-    assert programs[f"step {kind}"]["kernels"] == 8
+    assert programs["step on fsdp x tensor"]["kernels"] == 8
 
 
 @pytest.mark.parametrize("kind", ["keeps attention", "keeps attention on context"])
 def test_splash_does_not_run_again_where_its_results_are_kept(programs, kind):
     assert programs[f"step that {kind}"]["kernels"] == 6
+    assert programs["step with more tensor than kv heads"]["kernels"] == 6, "remat=dots"
 
 
 @pytest.mark.parametrize("kind", ["on context", "on context x tensor"])

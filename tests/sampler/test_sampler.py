@@ -219,3 +219,23 @@ def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
     sampler._batch.check_integrity()
     assert threading.active_count() <= threads + 1
     assert stats.used_slot_steps == sum(len(c.token_ids) for c in done)
+
+
+def test_a_sampler_that_starts_again_compiles_nothing() -> None:
+    """Else each one that died would leave programs in memory."""
+    wishes = [request(i) for i in range(3)]
+    for attempt in range(2):
+        seen: list[str] = []
+
+        def told(event: str, seconds: float, seen: list[str] = seen, **_: object) -> None:
+            seen.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(told)
+        try:
+            sampler = Sampler((SPEC, PARAMS), section=SECTION.model_copy(update={"slots": 3}))
+            sampler.generate(wishes)
+            sampler.close()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(told)
+        compiled = [event for event in seen if "backend_compile" in event]
+        assert bool(compiled) == (attempt == 0), "the same programs serve the second"
