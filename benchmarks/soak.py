@@ -46,11 +46,13 @@ COMPILED: list[float] = []
 and its program stays in memory. Only so many shapes exist, and prompts here are all of one length,
 so that the last of them comes early."""
 MEAN_S = 60.0
-"""Mean time between two strikes of one fault."""
+"""Mean time between two strikes of one fault, beside SOONEST_S."""
+SOONEST_S = 5.0
 
 
 class AtRandom(Hits):
-    """Strikes after a random time, again and again."""
+    """Strikes after a random time, again and again, but not soon again: a transfer that is torn
+    twice, say, ends the run, as it should."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class AtRandom(Hits):
             now = time.monotonic()
             if now < self._next:
                 return False
-            self._next = now + self._rng.expovariate(1 / MEAN_S)
+            self._next = now + SOONEST_S + self._rng.expovariate(1 / MEAN_S)
             self.at.append(now)
             return True
 
