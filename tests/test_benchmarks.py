@@ -15,13 +15,12 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 @pytest.mark.parametrize(
     "name",
     [
-        "chaos",
         "weight_transfer",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in (
-                "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint", "faults",
-                "soak", "simulate",
+                "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint", "chaos",
+                "faults", "soak", "simulate",
             )
         ),
     ],

@@ -57,6 +57,7 @@ def sampler(make_engine):
     sampler.close()
 
 
+@pytest.mark.exhaustive
 def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
     async def some() -> list:
         wishes = [request(i, max_new_tokens=2 + i % 2) for i in range(3)]

@@ -245,6 +245,7 @@ def test_a_sharded_trainer_learns_the_same(runs: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_three_steps_of_rlhf_run_one_after_the_other(tmp_path: Path) -> None:
     recipes, runs = ROOT / "configs" / "rlhf_three_steps", tmp_path / "runs"
     policy = f"model.path={runs / '1_sft' / 'policy'}"

@@ -605,9 +605,17 @@ SCHEDULES = st.binary(min_size=EVENTS[0], max_size=EVENTS[1])
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @SETTINGS
 @given(setups(), SCHEDULES)
 def test_in_any_order_of_events_the_invariants_hold_and_the_run_goes_on(setup, schedule):
+    played(setup, schedule)
+
+
+@pytest.mark.slow
+@settings(SETTINGS, max_examples=INTERLEAVINGS // 8)
+@given(setups(), SCHEDULES)
+def test_in_many_orders_of_events_the_invariants_hold_and_the_run_goes_on(setup, schedule):
     played(setup, schedule)
 
 
