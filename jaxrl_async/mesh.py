@@ -231,6 +231,14 @@ def in_memory(kind: str, tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def shapes_on(tree: Any, shardings: Any) -> Any:
+    """Arrays or their shapes as shapes that say where they lie: for programs that are lowered and
+    do not run."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
 def put(tree: Any, sharding: Any) -> Any:
     """Host arrays on the devices of a sharding, of which other processes may hold some: all then
     give the same arrays."""

@@ -125,6 +125,12 @@ class Mesh(Section):
         both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
         return max(both) if self.colocated else sum(both)
 
+    @property
+    def without_samplers(self) -> "Mesh":
+        """The trainer's slice alone, for the jobs that draw nothing."""
+        alike = Axes(data=self.trainer.num_devices)
+        return Mesh(trainer=self.trainer, sampler=alike, colocated=True)
+
     def devices_of_process(self, count: int) -> int:
         """Devices that each of `count` processes needs. ValueError where they cannot take equal
         parts: as many devices for the trainer, and as many samplers (colocated: none)."""
@@ -673,9 +679,7 @@ class Config(Section):
         """Devices that each of `count` processes needs for run.job. ValueError where so many cannot
         make this run."""
         if self.run.job != "rl":
-            only = self.mesh.trainer
-            alike = Axes(data=only.num_devices)
-            return Mesh(trainer=only, sampler=alike, colocated=True).devices_of_process(count)
+            return self.mesh.without_samplers.devices_of_process(count)
         if count == 1:
             return self.mesh.num_devices
         refused = {

@@ -135,7 +135,7 @@ def sequence_attention(
         raise ConfigError(f"model.attention={name} {problem}")
     if name == "splash":
         part = kernels.splash_part_on(device, dtype)
-        return kernels.per_shard(kernels.splash_on(device), mesh, part)
+        return kernels.per_shard(kernels.splash_on(device, dtype), mesh, part)
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 

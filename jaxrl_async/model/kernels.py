@@ -75,13 +75,8 @@ def splash(
     `most`. Scores, softmax and sums are in float32.
     """
     T, H, K = q_BTHK.shape[1:]
-    block = splash_block(T, most if q_BTHK.dtype == jnp.bfloat16 else MAX_SPLASH_BLOCK)
-    padding = -T % block
-
-    def heads_first(x_BTHK: Array) -> Array:
-        return jnp.swapaxes(jnp.pad(x_BTHK, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
-
-    causal = splash_lib.CausalMask((T + padding, T + padding))
+    block = splash_block(T, most)
+    causal = splash_lib.CausalMask((_rounded_up(T, block),) * 2)
     kernel = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([causal] * H),
         block_sizes=_equal_blocks(block),
@@ -89,26 +84,39 @@ def splash(
         q_seq_shards=1,
         residual_checkpoint_name=ATTENDED,
     )
-    q, k, v = heads_first(q_BTHK * K**-0.5), heads_first(k_BTNK), heads_first(v_BTNK)
-    segments = jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
+    q, k, v = (_heads_first(x, block) for x in (q_BTHK * K**-0.5, k_BTNK, v_BTNK))
+    segments = _whole_blocks(segment_ids_BT, block)
     out = jax.vmap(kernel)(q, k, v, splash_lib.SegmentIds(segments, segments))
     return jnp.swapaxes(out, 1, 2)[:, :T]
 
 
-def splash_on(device: Any) -> SequenceAttention:
-    """Splash attention with the blocks of a kind of device."""
-    most = _most_on(device)
+def _whole_blocks(x: Array, block: int) -> Array:
+    """[B, T, ...] with T padded to a multiple of the block."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0) for _ in x.shape[2:])))
+
+
+def _heads_first(x_BTHK: Array, block: int) -> Array:
+    """The same as [B, H, T, K]."""
+    return jnp.swapaxes(_whole_blocks(x_BTHK, block), 1, 2)
+
+
+def splash_on(device: Any, dtype: Any) -> SequenceAttention:
+    """Splash attention with the blocks of a kind of device, for arrays of that type."""
+    most = _most_on(device, dtype)
     return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
 
 
 def splash_part_on(device: Any, dtype: Any) -> PartAttention:
-    """The same for parts of rows in that type; wide blocks are for bfloat16 alone."""
-    most = _most_on(device) if jnp.dtype(dtype) == jnp.bfloat16 else MAX_SPLASH_BLOCK
+    """The same for parts of rows."""
+    most = _most_on(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
-def _most_on(device: Any) -> int:
+def _most_on(device: Any, dtype: Any) -> int:
+    """Wide blocks are for bfloat16 alone: float32's would not fit into VMEM."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return MAX_SPLASH_BLOCK
     return SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
 
 
@@ -162,12 +170,8 @@ def _splash_part(
     most: int = MAX_SPLASH_BLOCK,
 ) -> Array:
     block, (t, K) = splash_block(q_BtHK.shape[1], most), q_BtHK.shape[1::2]
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0) for _ in x.shape[2:])))
-
-    q, k, v = (jnp.swapaxes(padded(x), 1, 2) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
-    segments = splash_lib.SegmentIds(padded(q_segments), padded(kv_segments))
+    q, k, v = (_heads_first(x, block) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
+    segments = splash_lib.SegmentIds(*(_whole_blocks(x, block) for x in (q_segments, kv_segments)))
     return jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :t]
 
 

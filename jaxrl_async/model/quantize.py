@@ -40,6 +40,11 @@ def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "layers": {**table["layers"], **scales}}
 
 
+def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
+    """A decoder's table, with scales where the parameters have them."""
+    return quantized_table(table) if is_quantized(params) else table
+
+
 def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
     """New arrays in the tree of quantized_table(table): matrices of that kind, the rest in
     dtype."""

@@ -8,10 +8,10 @@ from jaxrl_async.plan.whole import Plan
 def advice(plan: Plan, config: schema.Config) -> list[str]:
     """One line each, those that save most first; empty where everything fits."""
     lines = []
-    for side, found in (
-        ("trainer", _of_trainer(plan, config)), ("sampler", _of_sampler(plan, config))
-    ):  # fmt: skip
-        memory = plan.trainer.memory if side == "trainer" else plan.sampler.memory
+    for side, memory, found in (
+        ("trainer", plan.trainer.memory, _of_trainer(plan, config)),
+        ("sampler", plan.sampler.memory, _of_sampler(plan, config)),
+    ):
         if memory.fits:
             continue
         short = memory.total_bytes - memory.usable_bytes

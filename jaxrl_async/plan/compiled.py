@@ -21,7 +21,7 @@ import jax
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan.cost import Cost, cost_of
-from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.hlo import Program, parse
 from jaxrl_async.plan.programs import Lowered
 
 log = logging.getLogger(__name__)
@@ -62,22 +62,19 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
     """Compile a program, or read what it gave the last time. Raises ConfigError for an option that
     the compiler does not know, or a program that it refuses for more than its memory."""
     file = (folder or cache_folder()) / f"{key_of(lowered)}.json.gz"
-    record = _read(file)
-    if record is None:
+    found, cached = _read(file), True
+    if found is None:
         log.info("compiling %s for %s", lowered.name, lowered.slice.name)
         start = time.perf_counter()
         record = _compile(lowered)
         record["numbers"]["compile_s"] = time.perf_counter() - start
         _write(file, record)
-        cached = False
-    else:
-        cached = True
+        found, cached = _parsed(record), False
+    numbers, program = found
     cost = Cost()
-    if record["text"]:
-        cost = cost_of(parse(record["text"]), lowered.mesh, open_turns=lowered.open_turns)
-    return Compiled(
-        name=lowered.name, side=lowered.side, cached=cached, cost=cost, **record["numbers"]
-    )
+    if program is not None:
+        cost = cost_of(program, lowered.mesh, open_turns=lowered.open_turns)
+    return Compiled(name=lowered.name, side=lowered.side, cached=cached, cost=cost, **numbers)
 
 
 def key_of(lowered: Lowered) -> str:
@@ -100,18 +97,22 @@ def _write(file: Path, record: dict[str, Any]) -> None:
     draft.replace(file)
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """A kept record; None where there is none, or it is not one."""
+def _read(file: Path) -> tuple[dict[str, Any], Program | None] | None:
+    """A kept record, parsed; None where there is none, or it is not one."""
     try:
         record = json.loads(gzip.decompress(file.read_bytes()))
         Compiled(name="", side="", **record["numbers"])
-        parse(record["text"]) if record["text"] else None
+        return _parsed(record)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
         log.warning("%s is not a result of the compiler's (%s): it is made again", file, error)
         return None
-    return record
+
+
+def _parsed(record: dict[str, Any]) -> tuple[dict[str, Any], Program | None]:
+    """Numbers and program; none where the compiler refused it."""
+    return record["numbers"], parse(record["text"]) if record["text"] else None
 
 
 def _compile(lowered: Lowered) -> dict[str, Any]:

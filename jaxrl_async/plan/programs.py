@@ -15,9 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Slices, make_mesh, shardings
+from jaxrl_async.mesh import (
+    SAMPLER_RULES,
+    TRAINER_RULES,
+    Slices,
+    make_mesh,
+    shapes_on,
+    shardings,
+)
 from jaxrl_async.model.hf import load_spec
-from jaxrl_async.model.quantize import is_quantized, quantized_table
+from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
 from jaxrl_async.run.assemble import make_push, make_step
@@ -27,7 +34,7 @@ from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.memory import MemoryPlan
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
 from jaxrl_async.sampler.sampling import Mix
-from jaxrl_async.trainer.learner import needs_covariance
+from jaxrl_async.trainer.learner import needs_covariance, takes_proximal
 from jaxrl_async.trainer.objective import Coefficients
 from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
 
@@ -211,12 +218,9 @@ def holds_reference(config: schema.Config) -> bool:
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
 
 
-def takes_proximal(config: schema.Config) -> bool:
-    """Whether the policy's own log-probs are taken before the updates, as the Learner does."""
-    algorithm = config.algorithm
-    in_reward = algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0
-    several = algorithm.epochs * algorithm.minibatches > 1
-    return several or in_reward or needs_covariance(algorithm.loss)
+def looks_before(config: schema.Config) -> bool:
+    """Whether the policy's own log-probs are taken before the updates."""
+    return takes_proximal(config.algorithm, refers=config.algorithm.kl_coefficient > 0)
 
 
 def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
@@ -225,7 +229,7 @@ def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> Devi
     kinds |= {"mask": jnp.bool_, "kept": jnp.uint8}
     there = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
-        "proximal_logprobs": takes_proximal(config),
+        "proximal_logprobs": looks_before(config),
         "reference_logprobs": "reference" in config.trainer.offload,
         "covariance_rank": needs_covariance(config.algorithm.loss),
         "kept": keeps_masks(config),
@@ -255,7 +259,8 @@ def sampler_programs(
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     engine = make_engine(spec, plan, config.sampler, mesh, dtype=jnp.dtype(config.model.dtype))
     params = _arrived(spec, mesh, pushed["cast"].out_info)
-    chunk, context_pages = prefill_shapes(config, engine), _pages(config.sampler.max_length, plan)
+    chunk = prefill_shapes(config, engine)
+    context_pages = _pages(config.sampler.max_length, plan.page_tokens)
     programs = engine.lower(
         params,
         chunk,
@@ -294,7 +299,7 @@ def prefill_shapes(config: schema.Config, engine: Engine) -> Chunk:
     B = schedule.rows_bucket(max(1, section.prefill_chunk // T))
     n = schedule.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
     later = config.data.max_prompt_tokens > section.prefill_chunk  # behind what is prefilled
-    pages = schedule.steps_of_half(-(-config.data.max_prompt_tokens // engine.page_tokens))
+    pages = _pages(config.data.max_prompt_tokens, engine.page_tokens)
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)
     return Chunk(
@@ -318,8 +323,8 @@ def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> Run:
     )
 
 
-def _pages(tokens: int, plan: MemoryPlan) -> int:
-    return schedule.steps_of_half(-(-tokens // plan.page_tokens))
+def _pages(tokens: int, page_tokens: int) -> int:
+    return schedule.steps_of_half(-(-tokens // page_tokens))
 
 
 # ---- shapes
@@ -338,13 +343,8 @@ def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
 
 def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
     """Shapes of the weights that a push sends, where they lie in a sampler."""
-    table = weight_table(spec)
-    table = quantized_table(table) if is_quantized(sent) else table
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        sent,
-        shardings(table, mesh, SAMPLER_RULES),
-    )
+    table = table_of(weight_table(spec), sent)
+    return shapes_on(sent, shardings(table, mesh, SAMPLER_RULES))
 
 
 def bytes_per_device(tree: Any) -> float:

@@ -18,12 +18,12 @@ from jaxrl_async.plan.programs import (
     Places,
     bytes_per_device,
     holds_reference,
+    looks_before,
     parameters,
-    takes_proximal,
 )
 from jaxrl_async.plan.simulate import Histogram, Outcome, Pipeline, Samplers, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.trainer.step import num_matmul_params
+from jaxrl_async.trainer.step import flops_of_lengths
 from jaxrl_async.trainer.update import rows_per_micro_batch
 
 PACKING = 0.95
@@ -308,10 +308,9 @@ def rows_of(config: schema.Config, places: Places) -> int:
 
 
 def model_flops(spec: ModelSpec, tokens: float, length: float) -> float:
-    """Of learning from so many tokens in sequences of that length: three forward passes, as
-    trainer.step.forward_flops counts them (rematerialisation does not count)."""
-    attention = 2 * spec.layers * spec.heads * spec.head_dim * length * tokens
-    return 3 * (2 * num_matmul_params(spec) * tokens + attention)
+    """Of learning from so many tokens in sequences of that length: three forward passes
+    (rematerialisation does not count)."""
+    return 3 * flops_of_lengths(spec, tokens, tokens * length)
 
 
 def pipeline_of(
@@ -411,7 +410,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     left_out = {
         "the critic's update": schema.name_of(config.algorithm.advantage) == "gae",
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": takes_proximal(config),
+        "the pass for proximal log-probs": looks_before(config),
         "the reward model's pass": config.reward.model is not None,
         "the reference's own pass": "reference" in config.trainer.offload,
     }

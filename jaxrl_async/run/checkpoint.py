@@ -29,6 +29,7 @@ from orbax.checkpoint import v1
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.mesh import HOST
 from jaxrl_async.run.folder import inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -36,8 +37,6 @@ CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that say how a run is started: a resumed one may well have others."""
-HOST_MEMORY = "pinned_host"
-"""Kind of memory, on every platform."""
 SCHEMA = 2
 """Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
 
@@ -317,7 +316,7 @@ def _on_host(tree: Any) -> Any:
     the device they need no memory there."""
     return jax.tree.map(
         lambda x: (
-            jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY), may_alias=False)
+            jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)
             if isinstance(x, jax.Array)
             else x
         ),

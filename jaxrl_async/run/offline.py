@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Axes, Config, Mesh
+from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
 from jaxrl_async.data.preferences import mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lo
     """
     if lockstep.writes:
         write_config(config, paths)
-    config = config.model_copy(update={"mesh": trainer_only(config.mesh)})
+    config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     with Checkpoints(
@@ -125,12 +125,6 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lo
         raise preempted(stop, progress.version)
     console.phase("writing the weights and the report")
     return job.write(progress.state.params)
-
-
-def trainer_only(mesh: Mesh) -> Mesh:
-    """The same mesh without sampler: the jobs here use the trainer's slice alone."""
-    alike = Axes(data=mesh.trainer.num_devices)
-    return Mesh(trainer=mesh.trainer, sampler=alike, colocated=True)
 
 
 # ---- the jobs

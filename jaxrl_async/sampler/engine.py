@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_async.mesh import SAMPLER_RULES, spec_for
+from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spec_for
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import NewKV, PagedKV
@@ -254,8 +254,7 @@ class Engine:
 
     def state_shapes(self) -> Any:
         """Shapes of a decode state, where it lies on the mesh."""
-        state = jax.eval_shape(self.empty_state)
-        return jax.tree.map(_shaped, state, self.state_shardings())
+        return shapes_on(jax.eval_shape(self.empty_state), self.state_shardings())
 
     def state_shardings(self) -> Any:
         """Pages over kv heads as SAMPLER_RULES say, everything else on every device; None without a
@@ -311,7 +310,7 @@ class Engine:
         assert self.mesh is not None
         prepare = self._programs.prepare.lower(params)
         where = self._prepared_shardings(params, prepare.out_info)
-        weights = jax.tree.map(_shaped, prepare.out_info, where)
+        weights = shapes_on(prepare.out_info, where)
         state = self.state_shapes()
         return {
             "prepare": prepare,
@@ -613,10 +612,6 @@ class Engine:
             kv = cache.write(state.kv, new, pages, positions % self.page_tokens)
         logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
         return DecodeState(kv, logits, state.slot), loop.out._replace(steps=loop.step)
-
-
-def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _of_one_layer(sharding: NamedSharding) -> NamedSharding:

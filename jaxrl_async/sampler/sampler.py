@@ -32,7 +32,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.quantize import is_quantized, quantized_table
+from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch import Batch, Output, Sequence_
@@ -136,8 +136,7 @@ class Sampler:
             spec, self.plan, self.section, mesh, dtype=dtype, one_thread=one_thread
         )
         if mesh is not None:
-            table = weight_table(spec)
-            table = quantized_table(table) if is_quantized(params) else table
+            table = table_of(weight_table(spec), params)
             params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
         self.seed, self._name, self._schedule = seed, name, schedule
         self._rounds = 0  # that ran: waiting does not count

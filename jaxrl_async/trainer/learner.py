@@ -196,8 +196,8 @@ class Learner:
         algorithm = self._algorithm
         in_reward = algorithm.kl_in == "reward" and self.reference is not None
         advised = self._teacher.source != "none" and self._teacher.form == "advantage"
-        updates = algorithm.epochs * algorithm.minibatches
-        if has.own_pass is not None and (updates > 1 or in_reward or self._needs_covariance):
+        takes = takes_proximal(algorithm, refers=self.reference is not None)
+        if has.own_pass is not None and takes:
             found["proximal"] = has.own_pass.logprobs(self.state.params, batch, turns)
         if has.own_pass is not None and (in_reward or self._offloads):
             found["reference"] = has.own_pass.logprobs(self._fetched(), batch, turns)
@@ -376,6 +376,14 @@ def needs_covariance(loss: schema.Choice) -> bool:
     """Whether a loss looks at TokenInputs.covariance_rank, or may do so."""
     name = schema.name_of(loss)
     return name in NEEDS_COVARIANCE or is_own(name)
+
+
+def takes_proximal(algorithm: schema.Algorithm, *, refers: bool) -> bool:
+    """Whether the policy's own log-probs are taken before the updates. refers: there is a
+    reference."""
+    several = algorithm.epochs * algorithm.minibatches > 1
+    in_reward = algorithm.kl_in == "reward" and refers
+    return several or in_reward or needs_covariance(algorithm.loss)
 
 
 def copied(params: Any) -> Any:

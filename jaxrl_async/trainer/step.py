@@ -372,12 +372,17 @@ def train_flops(spec: ModelSpec, batch: PackedBatch, *, reference: bool) -> floa
 
 
 def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
-    """Model FLOPs of one forward pass; a backward pass has twice that.
+    """Model FLOPs of one forward pass over a batch; a backward pass has twice that."""
+    lengths = np.bincount(batch.sequence_ids[batch.sequence_ids >= 0]).astype(np.float64)
+    return flops_of_lengths(spec, float(lengths.sum()), float((lengths**2).sum()))
+
+
+def flops_of_lengths(spec: ModelSpec, tokens: float, squares: float) -> float:
+    """The same for sequences whose lengths, and their squares, sum up to these.
 
     2 per weight and token, and the two products of causal attention, 2 * length^2 * heads *
     head_dim per layer and sequence.
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, with attention's causal half.
     """
-    lengths = np.bincount(batch.sequence_ids[batch.sequence_ids >= 0]).astype(np.float64)
-    attention = 2 * spec.layers * spec.heads * spec.head_dim * float((lengths**2).sum())
-    return 2 * num_matmul_params(spec) * float(lengths.sum()) + attention
+    attention = 2 * spec.layers * spec.heads * spec.head_dim * squares
+    return 2 * num_matmul_params(spec) * tokens + attention

@@ -31,6 +31,7 @@ from jaxrl_async.mesh import (
     in_memory,
     num_shards,
     put,
+    shapes_on,
     shardings,
 )
 from jaxrl_async.model.spec import Weight
@@ -224,11 +225,9 @@ class Updater:
         """What `update` compiles, for shapes alone (jax.ShapeDtypeStruct with shardings): gradient
         of a micro-batch, and update. Nothing runs."""
         state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
-        state = jax.tree.map(_shaped, state, self.state_shardings)
-        sums = jax.eval_shape(lambda: _zeros_of(params))
+        state = shapes_on(state, self.state_shardings)
         summed = GradSum(self.state_shardings.params, self.replicated)
-        sums = jax.tree.map(_shaped, sums, summed)
-        sums = sums._replace(grads=_float32_shapes(sums.grads))
+        sums = shapes_on(jax.eval_shape(self._zeros), summed)
         return {
             "gradient": self._accumulate.lower(state.params, sums, micro, context),
             "update": self._apply.lower(state, sums),
@@ -292,14 +291,6 @@ def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
 
 def _zeros_of(shapes: Any) -> GradSum:
     return GradSum(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), jnp.float32(0))
-
-
-def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _float32_shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.update(dtype=jnp.float32), tree)
 
 
 def _float32(params: Params) -> Params:

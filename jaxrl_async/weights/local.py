@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.errors import MeshError
+from jaxrl_async.mesh import shapes_on
 
 Tree = Any
 
@@ -84,11 +85,7 @@ class Push:
         cast = self._cast.lower(params)
         if not self.grows:
             return {"cast": cast}
-        moved = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            cast.out_info,
-            self._across,
-        )
+        moved = shapes_on(cast.out_info, self._across)
         return {"cast": cast, "reshard": self._reshard.lower(moved)}
 
     def move(self, cast: Tree) -> Tree:

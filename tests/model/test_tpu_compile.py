@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+
 HERE = Path(__file__).parent
 
 pytestmark = [
@@ -29,15 +31,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def programs() -> dict[str, dict[str, Any]]:
     """What came out of the compiler for each program of tpu_programs.py."""
-    env = {
-        **os.environ,
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(HERE.parent.parent),
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-    }
+    env = {**os.environ, **COMPILER_ENV, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(
         [sys.executable, str(HERE / "tpu_programs.py")],
         capture_output=True,

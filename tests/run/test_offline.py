@@ -19,7 +19,6 @@ from jaxrl_async.model.heads import load_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import offline
 from jaxrl_async.run.loop import train
-from jaxrl_async.run.offline import trainer_only
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,7 +230,7 @@ def test_impossible_settings_are_refused(runs: Path) -> None:
 
 def test_the_samplers_devices_are_not_asked_for() -> None:
     mesh = Config.model_validate({"mesh": {"trainer": {"fsdp": 4}, "samplers": 3}}).mesh
-    assert mesh.num_devices == 7 and trainer_only(mesh).num_devices == 4
+    assert mesh.num_devices == 7 and mesh.without_samplers.num_devices == 4
 
 
 @pytest.mark.slow
