@@ -1,4 +1,4 @@
-"""What the four benchmarks share: workloads, the machine in words, repeats, a table, `--json`.
+"""What the benchmarks share: workloads, the machine in words, repeats, a table, `--json`.
 
     python benchmarks/generate.py [--quick] [--repeats 3] [--models 1M 25M] [--json [FILE]]
 

@@ -389,7 +389,7 @@ def _noting(
 def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
     """Seconds of the newest decode block, by its batch. Where a device is given, a block takes the
     dictated time from its dispatch on; the host's work runs meanwhile, as beside a device."""
-    start_block, finish_block = Batch.start_block, Batch.finish_block
+    start_block, wait_for_block = Batch.start_block, Batch.wait_for_block
     began: dict[int, float] = {}
     took: dict[int, float] = {}
 
@@ -397,18 +397,16 @@ def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
         began[id(batch)] = time.perf_counter()
         start_block(batch, weights)
 
-    def finish(batch: Any) -> Any:
-        before = batch.stats
-        ended = finish_block(batch)
-        steps = (batch.stats.slot_steps - before.slot_steps) // batch.engine.slots
-        if steps and device is not None:
-            rows = (batch.stats.row_steps - before.row_steps) // steps
-            sleep_until(began[id(batch)] + steps * (device.step_s + rows * device.row_s))
-        if steps:
+    def wait(batch: Any) -> Any:
+        block = wait_for_block(batch)
+        if block is not None and (steps := int(block.steps)):
+            if device is not None:
+                row_s = block.tokens.shape[0] * device.row_s
+                sleep_until(began[id(batch)] + steps * (device.step_s + row_s))
             took[id(batch)] = time.perf_counter() - began[id(batch)]
-        return ended
+        return block
 
-    with patch.object(Batch, "start_block", start), patch.object(Batch, "finish_block", finish):
+    with patch.object(Batch, "start_block", start), patch.object(Batch, "wait_for_block", wait):
         yield took
 
 

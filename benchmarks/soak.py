@@ -12,6 +12,7 @@ the interval holds 0, or what the slope adds in an hour is below a hundredth of 
 """
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -161,12 +162,30 @@ def resources() -> dict[str, float]:
     arrays = jax.live_arrays()
     return {
         "resident memory, MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        **allocated(),
         "threads": float(threading.active_count()),
         "open files": float(len(os.listdir("/proc/self/fd"))),
         "device buffers": float(len(arrays)),
         "device buffers, MB": sum(a.nbytes for a in arrays) / 1e6,
         "programs compiled": float(len(COMPILED)),
     }
+
+
+class MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2() returns."""
+
+    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
+
+
+def allocated() -> dict[str, float]:
+    """What is allocated and not freed, over all of malloc's arenas: a leak grows here. Resident
+    memory has, beside it, what was freed and malloc keeps. Empty where malloc is not glibc's."""
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None or "malloc" in os.environ.get("LD_PRELOAD", ""):
+        return {}
+    read.restype = MallInfo
+    found = read()
+    return {"allocated, MB": (found.field4 + found.field7) / 1e6}  # mapped alone, in arenas
 
 
 def slope(name: str, hours: np.ndarray, values: np.ndarray) -> Row:

@@ -319,7 +319,7 @@ class Batch:
     # ---- decode
 
     def start_block(self, weights: Weights) -> None:
-        """Dispatch one decode block of whoever is ready; finish_block() waits for it."""
+        """Dispatch one decode block of whoever is ready."""
         steps = self.engine.block
         rows, reserve = self._with_pages(steps)
         self._block = None
@@ -353,11 +353,14 @@ class Batch:
             ),
         )
 
-    def finish_block(self) -> list[tuple[Sequence_, Output]]:
-        """Wait for the block; the sequences that ended, their places free again."""
-        if self._block is None:
+    def wait_for_block(self) -> Block | None:
+        """What the block drew, on the host; the batch stays as it is. None: none was started."""
+        return None if self._block is None else Block(*jax.device_get(tuple(self._block)))
+
+    def finish_block(self, block: Block | None) -> list[tuple[Sequence_, Output]]:
+        """Take what was drawn; the sequences that ended, their places free again."""
+        if block is None:
             return []
-        block = Block(*jax.device_get(tuple(self._block)))
         self._block = None
         rows = block.tokens.shape[0]
         spans = self.slots.take(

@@ -6,7 +6,8 @@
                                           host work while the next block runs
 
 What happens on the device, and to whom, is decided in sampler/batch.py; this file is the thread,
-the futures, and the moment of the swap. Only the sampler's thread touches the batch.
+the futures, and the moment of the swap. Only the sampler's thread changes the batch, and while it
+waits for a block nothing of it changes: then any thread may read it (`progress`).
 """
 
 import asyncio
@@ -44,7 +45,9 @@ from jaxrl_async.types import Completion, IntArray, Partial, Request, StopReason
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
-"""Longest wait of `progress` for the end of a block, seconds."""
+"""Longest wait of `progress` for a moment when the batch does not change, seconds."""
+LEAST_WAIT_S = 0.1
+"""How often `progress` looks whether the sampler was given up meanwhile, seconds."""
 LOOK_S = 0.002
 """How often a replay looks whether what was recorded has come, seconds."""
 CLOSE_S = 60.0
@@ -153,6 +156,7 @@ class Sampler:
         self._arrived: VersionedParams | None = None  # polled, not taken yet (in a replay)
         self._staged: VersionedParams | None = None  # waits until running sequences are done
         self._wake, self._lock = threading.Event(), threading.Lock()
+        self._changing = threading.Lock()  # held while the batch, or what it finished, changes
         self._closed = False
         self.error: BaseException | None = None
         self._finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
@@ -255,11 +259,19 @@ class Sampler:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """All requests under way that have drawn something (ports.SavesProgress), without KV;
-        blocks until between two blocks. What is done by then is in its future already. Raises
-        TimeoutError where no block ends for PROGRESS_S."""
-        found: tuple[Partial, ...] = self._on_thread(self._progress, PROGRESS_S)
-        return found
+        """All requests under way that have drawn something (ports.SavesProgress), without KV, as
+        the last block left them; does not wait for the one that runs. What is done by then is in
+        its future already. Raises TimeoutError where the batch changes for PROGRESS_S."""
+        until = time.monotonic() + PROGRESS_S
+        while time.monotonic() < until:
+            if self._closed:
+                raise self.error or Closed("the sampler is closed")
+            if self._changing.acquire(timeout=LEAST_WAIT_S):
+                try:
+                    return self._progress()
+                finally:
+                    self._changing.release()
+        raise TimeoutError(f"{self._name} did not come to a block for {PROGRESS_S:.0f} s")
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """A request under way as data, between two blocks; blocks until then.
@@ -330,7 +342,7 @@ class Sampler:
             )
         return saved
 
-    def _on_thread(self, command: Callable[[], Any], timeout_s: float | None = None) -> Any:
+    def _on_thread(self, command: Callable[[], Any]) -> Any:
         """Run something on the sampler's thread between two blocks, and wait for its result."""
         future: Future[Any] = Future()
         self.start()
@@ -339,7 +351,7 @@ class Sampler:
                 raise self.error or Closed("the sampler is closed")
             self._commands.append((command, future))
         self._wake.set()
-        return future.result(timeout_s)
+        return future.result()
 
     def _max_new(self, request: Request) -> int:
         """Tokens to draw at most: the request's wish within what the slot can hold. Raises
@@ -397,29 +409,33 @@ class Sampler:
             self._wake.wait(self._idle_s)
             self._wake.clear()
         woken = self._clock()
-        if not self._take_in(wait=idle):
+        with self._changing:
+            came = self._take_in(wait=idle)
+        if not came:
             self._wake.wait(LOOK_S)
             self._wake.clear()
             return
-        ended: list[tuple[Sequence_, Output]] = []
         if batch.placed or batch.queue:
             self._rounds += 1
             with self._turns:
-                if self._staged is None:
-                    batch.admit()
-                self._mark_started()
-                batch.prefill(self._prepared)
-                batch.start_block(self._prepared)
+                with self._changing:
+                    if self._staged is None:
+                        batch.admit()
+                    self._mark_started()
+                    batch.prefill(self._prepared)
+                    batch.start_block(self._prepared)
+                    self._hand_out()
+                block = batch.wait_for_block()
+                with self._changing:
+                    self._finished += batch.finish_block(block)
+        with self._changing:
+            self._mark_drawn()
+            if not batch.placed:  # no block will run: nothing to overlap with
                 self._hand_out()
-                ended = batch.finish_block()
-        self._mark_drawn()
-        self._finished += ended
-        if not batch.placed:  # no block will run: nothing to overlap with
-            self._hand_out()
-        self._count(
-            idle_s=woken - start if idle else 0.0,
-            busy_s=self._clock() - (woken if idle else start),
-        )
+            self._count(
+                idle_s=woken - start if idle else 0.0,
+                busy_s=self._clock() - (woken if idle else start),
+            )
 
     def _run_commands(self) -> None:
         with self._lock:
@@ -539,9 +555,13 @@ class Sampler:
     def _progress(self) -> tuple[Partial, ...]:
         self._hand_out()
         batch = self._batch
-        with self._turns:
+        with self._lock:
+            queued = list(self._incoming)
+        placed = []
+        if batch is not None:
             placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
-        waiting = [s.partial for s in batch.queue if s.partial is not None]
+            queued += batch.queue
+        waiting = [s.partial for s in queued if s.partial is not None]
         return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
 
     def _find(self, request_id: str) -> Sequence_ | None:

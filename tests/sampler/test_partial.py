@@ -5,13 +5,14 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny import make_sampler, request
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.sampler.partial import load_partial, save_partial
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
 
@@ -69,6 +70,52 @@ def test_kv_of_other_weights_is_not_used(whole) -> None:
     assert second.stats().prefill_tokens - before == 20 + len(partial.token_ids)
     assert set(done.versions[len(partial.token_ids) :].tolist()) == {7}
     second.close()
+
+
+def held(batch, name: str, *, calls: int) -> tuple[threading.Event, threading.Event]:
+    """A method of a batch waits in its call of that number; when it does, and when it may go on."""
+    entered, go_on, real = threading.Event(), threading.Event(), getattr(batch, name)
+    left = iter(range(calls))
+
+    def waits(*args):
+        if next(left, None) == calls - 1:
+            entered.set()
+            go_on.wait(60)
+        return real(*args)
+
+    setattr(batch, name, waits)
+    return entered, go_on
+
+
+def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> None:
+    sampler = make_sampler(slots=1, block=4)
+    sampler.generate([request(0)])
+    entered, go_on = held(sampler._batch, "wait_for_block", calls=3)
+    running, waiting = sampler.start_many([WISH, replace(WISH, request_id="waits")])
+    assert entered.wait(60)
+    (partial,) = sampler.progress()
+    assert partial.token_ids.tolist() == whole.token_ids[:8].tolist()
+    late = replace(partial, request=replace(WISH, request_id="late"))
+    sampler.start_many([late])
+    told = {p.request.request_id: len(p.token_ids) for p in sampler.progress()}
+    assert told == {WISH.request_id: 8, "late": 8}, "also what was not taken in yet"
+    assert not running.done() and not waiting.done()
+    go_on.set()
+    assert running.result(60).token_ids.tolist() == whole.token_ids.tolist()
+    sampler.close()
+
+
+def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
+    sampler = make_sampler()
+    sampler.generate([request(0)])
+    entered, go_on = held(sampler._batch, "admit", calls=1)
+    sampler.start_many([WISH])
+    assert entered.wait(60)
+    threading.Timer(0.3, sampler.abandon).start()
+    with pytest.raises(Closed):
+        sampler.progress()
+    go_on.set()
+    sampler.close()
 
 
 @pytest.mark.slow

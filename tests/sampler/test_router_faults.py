@@ -342,14 +342,14 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
     expected = router.generate(wishes)
     old = router.samplers[0]
     batch, entered, wake = old._batch, threading.Event(), threading.Event()
-    finish = batch.finish_block
+    wait_for_block = batch.wait_for_block
 
     def stuck():
         entered.set()
         wake.wait(60)
-        return finish()
+        return wait_for_block()
 
-    batch.finish_block = stuck
+    batch.wait_for_block = stuck
 
     def pass_time():
         entered.wait(60)
