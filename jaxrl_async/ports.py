@@ -41,7 +41,8 @@ class SavesProgress(Protocol):
     seed: int  # Partials of another seed are refused
 
     def progress(self) -> tuple[Partial, ...]:
-        """All requests under way that have drawn something; blocks until between two blocks."""
+        """All requests under way that have drawn something, from any thread. What is done by then
+        is in its future already."""
         ...
 
 

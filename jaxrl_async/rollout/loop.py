@@ -175,7 +175,7 @@ class RolloutLoop:
             self._loop = None
 
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
-        """All groups under way as data, from any other thread; blocks until between two blocks.
+        """All groups under way as data, from any other thread.
 
         The sampler is asked first: what it ends meanwhile is found in the episodes. Raises
         RolloutError after timeout_s.

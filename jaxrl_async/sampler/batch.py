@@ -1,4 +1,4 @@
-"""The sequences that a sampler has on its device, from admission to their last token. One thread.
+"""The sequences that a sampler has on its device, from admission to their last token.
 
     queue ──admit──> places and pages ──prefill, in chunks──> ready ──┬─> rows [ decode block ]
       ^               (groups share one prefill and its pages)        └─> reserve: takes rows over
@@ -90,7 +90,7 @@ class BatchStats:
 
 
 class Batch:
-    """Owned by the sampler's thread."""
+    """Changed by the sampler's thread alone."""
 
     def __init__(
         self,

@@ -195,11 +195,18 @@ class Router:
         return int(self._seats[0].sampler.seed)
 
     def progress(self) -> tuple[Partial, ...]:
-        """As Sampler.progress, of all samplers at work, and of what waits for one."""
+        """As Sampler.progress, of all samplers at work, and of what waits for one; of one that has
+        just died, what its requests had drawn when it was given them."""
         with self._lock:
             at_work = [seat.sampler for seat in self._seats if seat.out_at is None]
-            waiting = [job.begun for job in self._waiting if job.begun is not None]
-        return (*(p for sampler in at_work for p in sampler.progress()), *waiting)
+            jobs = [*self._waiting, *(job for seat in self._seats for job in seat.jobs)]
+        known = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
+        for sampler in at_work:
+            try:
+                known |= {p.request.request_id: p for p in sampler.progress()}
+            except Exception as error:
+                log.warning("a sampler does not say what it has drawn: %s", error)
+        return tuple(known.values())
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """As Sampler.save, wherever the request is. Raises RolloutError where it is nowhere."""

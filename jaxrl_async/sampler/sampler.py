@@ -264,13 +264,18 @@ class Sampler:
         its future already. Raises TimeoutError where the batch changes for PROGRESS_S."""
         until = time.monotonic() + PROGRESS_S
         while time.monotonic() < until:
-            if self._closed:
+            if self._closed:  # also where a thread that hangs never lets go
                 raise self.error or Closed("the sampler is closed")
-            if self._changing.acquire(timeout=LEAST_WAIT_S):
-                try:
+            if not self._changing.acquire(timeout=LEAST_WAIT_S):
+                continue
+            try:
+                if self._closed:
+                    raise self.error or Closed("the sampler is closed")
+                if not self._finished:  # else handed out soon, at a moment that a replay has, too
                     return self._progress()
-                finally:
-                    self._changing.release()
+            finally:
+                self._changing.release()
+            time.sleep(LOOK_S)
         raise TimeoutError(f"{self._name} did not come to a block for {PROGRESS_S:.0f} s")
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
@@ -411,6 +416,8 @@ class Sampler:
         woken = self._clock()
         with self._changing:
             came = self._take_in(wait=idle)
+            if not came:
+                self._hand_out()
         if not came:
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -553,7 +560,6 @@ class Sampler:
         return partial
 
     def _progress(self) -> tuple[Partial, ...]:
-        self._hand_out()
         batch = self._batch
         with self._lock:
             queued = list(self._incoming)
@@ -561,7 +567,8 @@ class Sampler:
         if batch is not None:
             placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
             queued += batch.queue
-        waiting = [s.partial for s in queued if s.partial is not None]
+        known = [s.partial for s in queued if s.partial is not None]
+        waiting = [replace(p, kv=None, kv_version=None) for p in known]
         return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
 
     def _find(self, request_id: str) -> Sequence_ | None:
@@ -667,11 +674,14 @@ class Sampler:
             sequences, self._incoming = self._incoming, []
             commands, self._commands = self._commands, []
         batch = self._batch
+        held = self._changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it
         if batch is not None:
             sequences = [*sequences, *batch.queue, *batch.placed.values()]
             sequences += [s for s, _ in self._finished]
             batch.queue.clear()
             batch.placed.clear()
+        if held:
+            self._changing.release()
         _resolve([(s.owner, error) for s in sequences])
         for _, future in commands:
             future.set_exception(error)

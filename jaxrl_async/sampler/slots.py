@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 
 class Slots:
-    """Lengths, page tables and drawn tokens. Owned by the sampler's thread."""
+    """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
 
     def __init__(
         self, places: int, *, max_length: int, max_new: int, page_tokens: int, no_page: int

@@ -72,13 +72,12 @@ def test_kv_of_other_weights_is_not_used(whole) -> None:
     second.close()
 
 
-def held(batch, name: str, *, calls: int) -> tuple[threading.Event, threading.Event]:
-    """A method of a batch waits in its call of that number; when it does, and when it may go on."""
+def held(batch, name: str, when=lambda: True) -> tuple[threading.Event, threading.Event]:
+    """A method of a batch waits in its first such call; when it does, and when it may go on."""
     entered, go_on, real = threading.Event(), threading.Event(), getattr(batch, name)
-    left = iter(range(calls))
 
     def waits(*args):
-        if next(left, None) == calls - 1:
+        if not entered.is_set() and when():
             entered.set()
             go_on.wait(60)
         return real(*args)
@@ -90,7 +89,8 @@ def held(batch, name: str, *, calls: int) -> tuple[threading.Event, threading.Ev
 def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> None:
     sampler = make_sampler(slots=1, block=4)
     sampler.generate([request(0)])
-    entered, go_on = held(sampler._batch, "wait_for_block", calls=3)
+    drawn = sampler._batch.slots.drawn
+    entered, go_on = held(sampler._batch, "wait_for_block", lambda: drawn.max() == 8)
     running, waiting = sampler.start_many([WISH, replace(WISH, request_id="waits")])
     assert entered.wait(60)
     (partial,) = sampler.progress()
@@ -108,13 +108,56 @@ def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> No
 def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])
-    entered, go_on = held(sampler._batch, "admit", calls=1)
+    entered, go_on = held(sampler._batch, "admit")
     sampler.start_many([WISH])
     assert entered.wait(60)
     threading.Timer(0.3, sampler.abandon).start()
     with pytest.raises(Closed):
         sampler.progress()
     go_on.set()
+    sampler.close()
+
+
+def test_progress_of_a_sampler_that_dies_meanwhile_is_its_error() -> None:
+    sampler = make_sampler(block=4)
+    sampler.generate([request(0)])
+    batch, started = sampler._batch, threading.Event()
+    start_block = batch.start_block
+
+    def dies(weights):
+        if batch.slots.drawn.max() < 8:
+            return start_block(weights)
+        started.set()
+        time.sleep(0.3)  # progress waits by then
+        raise RuntimeError("injected")
+
+    batch.start_block = dies
+    (lost,) = sampler.start_many([WISH])
+    assert started.wait(60)
+    with pytest.raises(RuntimeError, match="injected"):
+        sampler.progress()
+    with pytest.raises(RuntimeError, match="injected"):
+        lost.result(60)
+    sampler.close()
+
+
+def test_progress_leaves_it_to_the_sampler_to_hand_out() -> None:
+    """At the moment that is recorded, before which nothing can follow from what was drawn."""
+    sampler = make_sampler(block=4)
+    sampler.generate([request(0)])
+    entered, go_on = held(sampler._batch, "admit", lambda: bool(sampler._finished))
+    short = replace(WISH, request_id="short", max_new_tokens=4)
+    ends, goes_on = sampler.start_many([short, WISH])
+    assert entered.wait(60)
+    found: list[tuple[Partial, ...]] = []
+    asks = threading.Thread(target=lambda: found.append(sampler.progress()))
+    asks.start()
+    asks.join(0.3)
+    assert asks.is_alive() and not ends.done()
+    go_on.set()
+    asks.join(60)
+    assert ends.done() and [p.request.request_id for p in found[0]] == [WISH.request_id]
+    assert len(goes_on.result(60).token_ids) == 30
     sampler.close()
 
 

@@ -4,6 +4,7 @@ goes on. Scripted samplers for the order of events, real ones for the tokens."""
 import asyncio
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ from jaxrl_async.sampler.sampler import Sampler, SamplerStats
 from jaxrl_async.sampler.supervise import Limits
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_completion
+from jaxrl_async.types import Partial
 from jaxrl_async.weights.channel import WeightChannel
 
 LIMITS = Limits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_row=2)
@@ -129,6 +131,35 @@ def test_requests_of_a_dead_sampler_go_to_another_and_it_comes_back_after_the_ba
     assert {k: n for k, n in faults.read().items() if n} == {
         "sampler_deaths": 1, "sampler_restarts": 1, "redone_requests": 2
     }  # fmt: skip
+
+
+def begun(number, drawn):
+    """A request under way that has drawn so much."""
+    zeros = np.zeros(drawn, np.int32)
+    wish = request(number, request_id=f"g{number}/m0")
+    return Partial(
+        request=wish, token_ids=zeros, logprobs=zeros.astype(np.float32), versions=zeros, seed=0
+    )
+
+
+def test_a_dying_sampler_takes_nothing_from_the_progress_of_the_others():
+    router, _, _ = still(2)
+    loop = asyncio.new_event_loop()
+
+    async def submit():
+        return [f for i in (1, 2) for f in router.submit_many([begun(i, 1)])]
+
+    futures = loop.run_until_complete(submit())
+    held = [s.held[0][0].request.request_id for s in router.samplers]
+    dying, well = router.samplers
+    dying.progress = lambda: dying.start_many([])
+    dying.error = Closed("it has just died")
+    well.progress = lambda: (replace(well.held[0][0], token_ids=np.zeros(5, np.int32)),)
+    told = {p.request.request_id: len(p.token_ids) for p in router.progress()}
+    assert told == {held[0]: 1, held[1]: 5}, "what is known of the one, what the other says"
+    well.fail(dying.error)
+    dying.fail(dying.error)
+    settled(loop, futures)
 
 
 def test_requests_of_the_only_sampler_wait_for_its_successor():
