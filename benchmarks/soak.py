@@ -42,10 +42,10 @@ READINGS = 900
 PARTS = 20
 T_95 = 2.101
 """Student's t, 95 %, for PARTS - 2 degrees of freedom."""
-COMPILED: list[float] = []
-"""Seconds of each compilation: prompts of a new length, or new numbers of them at once, need one,
-and its program stays in memory. Only so many shapes exist, and prompts here are all of one length,
-so that the last of them comes early."""
+COMPILED: list[str] = []
+"""What was compiled: prompts of a new length, or new numbers of them at once, need one more
+program, and it stays in memory. Only so many shapes exist, and prompts here are all of one length,
+so that the last of them comes early; those that came late are named at the end."""
 MEAN_S = 60.0
 """Mean time between two strikes of one fault, beside SOONEST_S."""
 SOONEST_S = 5.0
@@ -107,13 +107,15 @@ def main() -> None:
     print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
     told = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
     print(told, file=sys.stderr)
+    early = int(watch.late[0][1]["programs compiled"])
+    print(f"# compiled late: {', '.join(COMPILED[early:]) or 'nothing'}", file=sys.stderr)
     report("soak", watch.rows(), args)
 
 
-def count_compiled(event: str, duration_secs: float, **_: str | int) -> None:
+def count_compiled(event: str, duration_secs: float, **about: str | int) -> None:
     """Told of everything that JAX times."""
     if "backend_compile" in event:
-        COMPILED.append(duration_secs)
+        COMPILED.append(str(about.get("fun_name", "?")))
 
 
 def configuration(folder: str) -> Config:
@@ -150,9 +152,15 @@ class Watch(threading.Thread):
 
     def rows(self) -> list[Row]:
         """One line for each resource, of the last two thirds."""
-        late = [(t, r) for t, r in self.readings if t > self._seconds / 3]
-        at = np.array([t for t, _ in late]) / 3600
-        return [slope(name, at, np.array([r[name] for _, r in late])) for name in late[0][1]]
+        at = np.array([t for t, _ in self.late]) / 3600
+        return [
+            slope(name, at, np.array([r[name] for _, r in self.late])) for name in self.late[0][1]
+        ]
+
+    @property
+    def late(self) -> list[tuple[float, dict[str, float]]]:
+        """The readings that count."""
+        return [(t, r) for t, r in self.readings if t > self._seconds / 3]
 
 
 def resources() -> dict[str, float]:

@@ -8,6 +8,7 @@ what was torn or changed later is not read.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -118,6 +119,7 @@ class Checkpoints:
         except Exception:
             self._forget(step)
             raise
+        give_back_memory()
         if jax.process_index():  # the first process does it for all
             return
         folder = self.directory / str(step)
@@ -257,6 +259,15 @@ def check_files(folder: Path) -> None:
             raise OSError(f"{folder / name} is missing")
         if wanted.get(name) != found[name]:
             raise OSError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def give_back_memory() -> None:
+    """To the system, what malloc keeps of memory that was freed: the copies that make a checkpoint
+    leave it scattered over the threads' arenas, and a long run would seem to grow. Does nothing
+    where malloc is not glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _digest(path: Path) -> str:

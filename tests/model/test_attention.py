@@ -108,6 +108,7 @@ def test_splash_and_its_gradient_equal_the_reference(sizes):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_splash_in_bfloat16_is_as_close_to_float32_as_the_reference_in_bfloat16():
     inputs = packed(T=100)
     exact = outputs_and_gradients(reference, *inputs)[0]
@@ -159,7 +160,9 @@ def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["layer", "attention"])
+@pytest.mark.parametrize(
+    "remat", ["attention", pytest.param("layer", marks=pytest.mark.exhaustive)]
+)
 def test_the_training_loss_has_the_same_gradient_with_splash(remat):
     sizes = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
     spec = ModelSpec.from_architecture(sizes, 24)

@@ -50,6 +50,14 @@ FAMILIES = {
     ),
 }
 
+OFTEN = {"llama3", "qwen3", "qwen3-moe"}
+DECODED = pytest.mark.parametrize(
+    "checkpoint",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.exhaustive) for n in sorted(FAMILIES)],
+    indirect=True,
+)
+"""For the tests that compile much: some families each time, all in the exhaustive part."""
+
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
@@ -84,6 +92,7 @@ def test_logits_agree_with_transformers(checkpoint) -> None:
     np.testing.assert_allclose(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
+@DECODED
 def test_prefill_and_decode_agree_with_transformers(checkpoint) -> None:
     """Prompts prefilled in chunks of five tokens over small pages, then decoded."""
     model, folder = checkpoint
@@ -128,6 +137,7 @@ def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoi
     assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(split.params))
 
 
+@DECODED
 def test_greedy_decoding_agrees_token_for_token(checkpoint) -> None:
     model, folder = checkpoint
     prompts = [tokens()[0, :12], tokens()[1, :7]]

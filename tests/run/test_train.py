@@ -97,6 +97,7 @@ def test_training_2_steps_and_resuming_to_4_equals_training_4(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_devices_agree_with_one_on_the_losses_of_the_first_steps(
     synchronous: tuple, tmp_path: Path
 ) -> None:
@@ -332,6 +333,7 @@ def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sampler_with_weights_of_eight_bits_and_what_the_rounding_does(tmp_path: Path) -> None:
     """Checksums and the probe hold with them, too; the mismatch is measured, and small."""
     wishes = ("run.steps=3", "staleness.max_staleness=0", "eval.every=0", "checkpoint.every=0")

@@ -25,12 +25,14 @@ def wanted() -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
-        pytest.param(
-            {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
-            marks=[pytest.mark.slow, pytest.mark.exhaustive],
-        ),
         {"reserve": 1.0, "block": 16},
+        *(
+            pytest.param(settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for settings in (
+                {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
+                {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
+            )
+        ),
     ],
 )
 def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
@@ -66,6 +68,7 @@ def test_ragged_kv_can_be_saved_and_swapped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_ragged_sampler_over_two_devices() -> None:
     section = SECTION.model_copy(update={"attention": "ragged"})
     mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=2))).sampler

@@ -91,7 +91,12 @@ def test_every_mesh_draws_what_one_device_does(name, axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes"), [("dense", {"tensor": 2}), ("experts", {"expert": 2, "tensor": 2})], ids=str
+    ("name", "axes"),
+    [
+        ("dense", {"tensor": 2}),
+        pytest.param("experts", {"expert": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 def test_weights_of_eight_bits_are_divided_with_their_scales(name, axes):
     assert_same(drawn(name, "int8", **axes), alone(name, "int8"))

@@ -120,6 +120,7 @@ def test_the_crowd_was_preempted_swapped_and_restarted(crowded) -> None:
     assert sum(s.prefix_hit_tokens for s in stats.values()) > 0
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(numbers=st.lists(st.integers(0, 60), min_size=1, max_size=12))
 def test_log_probs_are_those_of_a_full_forward_pass(numbers) -> None:

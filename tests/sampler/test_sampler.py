@@ -202,6 +202,7 @@ def test_closing_wakes_who_still_waits() -> None:
         sampler.generate([request(1)])
 
 
+@pytest.mark.exhaustive
 def test_a_sampler_sharded_over_four_devices_draws_the_same_tokens(sampler: Sampler) -> None:
     mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=4))).sampler
     sharded = Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh)
