@@ -1,14 +1,15 @@
 """A long run with faults at random: do memory, threads, files and device buffers stay flat?
 
-    python benchmarks/soak.py [--minutes 30] [--seed 0]
+    python benchmarks/soak.py [--minutes 45] [--seed 0]
 
 The main job on the embedded addition task with a tiny decoder and two samplers, in this process,
 with evaluations and checkpoints, while faults strike about every twenty seconds: a sampler dies, a
 completion is not finite, a scorer fails, scores of the wrong number, a transfer that cannot be
 started or arrives torn. (What hangs is left out: a thread that hangs is left behind, with what it
 holds.) Each resource is read nine hundred times; its slope is that of a line through the means of
-twenty equal parts of the last two thirds, with a 95 % interval (Student's t). `flat` says whether
-the interval holds 0, or what the slope adds in an hour is below a hundredth of the level.
+twenty equal parts of the last two thirds, half an hour, with a 95 % interval (Student's t). `flat`
+says whether the interval holds 0, or what the slope adds in an hour is below a hundredth of the
+level.
 """
 
 import argparse
@@ -84,7 +85,7 @@ FAULTS = {
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--quick", action="store_true", help="smoke test: twenty seconds")
-    words.add_argument("--minutes", type=float, default=30.0)
+    words.add_argument("--minutes", type=float, default=45.0)
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
@@ -107,8 +108,8 @@ def main() -> None:
     print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
     told = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
     print(told, file=sys.stderr)
-    early = int(watch.late[0][1]["programs compiled"])
-    print(f"# compiled late: {', '.join(COMPILED[early:]) or 'nothing'}", file=sys.stderr)
+    first, last = (int(watch.late[i][1]["programs compiled"]) for i in (0, -1))
+    print(f"# compiled late: {', '.join(COMPILED[first:last]) or 'nothing'}", file=sys.stderr)
     report("soak", watch.rows(), args)
 
 
