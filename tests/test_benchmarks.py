@@ -12,17 +12,12 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
-        "weight_transfer",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in (
-                "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint", "chaos",
-                "faults", "soak", "simulate",
-            )
-        ),
+        "weight_transfer", "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint",
+        "chaos", "faults", "soak", "simulate",
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):

@@ -50,7 +50,7 @@ FAMILIES = {
     ),
 }
 
-OFTEN = {"llama3", "qwen3", "qwen3-moe"}
+OFTEN = {"llama3", "qwen3-moe"}
 DECODED = pytest.mark.parametrize(
     "checkpoint",
     [n if n in OFTEN else pytest.param(n, marks=pytest.mark.exhaustive) for n in sorted(FAMILIES)],

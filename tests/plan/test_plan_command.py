@@ -94,6 +94,7 @@ def test_another_program_is_not_taken_from_the_cache_and_what_does_not_fit_is_sa
     assert not {"learning", "decode", "simulated", "splits"} & set(found)
 
 
+@pytest.mark.exhaustive
 def test_weights_too_large_for_a_sampler_do_not_fit_and_that_is_kept(tmp_path, cache):
     """23 GiB on a chip of 16: every program that takes them is refused."""
     large = ("model.architecture.width=2048", "model.architecture.mlp=1000000")

@@ -1,11 +1,14 @@
 """Checkpoints survive donation, other meshes, torn files; and say so when they cannot."""
 
+import ctypes
 import gc
 import logging
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +28,7 @@ from jaxrl_async.run.checkpoint import (
     Checkpoints,
     Saved,
     check_resumed,
+    give_back_memory,
     mismatch,
 )
 
@@ -308,3 +312,29 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
         saved = checkpoints.restore(3, state)
     assert [x.sharding.memory_kind for x in jax.tree.leaves(saved.state)] == kinds
     same(saved.state, make_state(3))
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
+def test_memory_that_malloc_keeps_is_given_back() -> None:
+    libc, size = ctypes.CDLL(None), 64 * 1024  # too small to be mapped alone
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(size) for _ in range(3200)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    kept = blocks.pop()  # at the end: what lies before it cannot go back by itself
+    for block in blocks:
+        libc.free(block)
+    before = resident_mb()
+    give_back_memory()
+    assert resident_mb() < before - 100
+    libc.free(kept)
+
+
+def test_another_malloc_is_left_alone(monkeypatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    give_back_memory()

@@ -234,6 +234,7 @@ def test_the_samplers_devices_are_not_asked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sharded_trainer_learns_the_same(runs: Path) -> None:
     assert jax.device_count() == 8
     job = ["run.job=sft", "run.steps=1", "eval.every=0"]

@@ -24,7 +24,7 @@ RECIPES = (
     "opd",
     "self_distill",
 )
-OFTEN = ("ppo_critic", "self_distill")
+OFTEN = ("self_distill",)
 SMALL = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition={digits: 1, eval_size: 16}",

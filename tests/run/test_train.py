@@ -128,6 +128,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) -> None:
     metrics, _ = run(
         paced,

@@ -102,6 +102,7 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
     assert [c.token_ids.tolist() for c in done] == wanted[:4]
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_products_are_close_and_told_apart_by_their_log_probs() -> None:
     wishes = [request(i, request_id=f"b{i}", sampling=SamplingParams()) for i in range(4)]
     sampler = make_sampler(matmul="bfloat16")

@@ -138,10 +138,8 @@ def test_packing_does_not_change_the_update(params):
     assert_close(first.params, second.params, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [{"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_a_sharded_step_equals_one_device(params, axes):
     """Three steps: the losses within 1e-5, and the weights too.
 
