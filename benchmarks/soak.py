@@ -153,10 +153,9 @@ class Watch(threading.Thread):
 
     def rows(self) -> list[Row]:
         """One line for each resource, of the last two thirds."""
-        at = np.array([t for t, _ in self.late]) / 3600
-        return [
-            slope(name, at, np.array([r[name] for _, r in self.late])) for name in self.late[0][1]
-        ]
+        late = self.late
+        at = np.array([t for t, _ in late]) / 3600
+        return [slope(name, at, np.array([r[name] for _, r in late])) for name in late[0][1]]
 
     @property
     def late(self) -> list[tuple[float, dict[str, float]]]:

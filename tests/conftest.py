@@ -3,11 +3,13 @@
 import atexit
 import gc
 import os
+import resource
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,3 +49,13 @@ def compiled_programs_end_with_their_module() -> Iterator[None]:
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def resident_mib() -> Callable[[], float]:
+    """Reads this process's resident memory, MiB."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc to see memory")
+    page = resource.getpagesize() / 2**20
+    return lambda: int(statm.read_text(encoding="ascii").split()[1]) * page

@@ -264,17 +264,15 @@ class Sampler:
         its future already. Raises TimeoutError where the batch changes for PROGRESS_S."""
         until = time.monotonic() + PROGRESS_S
         while time.monotonic() < until:
-            if self._closed:  # also where a thread that hangs never lets go
-                raise self.error or Closed("the sampler is closed")
-            if not self._changing.acquire(timeout=LEAST_WAIT_S):
-                continue
+            held = self._changing.acquire(timeout=LEAST_WAIT_S)
             try:
-                if self._closed:
+                if self._closed:  # also where a thread that hangs never lets go
                     raise self.error or Closed("the sampler is closed")
-                if not self._finished:  # else handed out soon, at a moment that a replay has, too
+                if held and not self._finished:  # else handed out soon, when a replay does it, too
                     return self._progress()
             finally:
-                self._changing.release()
+                if held:
+                    self._changing.release()
             time.sleep(LOOK_S)
         raise TimeoutError(f"{self._name} did not come to a block for {PROGRESS_S:.0f} s")
 
@@ -416,8 +414,6 @@ class Sampler:
         woken = self._clock()
         with self._changing:
             came = self._take_in(wait=idle)
-            if not came:
-                self._hand_out()
         if not came:
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -466,6 +462,7 @@ class Sampler:
         if isinstance(due, NotYet) or (due is not None and not self._has_come(due)):
             self._run_commands()
             self._take_weights(None)  # recorded when they were staged
+            self._hand_out()  # no block may run for long, and `progress` waits for this
             return False
         with self._lock:
             incoming, self._incoming = self._incoming, []

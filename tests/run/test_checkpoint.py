@@ -3,12 +3,10 @@
 import ctypes
 import gc
 import logging
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -314,13 +312,8 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
     same(saved.state, make_state(3))
 
 
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
-def test_memory_that_malloc_keeps_is_given_back() -> None:
+def test_memory_that_malloc_keeps_is_given_back(resident_mib) -> None:
     libc, size = ctypes.CDLL(None), 64 * 1024  # too small to be mapped alone
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     blocks = [libc.malloc(size) for _ in range(3200)]
@@ -329,9 +322,9 @@ def test_memory_that_malloc_keeps_is_given_back() -> None:
     kept = blocks.pop()  # at the end: what lies before it cannot go back by itself
     for block in blocks:
         libc.free(block)
-    before = resident_mb()
+    before = resident_mib()
     give_back_memory()
-    assert resident_mb() < before - 100
+    assert resident_mib() < before - 100
     libc.free(kept)
 
 

@@ -1,9 +1,7 @@
 """Ten thousand requests leave no page, slot, thread or host memory behind."""
 
 import gc
-import resource
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +10,7 @@ from tiny import make_sampler, request
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see memory")
-def test_ten_thousand_requests_leave_nothing_behind() -> None:
+def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
     threads = threading.active_count()
     sampler = make_sampler(slots=64, block=8, max_new_tokens=8, max_length=48, prefill_chunk=512)
     prompts = [request(i).token_ids for i in range(500)]
