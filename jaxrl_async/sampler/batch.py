@@ -357,8 +357,8 @@ class Batch:
         """What the block drew, on the host; the batch stays as it is. None: none was started."""
         return None if self._block is None else Block(*jax.device_get(tuple(self._block)))
 
-    def finish_block(self, block: Block | None) -> list[tuple[Sequence_, Output]]:
-        """Take what was drawn; the sequences that ended, their places free again."""
+    def finish_block(self, block: Block | None) -> list[Sequence_]:
+        """Take what was drawn; the sequences that ended, each to be taken out with `end`."""
         if block is None:
             return []
         self._block = None
@@ -383,9 +383,9 @@ class Batch:
             waiting_used_slot_steps=used * waiting,
         )
         ended = [self.placed[int(place)] for place in block.owners[block.ends]]
-        return [(s, self._end(s)) for s in sorted(ended, key=lambda s: s.order)]
+        return sorted(ended, key=lambda s: s.order)
 
-    def _end(self, sequence: Sequence_) -> Output:
+    def end(self, sequence: Sequence_) -> Output:
         """Take out what was drawn; keep the KV for later turns, free the rest."""
         output = self.output(sequence)
         assert sequence.place is not None

@@ -430,7 +430,8 @@ class Sampler:
                     self._hand_out()
                 block = batch.wait_for_block()
                 with self._changing:
-                    self._finished += batch.finish_block(block)
+                    for sequence in batch.finish_block(block):
+                        self._finished.append((sequence, batch.end(sequence)))
         with self._changing:
             self._mark_drawn()
             if not batch.placed:  # no block will run: nothing to overlap with

@@ -4,6 +4,7 @@ own."""
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,27 @@ def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> 
     with pytest.raises(WeightsError, match="probe"):
         sampler.generate([request(1, max_new_tokens=30)])
     assert isinstance(sampler.error, WeightsError)
+    sampler.close()
+
+
+def test_a_sampler_that_fails_between_two_ends_of_one_block_leaves_no_request_open() -> None:
+    sampler = Sampler((SPEC, PARAMS), section=SECTION)
+    wishes = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
+    sampler.generate(wishes[:1])
+    batch, ended = sampler._batch, []
+    end = batch.end
+
+    def fails_on_the_second(sequence):
+        ended.append(sequence)
+        if len(ended) == 2:
+            raise RuntimeError("injected")
+        return end(sequence)
+
+    batch.end = fails_on_the_second
+    futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in wishes])
+    for future in futures:
+        with pytest.raises(RuntimeError, match="injected"):
+            future.result(timeout=60)
     sampler.close()
 
 
