@@ -8,7 +8,6 @@ what was torn or changed later is not read.
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import json
@@ -32,6 +31,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.run.folder import inside
+from jaxrl_async.run.memory import give_back_memory, mend_orbax
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
@@ -59,6 +59,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
         """verify: compare checksums before a checkpoint is read."""
+        mend_orbax()
         self.directory, self._verify = directory.absolute(), verify
         self._orbax = v1.training.Checkpointer(
             self.directory,
@@ -261,15 +262,6 @@ def check_files(folder: Path) -> None:
             raise OSError(f"{folder / name} is not what was written: its checksum differs")
 
 
-def give_back_memory() -> None:
-    """To the system, what malloc keeps of memory that was freed: the copies that make a checkpoint
-    leave it scattered over the threads' arenas, and a long run would seem to grow. Does nothing
-    where malloc is not glibc's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -355,8 +347,17 @@ def _hush_late_reads() -> None:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Kind and first line of the error that all others came from."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
+    """Kind and first line of the error that all others came from.
+
+    They may come from one another in a circle: orbax tells the error of a save again when it is
+    closed. There it is the last one that is not of this module's making.
+    """
+    chain = [error]
+    while (below := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        if below in chain:
+            chain = [e for e in chain if not isinstance(e, CheckpointError)] or chain
+            break
+        chain.append(below)
+    error = chain[-1]
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,6 +1,5 @@
 """Checkpoints survive donation, other meshes, torn files; and say so when they cannot."""
 
-import ctypes
 import gc
 import logging
 import shutil
@@ -26,7 +25,6 @@ from jaxrl_async.run.checkpoint import (
     Checkpoints,
     Saved,
     check_resumed,
-    give_back_memory,
     mismatch,
 )
 
@@ -312,22 +310,22 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
     same(saved.state, make_state(3))
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
-def test_memory_that_malloc_keeps_is_given_back(resident_mib) -> None:
-    libc, size = ctypes.CDLL(None), 64 * 1024  # too small to be mapped alone
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    blocks = [libc.malloc(size) for _ in range(3200)]
-    for block in blocks:
-        ctypes.memset(block, 1, size)
-    kept = blocks.pop()  # at the end: what lies before it cannot go back by itself
-    for block in blocks:
-        libc.free(block)
-    before = resident_mib()
-    give_back_memory()
-    assert resident_mib() < before - 100
-    libc.free(kept)
+def test_an_error_that_orbax_tells_again_at_its_end_is_told_once_and_holds_up_nothing(
+    tmp_path, monkeypatch
+):
+    checkpoints, full = Checkpoints(tmp_path / "c"), OSError("no space left")
 
+    def fails(*args, **kwargs):
+        raise full
 
-def test_another_malloc_is_left_alone(monkeypatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    give_back_memory()
+    monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", fails)
+    save(checkpoints, 1)
+    close = checkpoints._orbax.close
+
+    def fails_again():
+        close()
+        raise full
+
+    monkeypatch.setattr(checkpoints._orbax, "close", fails_again)
+    with pytest.raises(CheckpointError, match="written: OSError: no space left"):
+        checkpoints.close()
