@@ -171,6 +171,7 @@ def resources() -> dict[str, float]:
     return {
         "resident memory, MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
         **allocated(),
+        "Python's blocks": float(sys.getallocatedblocks()),
         "threads": float(threading.active_count()),
         "open files": float(len(os.listdir("/proc/self/fd"))),
         "device buffers": float(len(arrays)),

@@ -39,6 +39,7 @@ from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Parts, assemble, claim_devices
 from jaxrl_async.run.folder import Paths, claimed, prepare, settled
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.memory import limit_arenas
 from jaxrl_async.run.signals import Stop, preempted
 
 JOIN_S = 60.0
@@ -76,6 +77,7 @@ class Failure:
 def train(config: Config) -> None:
     """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
     kinds."""
+    limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
     lockstep = Lockstep()
