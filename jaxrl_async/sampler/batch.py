@@ -263,7 +263,7 @@ class Batch:
             if len(leader.token_ids) % self.engine.page_tokens
         ]
         size = schedule.rows_bucket(max(1, len(pairs)))
-        many = schedule.rows_bucket(len(copies)) if copies else 0
+        many = size if copies else 0  # as many as slots, not one more shape to compile for
         return Into(
             pages=pages,
             places=in_page,
