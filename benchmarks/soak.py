@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -142,12 +143,15 @@ class Watch(threading.Thread):
     def __init__(self, seconds: float) -> None:
         super().__init__(daemon=True)
         self._seconds = seconds
-        self.readings: list[tuple[float, dict[str, float]]] = []
+        self._names: tuple[str, ...] = ()
+        self._values = array("d")  # one block of memory: the readings must not be what grows
 
     def run(self) -> None:
         start = time.monotonic()
         while (now := time.monotonic() - start) < self._seconds:
-            self.readings.append((now, resources()))
+            found = resources()
+            self._names = tuple(found)
+            self._values.extend((now, *found.values()))
             time.sleep(self._seconds / READINGS)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -160,7 +164,9 @@ class Watch(threading.Thread):
     @property
     def late(self) -> list[tuple[float, dict[str, float]]]:
         """The readings that count."""
-        return [(t, r) for t, r in self.readings if t > self._seconds / 3]
+        rows = np.array(self._values).reshape(-1, 1 + len(self._names))
+        found = [(row[0], dict(zip(self._names, row[1:], strict=True))) for row in rows]
+        return [(t, r) for t, r in found if t > self._seconds / 3]
 
 
 def resources() -> dict[str, float]:
