@@ -109,7 +109,7 @@ def main() -> None:
     print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
     told = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
     print(told, file=sys.stderr)
-    first, last = (int(watch.late[i][1]["programs compiled"]) for i in (0, -1))
+    first, *_, last = map(int, watch.late["programs compiled"])
     print(f"# compiled late: {', '.join(COMPILED[first:last]) or 'nothing'}", file=sys.stderr)
     report("soak", watch.rows(), args)
 
@@ -149,24 +149,24 @@ class Watch(threading.Thread):
     def run(self) -> None:
         start = time.monotonic()
         while (now := time.monotonic() - start) < self._seconds:
-            found = resources()
+            found = {"seconds": now, **resources()}
             self._names = tuple(found)
-            self._values.extend((now, *found.values()))
+            self._values.extend(found.values())
             time.sleep(self._seconds / READINGS)
         os.kill(os.getpid(), signal.SIGINT)
 
     def rows(self) -> list[Row]:
         """One line for each resource, of the last two thirds."""
         late = self.late
-        at = np.array([t for t, _ in late]) / 3600
-        return [slope(name, at, np.array([r[name] for _, r in late])) for name in late[0][1]]
+        hours = late.pop("seconds") / 3600
+        return [slope(name, hours, values) for name, values in late.items()]
 
     @property
-    def late(self) -> list[tuple[float, dict[str, float]]]:
-        """The readings that count."""
-        rows = np.array(self._values).reshape(-1, 1 + len(self._names))
-        found = [(row[0], dict(zip(self._names, row[1:], strict=True))) for row in rows]
-        return [(t, r) for t, r in found if t > self._seconds / 3]
+    def late(self) -> dict[str, np.ndarray]:
+        """The readings that count, by resource, and their times in seconds."""
+        rows = np.array(self._values).reshape(-1, len(self._names))
+        counts = rows[:, 0] > self._seconds / 3
+        return dict(zip(self._names, rows[counts].T, strict=True))
 
 
 def resources() -> dict[str, float]:

@@ -349,15 +349,12 @@ def _hush_late_reads() -> None:
 def _root_cause(error: BaseException) -> str:
     """Kind and first line of the error that all others came from.
 
-    They may come from one another in a circle: orbax tells the error of a save again when it is
-    closed. There it is the last one that is not of this module's making.
+    It is not of this module's making. They may come from one another in a circle: orbax tells the
+    error of a save again when it is closed.
     """
     chain = [error]
-    while (below := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        if below in chain:
-            chain = [e for e in chain if not isinstance(e, CheckpointError)] or chain
-            break
+    while (below := chain[-1].__cause__ or chain[-1].__context__) and below not in chain:
         chain.append(below)
-    error = chain[-1]
+    error = next((e for e in reversed(chain) if not isinstance(e, CheckpointError)), chain[-1])
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
