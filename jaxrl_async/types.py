@@ -54,6 +54,7 @@ class Prompt:
     token_ids: IntArray  # [prompt] int32
     text: str  # what token_ids say, for people and for rewards
     reference: str  # what scorers need (the right answer)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
