@@ -72,8 +72,9 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
     if isinstance(value, list):
         return [_encoded(v, arrays) for v in value]
-    if isinstance(value, Mapping) and KIND not in value and all(isinstance(k, str) for k in value):
-        return {k: _encoded(v, arrays) for k, v in value.items()}
+    if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+        told = {k: _encoded(v, arrays) for k, v in value.items()}
+        return {KIND: "mapping", "fields": told} if KIND in value else told
     raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
 
 
@@ -83,9 +84,11 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
         return [_decoded(v, buffer, known, at) for v in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(KIND)
-    if kind is None:
+    if KIND not in value:
         return {k: _decoded(v, buffer, known, at) for k, v in value.items()}
+    kind = value[KIND]
+    if kind == "mapping":  # one that has the key KIND itself
+        return {k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()}
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])
     if kind == "array":

@@ -33,7 +33,7 @@ TREES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text().filter(lambda k: k != "!"), inner, max_size=4)
+        | st.dictionaries(st.text() | st.just("!"), inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -77,7 +77,7 @@ def test_only_kinds_that_the_reader_names_come_out():
     assert loads(data, [Stranger]) == Stranger(1)
     with pytest.raises(ValueError, match="Stranger"):
         loads(data)
-    for thing in (object(), {1, 2}, {1: 2}, {"!": 1}, b"raw"):
+    for thing in (object(), {1, 2}, {1: 2}, b"raw"):
         with pytest.raises(TypeError, match="cannot be saved"):
             dumps(thing)
 
