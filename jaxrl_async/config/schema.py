@@ -276,8 +276,12 @@ class Jsonl(Section):
     """Held-out records used, at most."""
     prompt_field: str = "question"
     """Field that holds the question; preference jobs: always prompt."""
-    answer_field: str = "answer"
-    """Field that holds the answer; preference jobs: chosen and rejected, or completion."""
+    answer_field: str | None = "answer"
+    """Field that holds the answer; null: the records have none, and a reward's reference is empty.
+    Preference jobs: chosen and rejected, or completion."""
+    answer_mark: str | None = None
+    """What stands before the final answer, such as '#### ' in GSM8K: a reward's reference is what
+    follows the last one; null: the whole answer. Worked answers to imitate are never cut."""
     template: str | None = None
     """Python format string with {prompt}; null: the tokenizer's chat template, or the bare
     prompt."""
@@ -720,6 +724,25 @@ class Config(Section):
             )
         return self
 
+    def _has_answers(self) -> None:
+        """Refuse records without answers where something asks for them."""
+        jsonl = self.data.jsonl
+        if self.data.source != "jsonl" or jsonl.answer_field is not None:
+            return
+        function = self.reward.function
+        asking = {
+            "run.job=sft": self.run.job == "sft",
+            "warm_start.steps": bool(self.warm_start.steps) and self.run.job == "rl",
+            "algorithm.supervised_coefficient": bool(self.algorithm.supervised_coefficient),
+            f"reward.function={function}": self.run.job == "rl" and function in ("exact", "gsm8k"),
+            "data.jsonl.answer_mark": jsonl.answer_mark is not None,
+        }
+        if needs := next((key for key, asks in asking.items() if asks), None):
+            raise ValueError(
+                f"{needs} needs the records' answers, and data.jsonl.answer_field=null says that "
+                "they have none. Name the field, or leave the other out."
+            )
+
     def _all_is_read(self) -> None:
         """Refuse what would silently do nothing, or what nobody can mean."""
         algorithm, reward = self.algorithm, self.reward
@@ -826,6 +849,7 @@ class Config(Section):
                 "go together: give a path exactly with teacher.source=path."
             )
         self._all_is_read()
+        self._has_answers()
         if self.weights.eight_bits and self.weights.probe and self.weights.probe_tolerance < 0.01:
             raise ValueError(
                 f"weights.dtype={self.weights.dtype} rounds the sampler's weights, so that its "

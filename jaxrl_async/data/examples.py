@@ -22,7 +22,7 @@ from jaxrl_async.data.addition import (
     worked_answer,
     wrong_answer,
 )
-from jaxrl_async.data.preferences import PreferencePair, encode_answer, read_preferences
+from jaxrl_async.data.preferences import PreferencePair, read_preferences
 from jaxrl_async.data.prompts import (
     AdditionSource,
     Bad,
@@ -33,7 +33,7 @@ from jaxrl_async.data.prompts import (
     shuffled,
     supervised_pair,
 )
-from jaxrl_async.data.tokenizer import Tokenizer, check_template
+from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.types import BoolArray, IntArray
 
@@ -128,7 +128,7 @@ def _read_demonstrations(
         check_template(section.template)
 
     def parse(line: bytes) -> Demonstration | Bad:
-        record = parse_record(line, section, tokenizer, data.max_prompt_tokens)
+        record = parse_record(line, section, tokenizer, data.max_prompt_tokens, taught=True)
         if isinstance(record, Bad):
             return record
         pair = supervised_pair(record, tokenizer)
@@ -171,11 +171,12 @@ def preferences(
 
 
 def _addition_pair(problem: Problem, seed: tuple[int, int], tokenizer: Tokenizer) -> PreferencePair:
+    prompt, worked = problem.prompt, worked_answer(problem.a, problem.b)
     wrong = wrong_answer(problem, np.random.default_rng([*seed, 1]))
     return PreferencePair(
-        prompt_ids=tokenizer.encode(problem.prompt),
-        chosen_ids=encode_answer(worked_answer(problem.a, problem.b), tokenizer),
-        rejected_ids=encode_answer(wrong, tokenizer),
+        prompt_ids=tokenizer.encode_prompt(prompt, BARE),
+        chosen_ids=tokenizer.encode_answer(prompt, worked, BARE),
+        rejected_ids=tokenizer.encode_answer(prompt, wrong, BARE),
     )
 
 
@@ -213,8 +214,9 @@ def _read(data: Data, read: Callable[[str], list[T]]) -> Split[T]:
 def _check_longest(digits: int, tokenizer: Tokenizer, row_length: int) -> None:
     """Raise ConfigError where a problem of so many digits does not fit a row."""
     problem = Problem(a=10**digits - 1, b=10**digits - 1)
-    text = problem.prompt + worked_answer(problem.a, problem.b)
-    longest = len(tokenizer.encode(text)) + 1
+    answer = worked_answer(problem.a, problem.b)
+    longest = len(tokenizer.encode_prompt(problem.prompt, BARE))
+    longest += len(tokenizer.encode_answer(problem.prompt, answer, BARE))
     if longest > row_length:
         raise ConfigError(
             f"data.addition.digits = {digits} makes examples of up to {longest} tokens, but a "

@@ -4,6 +4,7 @@
 {"prompt": "...", "completion": "...", "label": true}       half of one, for kto
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,8 @@ from jaxrl_async.data.prompts import Bad, parse_object, read_lines, text_of
 from jaxrl_async.data.tokenizer import Tokenizer, check_template
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import IntArray
+
+log = logging.getLogger(__name__)
 
 
 class Field(StrEnum):
@@ -63,13 +66,17 @@ def read_preferences(
     """
     if template is not None:
         check_template(template)
-    return read_lines(
+    pairs = read_lines(
         path,
         lambda line: _parse(line, tokenizer, template, max_tokens, max_prompt_tokens or max_tokens),
         max_bad_share,
         "give each line prompt, chosen and rejected, or prompt, completion and a true or false "
         "label; raise trainer.row_length, data.max_prompt_tokens or data.jsonl.max_bad_share",
     )
+    same = sum(np.array_equal(pair.chosen_ids, pair.rejected_ids) for pair in pairs)
+    if same:
+        log.warning("%s: in %d of %d pairs both answers are the same", path, same, len(pairs))
+    return pairs
 
 
 def _parse(
@@ -87,8 +94,8 @@ def _parse(
         return Bad.FIELD
     pair = PreferencePair(
         prompt_ids=tokenizer.encode_prompt(prompt, template),
-        chosen_ids=encode_answer(answers[0], tokenizer),
-        rejected_ids=encode_answer(answers[1], tokenizer),
+        chosen_ids=_answer_ids(prompt, answers[0], tokenizer, template),
+        rejected_ids=_answer_ids(prompt, answers[1], tokenizer, template),
     )
     if not len(pair.prompt_ids) or not pair.answers:
         return Bad.EMPTY
@@ -109,12 +116,13 @@ def _answers(fields: dict[str, Any]) -> tuple[str | None, str | None] | None:
     return None if chosen is None or rejected is None else (chosen, rejected)
 
 
-def encode_answer(text: str | None, tokenizer: Tokenizer) -> IntArray:
-    """The answer with its end token; empty where there is none."""
-    if text is None:
+def _answer_ids(
+    prompt: str, answer: str | None, tokenizer: Tokenizer, template: str | None
+) -> IntArray:
+    """The answer behind its prompt, with its end token; empty where there is none."""
+    if answer is None:
         return np.zeros(0, np.int32)
-    end = np.asarray(tokenizer.eos_ids[:1], np.int32)
-    return np.concatenate([tokenizer.encode(text), end]).astype(np.int32)
+    return tokenizer.encode_answer(prompt, answer, template)
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:

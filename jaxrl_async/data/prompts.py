@@ -11,8 +11,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
-from jaxrl_async.data.tokenizer import Tokenizer, check_template
+from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
 
@@ -32,12 +32,14 @@ EVAL_POSITION = 2**30
 """Held-out prompts have positions from here on: their random numbers are no training prompt's."""
 MAX_LINE_BYTES = 2**20
 """Longest line of a file of records; more of one is never in memory."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some programs begin a file in UTF-8 with."""
 LOGGED_RECORDS = 10
 """Skipped records that are logged one by one; the others are only counted."""
 GOLDEN = 2_654_435_761
 """Odd multiplier that spreads consecutive indices evenly over 32 bits (Knuth's)."""
-ANSWER_MARK = "#### "
-"""What stands before the final answer in GSM8K's format."""
+MAX_DEPTH = 64
+"""Lists and objects inside of one another in a record."""
 
 Split = Literal["train", "eval"]
 T = TypeVar("T")
@@ -48,6 +50,8 @@ class Bad(StrEnum):
 
     ENCODING = "not UTF-8"
     JSON = "not a JSON object"
+    TWICE = "a key stands twice in one object"
+    DEEP = "more than 64 lists and objects inside of one another"
     LONG = "a line of more than 1 MiB"
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
@@ -62,7 +66,9 @@ class Record:
     token_ids: IntArray  # [prompt] int32
     text: str  # of the prompt
     reference: str  # final answer
-    answer: str  # whole answer, for a warm start
+    answer: str | None  # whole answer, to imitate; null: none that is text
+    template: str | None = None  # that token_ids were made with, as Tokenizer.encode_prompt's
+    columns: Mapping[str, Any] = field(default_factory=dict)  # all of it, by column
 
 
 class Source(Protocol):
@@ -95,10 +101,12 @@ class AdditionSource:
     def __getitem__(self, index: int) -> Record:
         problem = self._problems[index]
         return Record(
-            token_ids=self._tokenizer.encode(problem.prompt),
+            token_ids=self._tokenizer.encode_prompt(problem.prompt, BARE),
             text=problem.prompt,
             reference=problem.reference,
             answer=self._answer(problem, index),
+            template=BARE,
+            columns={"a": problem.a, "b": problem.b},
         )
 
     def _answer(self, problem: Problem, index: int) -> str:
@@ -108,22 +116,44 @@ class AdditionSource:
 
 
 def read_jsonl(
-    path: str | Path, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
+    path: str | Path,
+    section: Jsonl,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    *,
+    taught: bool = False,
 ) -> list[Record]:
     """The usable records of a file of JSON objects, one a line; blank lines do not count.
 
-    Bad records are skipped, counted by kind, and logged with their line. Raises DataError where the
+    taught: the answers are to be imitated, so that one that is not text makes a record bad. Bad
+    records are skipped, counted by kind, and logged with their line. Raises DataError where the
     file cannot be read, has no usable record, or more than max_bad_share of it is bad.
     """
     if section.template is not None:
         check_template(section.template)
-    return read_lines(
+    records = read_lines(
         path,
-        lambda line: parse_record(line, section, tokenizer, max_prompt_tokens),
+        lambda line: parse_record(line, section, tokenizer, max_prompt_tokens, taught=taught),
         section.max_bad_share,
         "set data.jsonl.prompt_field, data.jsonl.answer_field, data.max_prompt_tokens or "
         "data.jsonl.max_bad_share",
     )
+    _tell_unmarked(path, section.answer_mark, records)
+    return records
+
+
+def _tell_unmarked(path: str | Path, mark: str | None, records: Sequence[Record]) -> None:
+    """Log how many answers lack the mark before the final one: all of them is the reference."""
+    unmarked = sum(mark is not None and mark not in (r.answer or "") for r in records)
+    if unmarked:
+        log.warning(
+            "%s: %d of %d answers have no data.jsonl.answer_mark %r; the whole answer is the "
+            "reference there",
+            path,
+            unmarked,
+            len(records),
+            mark,
+        )
 
 
 def read_lines(
@@ -167,8 +197,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     return
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(BYTE_ORDER_MARK)  # in joined files anywhere
                 if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_LINE_BYTES)
@@ -180,35 +209,85 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
 
 
 def parse_record(
-    line: bytes, section: Jsonl, tokenizer: Tokenizer, max_prompt_tokens: int
+    line: bytes,
+    section: Jsonl,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    *,
+    taught: bool = False,
 ) -> Record | Bad:
-    """The record that a line holds."""
+    """The record that a line holds; taught: as read_jsonl's."""
     fields = parse_object(line)
     if isinstance(fields, Bad):
         return fields
-    question, answer = (
-        text_of(fields.get(section.prompt_field)),
-        text_of(fields.get(section.answer_field)),
-    )
-    if question is None or answer is None:
+    question = text_of(fields.get(section.prompt_field))
+    told = "" if section.answer_field is None else fields.get(section.answer_field)
+    answer = text_of(told)
+    reference = _reference(told, answer, section.answer_mark)
+    if question is None or reference is None or (taught and answer is None):
         return Bad.FIELD
     token_ids = tokenizer.encode_prompt(question, section.template)
     if not len(token_ids):
         return Bad.EMPTY
     if len(token_ids) > max_prompt_tokens:
         return Bad.TOO_LONG
-    return Record(token_ids=token_ids, text=question, reference=final_answer(answer), answer=answer)
+    return Record(
+        token_ids=token_ids,
+        text=question,
+        reference=reference,
+        answer=answer,
+        template=section.template,
+        columns=fields,
+    )
+
+
+def _reference(told: Any, answer: str | None, mark: str | None) -> str | None:
+    """The text that a reward compares with: the final answer, or JSON where the field holds
+    something else than text or a number; null where there is nothing, or it cannot be written."""
+    if answer is not None:
+        return final_answer(answer, mark)
+    if told is None:
+        return None
+    try:
+        return text_of(json.dumps(told, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        return None
+
+
+class _Twice(ValueError):
+    """A key stands twice in one object."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise _Twice
+    return fields
 
 
 def parse_object(line: bytes) -> dict[str, Any] | Bad:
-    """The JSON object that a line holds."""
+    """The JSON object that a line holds. NaN and Infinity, which JSON has not, are numbers as
+    Python writes them."""
     try:
-        fields = json.loads(line.decode("utf-8"))
+        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError:
         return Bad.ENCODING
+    except _Twice:
+        return Bad.TWICE
     except (ValueError, RecursionError):
         return Bad.JSON
-    return fields if isinstance(fields, dict) else Bad.JSON
+    if not isinstance(fields, dict):
+        return Bad.JSON
+    return Bad.DEEP if _is_deep(fields) else fields
+
+
+def _is_deep(fields: dict[str, Any]) -> bool:
+    """Whether more than MAX_DEPTH lists and objects are inside of one another."""
+    level: list[Any] = [fields]
+    for _ in range(MAX_DEPTH):
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for values in inner for v in values if isinstance(v, dict | list)]
+    return bool(level)
 
 
 def text_of(value: Any) -> str | None:
@@ -225,9 +304,9 @@ def text_of(value: Any) -> str | None:
     return str(value)
 
 
-def final_answer(answer: str) -> str:
-    """What follows the last '#### ', as in GSM8K; the whole answer without one."""
-    return answer.rpartition(ANSWER_MARK)[2].strip()
+def final_answer(answer: str, mark: str | None) -> str:
+    """What follows the last mark; the whole answer where there is none."""
+    return (answer.rpartition(mark)[2] if mark else answer).strip()
 
 
 class _Bad:
@@ -272,7 +351,15 @@ def jsonl_split(section: Jsonl, split: Split, read: Callable[[str], list[T]]) ->
     if section.eval_path is not None:
         if split == "train":
             return read(section.path)
-        return read(section.eval_path)[: section.eval_size]
+        held_out = read(section.eval_path)
+        if len(held_out) > section.eval_size:
+            log.info(
+                "%s: the first %d of %d records are used (data.jsonl.eval_size)",
+                section.eval_path,
+                section.eval_size,
+                len(held_out),
+            )
+        return held_out[: section.eval_size]
     records = read(section.path)
     if len(records) <= section.eval_size:
         raise DataError(
@@ -291,13 +378,17 @@ def _addition_split(
     return AdditionSource(problems, tokenizer, section.worked_share)
 
 
-def make_source(data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train") -> Source:
-    """The records of one split. Raises DataError or ConfigError."""
+def make_source(
+    data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train", *, taught: bool = False
+) -> Source:
+    """The records of one split; taught: as read_jsonl's. Raises DataError or ConfigError."""
     if data.source == "jsonl":
         return jsonl_split(
             data.jsonl,
             split,
-            lambda path: read_jsonl(path, data.jsonl, tokenizer, data.max_prompt_tokens),
+            lambda path: read_jsonl(
+                path, data.jsonl, tokenizer, data.max_prompt_tokens, taught=taught
+            ),
         )
     return _addition_split(data.addition, tokenizer, seed, split)
 
@@ -395,6 +486,7 @@ def _prompt(record: Record, prompt_id: int, position: int) -> Prompt:
         token_ids=record.token_ids,
         text=record.text,
         reference=record.reference,
+        columns=record.columns,
     )
 
 
@@ -423,10 +515,10 @@ def eval_prompts(data: Data, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
 def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, BoolArray]:
     """Prompt, answer and end token; the mask says what is learnt: answer and end token.
 
-    Returns token_ids [length] int32 and mask [length] bool.
+    Returns token_ids [length] int32 and mask [length] bool. The record must have an answer.
     """
-    end = np.asarray(tokenizer.eos_ids[:1], np.int32)
-    answer = np.concatenate([tokenizer.encode(record.answer), end])
+    assert record.answer is not None, "read as taught"
+    answer = tokenizer.encode_answer(record.text, record.answer, record.template)
     mask = np.arange(len(record.token_ids) + len(answer)) >= len(record.token_ids)
     return np.concatenate([record.token_ids, answer]).astype(np.int32), mask
 
@@ -445,8 +537,10 @@ def warm_start_pairs(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[Int
 def _warm_start_source(config: Config, tokenizer: Tokenizer) -> Source:
     data = config.data
     if config.warm_start.path is not None:
-        return read_jsonl(config.warm_start.path, data.jsonl, tokenizer, data.max_prompt_tokens)
-    return make_source(data, tokenizer, config.run.seed, "train")
+        return read_jsonl(
+            config.warm_start.path, data.jsonl, tokenizer, data.max_prompt_tokens, taught=True
+        )
+    return make_source(data, tokenizer, config.run.seed, "train", taught=True)
 
 
 def _fitting_pairs(

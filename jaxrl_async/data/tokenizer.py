@@ -20,6 +20,10 @@ from jaxrl_async.types import IntArray
 log = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+BARE = "{prompt}"
+"""Template of a prompt that stands alone, whatever chat template the tokenizer has."""
+ANCHORS = ("\n", "a", ".")
+"""Texts that an answer is encoded behind, to see its tokens as they are inside of a text."""
 MAX_FILE_BYTES = 2**28
 """Longest tokenizer.json."""
 SAMPLE = "What is 12 + 34?\n"
@@ -27,7 +31,7 @@ SAMPLE = "What is 12 + 34?\n"
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer with the four things that a run needs of it. Thread safe."""
+    """A Hugging Face fast tokenizer with the things that a run needs of it. Thread safe."""
 
     def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
         """`eos_ids` end an answer, the first of them is taught; None: the tokenizer's own."""
@@ -41,12 +45,19 @@ class Tokenizer:
             vocabulary.values(), default=-1
         )  # largest id + 1, added tokens included
         self._lock = threading.Lock()  # the backend's settings are not safe to share
+        self.num_inexact = 0  # answers that no tokens make the joined text of, see encode_answer
 
     @property
     def pad_id(self) -> int:
         """Id of the padding token; the first end token, then 0, where the tokenizer has none."""
         pad = self.hf.pad_token_id
         return int(pad) if pad is not None else next(iter(self.eos_ids), 0)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Token ids by "bos" and "pad", of those that the tokenizer names."""
+        named = {"bos": self.hf.bos_token_id, "pad": self.hf.pad_token_id}
+        return {name: int(i) for name, i in named.items() if i is not None}
 
     def encode(self, text: str) -> IntArray:
         """Ids of the text as it stands, without special tokens round it; [length] int32."""
@@ -59,18 +70,24 @@ class Tokenizer:
         one user message, where it has one. Else bare. Tokens that the tokenizer sets before a text
         (bos) are set; an end token that it sets after it is not, since the answer goes on there.
         """
-        if template is None and self.hf.chat_template:
-            messages = [{"role": "user", "content": text}]
-            with self._lock, _told(f"the tokenizer's chat template fails on {_cut(text)}"):
-                shown = self.hf.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False
-                )
-            return self._encode(shown, special=False)
-        ids = self._encode(
-            text if template is None else fill_template(template, text), special=True
-        )
-        bare = self._encode(text[-1:], special=True)
-        return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
+        return self._open_end(*self._shown(text, template))
+
+    def encode_answer(self, prompt: str, answer: str, template: str | None = None) -> IntArray:
+        """Ids of an answer behind encode_prompt(prompt, template), and the end token that is
+        taught; [length] int32.
+
+        The text is prompt and answer joined as they are: whoever wants a space between them writes
+        it. Where the joined text's ids begin with the prompt's, the answer's are the rest. Where
+        they do not (a token reaches over the border: "Answer: " and "18" make " 18"), the prompt's
+        ids stay as the policy is asked with them, and the answer's are those of the answer alone,
+        or of the answer inside of a text, whichever decodes to the joined text behind the prompt's.
+        Where neither does, it is the answer alone, counted in num_inexact and logged.
+        """
+        shown, special = self._shown(prompt, template)
+        before, joined = (self._open_end(t, special) for t in (shown, shown + answer))
+        begins = np.array_equal(joined[: len(before)], before)
+        ids = joined[len(before) :] if begins else self._behind(before, joined, answer)
+        return np.concatenate([ids, np.asarray(self.eos_ids[:1], np.int32)]).astype(np.int32)
 
     def decode(self, token_ids: IntArray) -> str:
         """Text of the ids; end tokens, special tokens and ids without a token are left out."""
@@ -84,6 +101,56 @@ class Tokenizer:
             self.hf.save_pretrained(str(folder))
         except OSError as error:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
+
+    def _shown(self, text: str, template: str | None) -> tuple[str, bool]:
+        """What a prompt looks like, and whether the tokenizer's special tokens go round it."""
+        if template is not None or not self.hf.chat_template:
+            return text if template is None else fill_template(template, text), True
+        messages = [{"role": "user", "content": text}]
+        with self._lock, _told(f"the tokenizer's chat template fails on {_cut(text)}"):
+            shown = self.hf.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        return str(shown), False
+
+    def _open_end(self, text: str, special: bool) -> IntArray:
+        """Ids of a text that goes on: without an end token that the tokenizer sets after it."""
+        ids = self._encode(text, special=special)
+        bare = self._encode(text[-1:], special=special)
+        return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
+
+    def _behind(self, before: IntArray, joined: IntArray, answer: str) -> IntArray:
+        """Ids of the answer that decode, behind `before`, to what `joined` decodes to."""
+        wanted = self._whole_text(joined)
+        for ids in self._ways(answer):
+            if self._whole_text(np.concatenate([before, ids])) == wanted:
+                return ids
+        with self._lock:
+            self.num_inexact += 1
+            count = self.num_inexact
+        if count == 1 or count % 100 == 0:
+            log.warning(
+                "%d answers so far have no tokens that make prompt and answer the joined text, "
+                "which ends %s; they are encoded alone",
+                count,
+                _cut(wanted[-40:]),
+            )
+        return self.encode(answer)
+
+    def _ways(self, answer: str) -> Iterator[IntArray]:
+        """Ids of a text as it stands, then as it is inside of another one, where no space or mark
+        of a beginning is set before it (SentencePiece sets one)."""
+        yield self.encode(answer)
+        for anchor in ANCHORS:
+            head, whole = self.encode(anchor), self.encode(anchor + answer)
+            if np.array_equal(whole[: len(head)], head):
+                yield whole[len(head) :]
+
+    def _whole_text(self, token_ids: IntArray) -> str:
+        """Text of the ids, special tokens included."""
+        with self._lock, _told(f"the tokenizer cannot decode {len(token_ids)} tokens"):
+            ids = [int(i) for i in token_ids]
+            return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encode(self, text: str, *, special: bool) -> IntArray:
         with self._lock, _told(f"the tokenizer cannot encode {_cut(text)}"):

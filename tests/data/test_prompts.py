@@ -127,7 +127,7 @@ def test_addition_prompts_are_problems_with_their_sums():
 
 
 def test_the_last_records_are_held_out_and_the_others_are_trained_on(tmp_path):
-    data = jsonl(tmp_path, [question(i) for i in range(10)], eval_size=3)
+    data = jsonl(tmp_path, [question(i) for i in range(10)], eval_size=3, answer_mark="#### ")
     assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q7", "q8", "q9"]
     train = islice(make_prompts(data, TOKENIZER, 0), 7)
     assert sorted((p.text, p.reference) for p in train) == [(f"q{i}", f"{i}") for i in range(7)]
@@ -147,7 +147,13 @@ BAD = [
     (b"[" * 100_000, "not a JSON object"),
     (b"[1]", "not a JSON object"),
     ({"question": "q"}, "a field is missing"),
-    ({"question": "q", "answer": ["1"]}, "a field is missing"),
+    ({"question": "q", "answer": None}, "a field is missing"),
+    (b'{"question": "q", "answer": [NaN]}', "a field is missing"),
+    ({"question": "q", "answer": ["\ud800"]}, "a field is missing"),
+    (b'{"question": "q", "answer": "1", "answer": "2"}', "a key stands twice"),
+    (b'{"question": "q", "answer": "1", "x": [{"a": 1, "a": 1}]}', "a key stands twice"),
+    (b'{"question": "q", "answer": "1", "x": ' + b"[" * 64 + b"]" * 64 + b"}", "more than 64"),
+    (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "not a JSON object"),
     ({"question": "q\ud800", "answer": "1"}, "a field is missing"),
     ({"question": "", "answer": "1"}, "the prompt has no tokens"),
     ({"question": "q" * 65, "answer": "1"}, "the prompt is longer than"),
@@ -165,7 +171,7 @@ def test_a_bad_record_is_skipped_and_told_with_its_line(tmp_path, caplog, line, 
 def test_too_large_a_share_of_bad_records_is_refused(tmp_path):
     data = jsonl(tmp_path, [question(0), *(line for line, _ in BAD), question(2)], eval_size=1)
     with pytest.raises(
-        DataError, match=r"9 of 11 records cannot be used .* line 2: not UTF-8; line 3"
+        DataError, match=r"15 of 17 records cannot be used .* line 2: not UTF-8; line 3"
     ):
         make_prompts(data, TOKENIZER, 0)
 
@@ -193,8 +199,9 @@ def test_a_wrong_template_is_a_config_error(tmp_path):
 
 
 def test_the_final_answer_stands_after_the_mark():
-    assert final_answer("2+2=4\n#### 4 ") == "4"
-    assert final_answer(" four ") == "four"
+    assert final_answer("2+2=4\n#### 4 ", "#### ") == "4"
+    assert final_answer(" four ", "#### ") == "four"
+    assert final_answer("#### Tests\n x ", None) == "#### Tests\n x"
 
 
 def test_addition_pairs_teach_the_worked_answer_and_the_end():
@@ -237,7 +244,11 @@ def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
     data = Data(
         source="jsonl",
         max_prompt_tokens=320,
-        jsonl=Jsonl(path=str(SHARED / "gsm8k" / "test.jsonl"), template="Q: {prompt}\nA:"),
+        jsonl=Jsonl(
+            path=str(SHARED / "gsm8k" / "test.jsonl"),
+            template="Q: {prompt}\nA:",
+            answer_mark="#### ",
+        ),
     )
     prompts = list(islice(make_prompts(data, tokenizer, 0), 1319 - 64))
     assert len({p.prompt_id for p in prompts}) == 1319 - 64

@@ -1,5 +1,6 @@
 """Tokenizers: directories that load, texts that come back, end tokens, templates."""
 
+import functools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import (
@@ -144,6 +146,131 @@ def test_threads_may_share_a_tokenizer():
         assert (
             list(pool.map(lambda t: tokenizer.decode(tokenizer.encode_prompt(t)), texts)) == texts
         )
+
+
+# ---- answers behind their prompts
+
+SPECIAL = ["<s>", "</s>", "<unk>"]
+CHARACTERS = sorted(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?'#\n\t\u00e9\u2603"
+)
+CORPUS = [
+    "In the silence, I dream of light. Once upon a time there was a word, and the words were many.",
+    "Question: how many apples are 12 and 34?\nAnswer: 46 apples are there. The answer is 46.",
+    "Answer: 18\nAnswer: 19  and  20\n\nThe caf\u00e9 is in the snow \u2603, I know.",
+] * 4
+
+
+def trained(model, trainer, *, begin=True, **parts):
+    """A tokenizer trained on the corpus, with these parts and perhaps a token before each text."""
+    backend = Backend(model)
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.train_from_iterator(CORPUS, trainer)
+    if begin:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    return Tokenizer(hf)
+
+
+def llama2_like():
+    """SentencePiece BPE as Llama 2's: a space before every text, spaces are letters."""
+    return trained(
+        models.BPE(unk_token="<unk>"),
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=SPECIAL, initial_alphabet=[*CHARACTERS, "\u2581"],
+            show_progress=False,
+        ),
+        normalizer=normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        ),
+        decoder=decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+    )  # fmt: skip
+
+
+def t5_like():
+    """SentencePiece Unigram as T5's: words by Metaspace, which sets a space before each text."""
+    return trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>",
+            initial_alphabet=[*CHARACTERS, "\u2581"], show_progress=False,
+        ),
+        pre_tokenizer=pre_tokenizers.Metaspace(),
+        decoder=decoders.Metaspace(),
+    )  # fmt: skip
+
+
+def bytes_like():
+    """Byte-level BPE as GPT-2's, Llama 3's and Qwen's."""
+    return trained(
+        models.BPE(),
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=SPECIAL, show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+        begin=False,
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoder=decoders.ByteLevel(),
+    )  # fmt: skip
+
+
+KINDS = {"llama2": llama2_like, "t5": t5_like, "bytes": bytes_like}
+made = functools.cache(lambda kind: load_tokenizer(GPT2) if kind == "gpt2" else KINDS[kind]())
+each_kind = pytest.mark.parametrize("kind", [*KINDS, pytest.param("gpt2", marks=needs_gpt2)])
+JOINED = [
+    ("In the silence,", " I dream"), ("In the silence,", "I dream"), ("Answer:", " 18"),
+    ("Answer: ", "18"), ("Answer: ", " 18"), ("Answer:\n", "18"), ("Answer:\n", " 18"),
+    ("Answer:", "\n18"), ("wor", "ds and"), ("Once upon", ""), ("Once upon ", ""), ("", "Once"),
+    ("1", "2 apples"), ("caf", "\u00e9 \u2603"), ("the\n", "\n\nThe"), ("a  ", "  b"),
+]  # fmt: skip
+
+
+def check_joined(tokenizer, prompt, answer, template=None):
+    """Prompt and answer, each as it is given to the policy, are the tokens of the joined text or at
+    least decode to what those decode to."""
+    before, ids = tokenizer.encode_prompt(prompt, template), None
+    shown = prompt if template is None else template.replace("{prompt}", prompt)
+    joined = tokenizer.encode_prompt(shown + answer, "{prompt}")
+    *ids, end = tokenizer.encode_answer(prompt, answer, template).tolist()
+    assert end == tokenizer.eos_ids[0]
+    if joined[: len(before)].tolist() == before.tolist():
+        assert [*before.tolist(), *ids] == joined.tolist()
+    assert tokenizer.decode([*before, *ids]) == tokenizer.decode(joined)
+
+
+@each_kind
+@pytest.mark.parametrize(("prompt", "answer"), JOINED)
+def test_an_answers_tokens_go_on_where_the_prompts_end(kind, prompt, answer):
+    tokenizer = made(kind)
+    check_joined(tokenizer, prompt, answer)
+    ids = [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(prompt, answer)]
+    assert tokenizer.decode(ids) == prompt + answer
+    assert tokenizer.num_inexact == 0
+
+
+@each_kind
+@settings(deadline=None)
+@given(
+    prompt=st.text(st.sampled_from(CHARACTERS), max_size=12),
+    answer=st.text(st.sampled_from(CHARACTERS), max_size=12),
+    template=st.sampled_from([None, "Answer: {prompt}", "{prompt} ", "Q {prompt}\nA:"]),
+)
+def test_fuzz_any_text_behind_any_prompt_decodes_to_both_joined(kind, prompt, answer, template):
+    check_joined(made(kind), prompt, answer, template)
+    assert made(kind).num_inexact == 0
+
+
+def test_an_answer_that_no_tokens_make_the_joined_text_of_is_counted_and_told(caplog):
+    tokenizer = character_tokenizer("e\u00e9\u0301")
+    tokenizer.hf.backend_tokenizer.normalizer = normalizers.NFC()  # joins the e and its accent
+    assert len(tokenizer.encode_answer("e", "\u0301e")) == 3
+    assert tokenizer.num_inexact == 1
+    assert "1 answers so far have no tokens that make prompt and answer" in caplog.text
 
 
 # ---- hostile files
