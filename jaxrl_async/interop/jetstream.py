@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import check_positions
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.batch import Sequence_, ask_of
 from jaxrl_async.sampler.engine import Chunk, DecodeState, Engine, Into, Prefix, Run
@@ -96,8 +97,10 @@ def make_engine(
 
     tokens_per_step: K tokens a slot in each `generate`, in JetStream's words speculations. Each
     insert is a new request with a number of its own, which its random numbers depend on.
-    tokenizer: ours, of data.tokenizer; only serving text needs one. Raises MissingExtraError.
+    tokenizer: ours, of data.tokenizer; only serving text needs one. Raises MissingExtraError, and
+    ConfigError where max_length is beyond the policy's positions.
     """
+    check_positions(policy.spec, max_length, "max_length", "the policy")
     core = Engine(
         policy.spec,
         slots=slots,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, ConfigError
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Init = Literal["normal", "ones", "zeros"]
@@ -192,6 +192,20 @@ class ModelSpec:
                 "mlp_only_layers": [],
             }
         return config
+
+
+def check_positions(spec: ModelSpec, length: int, setting: str, where: str) -> None:
+    """Raise ConfigError where a setting allows longer sequences than the model was made for.
+
+    Rotary positions can be computed without end, but what a model makes of those that it has never
+    seen is anybody's guess.
+    """
+    if length > spec.max_positions:
+        raise ConfigError(
+            f"{setting} ({length}) is more than the max_position_embeddings ({spec.max_positions}) "
+            f"of {where}. Lower the first; or raise the second in the model's config.json, where "
+            "it is known to go further."
+        )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
+from jaxrl_async.model.spec import ModelSpec, check_positions, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
@@ -522,11 +522,13 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
         spec = load_spec(Path(config.model.path))
+        check_lengths(config, spec, config.model.path)
     else:
         spec = ModelSpec.from_architecture(
             config.model.architecture,
             config.model.architecture.vocab or _rounded(tokenizer.vocab_size),
         )
+        spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
     check_fits(
         3 * num_weights(spec) * dtype.itemsize,
         slices.trainer,
@@ -546,6 +548,15 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
         check_experts(policy.spec, mesh, "mesh.sampler")
     check_vocabulary(tokenizer, policy.spec.vocab, config.model.path or "model.architecture")
     return policy
+
+
+def check_lengths(config: Config, spec: ModelSpec, where: str) -> None:
+    """Raise ConfigError where the job makes longer sequences than the model at `where` was made
+    for: episodes up to sampler.max_length, examples up to a row."""
+    check_positions(spec, config.sampler.max_length, "sampler.max_length", where)
+    mixes = config.warm_start.steps or config.algorithm.supervised_coefficient
+    if config.run.job != "rl" or mixes:
+        check_positions(spec, config.row_length, "trainer.row_length", where)
 
 
 def _rounded(vocab_size: int, multiple: int = 8) -> int:
@@ -688,8 +699,9 @@ def check_frozen(config: Config) -> None:
     for path in [*paths, config.preference.reference]:
         if path is not None:
             check_params(path, load_spec(Path(path)))
-    if config.critic.path is not None:
-        load_spec(Path(config.critic.path))
+    for path in [*paths, config.preference.reference, config.critic.path]:
+        if path is not None:
+            check_lengths(config, load_spec(Path(path)), path)
 
 
 def _check_shared_vocabulary(policy: Policy, spec: ModelSpec, setting: str) -> None:
@@ -795,6 +807,7 @@ def make_scorers(
         assert function is not None, "the schema refuses a run without any reward"
         return function, function
     model = load_reward_model(section, config.model, tokenizer, slices.trainer, turns)
+    check_lengths(config, load_spec(Path(section.model)), f"reward.model={section.model}")
     both = RewardModelScorer(
         model,
         function=function,

@@ -34,7 +34,7 @@ from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
 from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch import Batch, Output, Sequence_
 from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Engine
@@ -134,6 +134,7 @@ class Sampler:
         one_thread: on a CPU, use one core only (several samplers side by side)."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
+        check_positions(spec, self.section.max_length, "sampler.max_length", "the policy")
         self.plan = kv_plan(spec, self.section, dtype)
         self.engine = make_engine(
             spec, self.plan, self.section, mesh, dtype=dtype, one_thread=one_thread

@@ -317,6 +317,28 @@ def test_frozen_weights_are_looked_at_before_the_warm_start(tmp_path, capsys, mo
     check_refusal(capsys, code, 1, "CheckpointError: ", "1 tensors missing")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["model.path={}", "warm_start.steps=0"], "sampler.max_length (64)"),
+        (["model.path={}", "sampler.max_length=32", "trainer.row_length=64"],
+         "trainer.row_length (64)"),
+        (["algorithm.kl_coefficient=0.1", "reference.path={}"], "sampler.max_length (64)"),
+        (["run.job=sft", "warm_start.steps=0", "model.path={}"], "sampler.max_length (64)"),
+    ],
+)  # fmt: skip
+def test_longer_sequences_than_a_model_was_made_for_are_refused(
+    tmp_path, capsys, model, overrides, setting
+):
+    folder = tmp_path / "short"
+    shutil.copytree(model, folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 63}))
+    overrides = [f"model.path={model}", *(o.format(folder) for o in overrides)]
+    told = f"{setting} is more than the max_position_embeddings (63) of "
+    check_refusal(capsys, command(tmp_path, *overrides), 2, "config error: ", told, str(folder))
+
+
 # ---- the tokenizer
 
 
