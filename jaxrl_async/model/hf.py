@@ -5,6 +5,7 @@ A stacked weight [L, ...] is filled layer by layer: each device reads only the s
 holds, so that no host copy of the whole model ever exists.
 """
 
+import dataclasses
 import itertools
 import json
 import re
@@ -29,6 +30,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _PLACE = {"layers": "layer", "expert": "expert"}
 """Stacked dimension -> its number in a tensor's name."""
+GENERATION = "generation_config.json"
+"""How transformers and servers draw from the model: end tokens, temperature and more."""
 MAX_FILE_BYTES = 4 * 1024**3
 MAX_JSON_BYTES = 64 * 1024**2
 """What is read of a config.json or an index."""
@@ -42,6 +45,23 @@ def load_spec(folder: Path) -> ModelSpec:
     """The model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
     return ModelSpec.from_hf_config(_read_json(file), str(file))
+
+
+def load_generation(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says; empty without one. Raises CheckpointError."""
+    file = folder / GENERATION
+    return _read_json(file) if file.exists() else {}
+
+
+def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]) -> None:
+    """Write generation_config.json: `generation` with the special tokens that the spec names, and
+    the end tokens of both."""
+    own = generation.get("eos_token_id")
+    more = [i for i in (own if isinstance(own, list) else [own]) if type(i) is int]
+    ends = dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys([*spec.eos_ids, *more])))
+    named = {key: value for key, value in ends.token_ids().items() if value is not None}
+    content = json.dumps({**generation, **named}, indent=2)
+    (folder / GENERATION).write_text(content, encoding="utf-8")
 
 
 def check_params(folder: str | Path, spec: ModelSpec) -> None:

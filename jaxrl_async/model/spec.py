@@ -4,6 +4,7 @@ Shape suffixes in this package: B batch, T query tokens, S cache positions, D mo
 heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -139,6 +140,17 @@ class ModelSpec:
             )
         return spec
 
+    def is_like(self, other: "ModelSpec") -> bool:
+        """Whether both compute the same function of the same weights, whatever their special tokens
+        and the lengths that they were made for."""
+        words: dict[str, Any] = {"max_positions": 1, "eos_ids": (), "bos_id": None, "pad_id": None}
+        return dataclasses.replace(self, **words) == dataclasses.replace(other, **words)
+
+    def token_ids(self) -> dict[str, Any]:
+        """The special tokens as config.json and generation_config.json name them."""
+        eos: Any = list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None)
+        return {"eos_token_id": eos, "bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
+
     def to_hf_config(self) -> dict[str, Any]:
         """A config.json that transformers loads."""
         names = {
@@ -174,11 +186,7 @@ class ModelSpec:
             "attention_bias": self.attention_bias,
             "max_position_embeddings": self.max_positions,
             "hidden_act": "silu",
-            "eos_token_id": list(self.eos_ids)
-            if len(self.eos_ids) > 1
-            else next(iter(self.eos_ids), None),
-            "bos_token_id": self.bos_id,
-            "pad_token_id": self.pad_id,
+            **self.token_ids(),
         }
         if self.rope_scaling:
             config["rope_scaling"] = rope

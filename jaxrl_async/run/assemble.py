@@ -127,8 +127,7 @@ class Parts:
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; the folder."""
-        final = Policy(self.policy.spec, self.trainer.learner.params, self.policy.tokenizer)
-        final.save_pretrained(self.paths.policy)
+        self.policy.with_params(self.trainer.learner.params).save_pretrained(self.paths.policy)
         return self.paths.policy
 
 
@@ -683,7 +682,7 @@ def reference_params(
     if path is None:
         return copied(policy.params)
     other = _load(config, path, slices)
-    if other.spec != policy.spec:
+    if not other.spec.is_like(policy.spec):
         raise ConfigError(
             f"{key}={path} is another kind of model than the policy: {other.spec} and "
             f"{policy.spec}. A reference is an older policy, with the same config.json; null takes "
@@ -693,7 +692,8 @@ def reference_params(
 
 
 def check_frozen(config: Config) -> None:
-    """Look at every directory of frozen weights before anything is trained. CheckpointError."""
+    """Look at every directory of frozen weights before anything is trained. CheckpointError,
+    ConfigError."""
     refers = config.algorithm.kl_coefficient > 0
     paths = [config.teacher.path, config.reference.path if refers else None]
     for path in [*paths, config.preference.reference]:
@@ -780,7 +780,7 @@ def warm_start(
         batch = step.pack([next(pairs) for _ in range(section.batch_size)])
         state, stats = step.update(state, batch)
         console.phase("warm start", f"{number}/{section.steps}, loss {stats['train/loss']:.3f}")
-    return Policy(policy.spec, state.params, policy.tokenizer)
+    return policy.with_params(state.params)
 
 
 def make_pacing(config: Config) -> Bounds | None:

@@ -27,7 +27,7 @@ from jaxrl_async.mesh import TRAINER_RULES, Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.heads import save_head, with_head
-from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.run.assemble import (
     CACHE_FOLDER,
     check_frozen,
@@ -188,7 +188,7 @@ def reward_model(config: Config, paths: Paths, slices: Slices, console: Console)
     )
 
     def write(params: Params) -> Path:
-        save_head(paths.reward_model, policy.spec, params)
+        save_head(paths.reward_model, speaking(policy.spec, tokenizer), params)
         tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
 
@@ -228,7 +228,7 @@ def _start(config: Config, tokenizer: Tokenizer, slices: Slices, console: Consol
 
 
 def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
-    Policy(policy.spec, params, policy.tokenizer).save_pretrained(folder)
+    policy.with_params(params).save_pretrained(folder)
     return folder
 
 

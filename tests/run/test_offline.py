@@ -100,7 +100,9 @@ def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> Non
     assert 0 <= metrics[-1]["eval/accuracy"] <= metrics[-1]["eval/token_accuracy"] <= 1
     assert metrics[1]["throughput/mfu"] > 0
     folder = runs / "sft"
-    assert Policy.from_pretrained(folder / "policy").spec.width == 32
+    spec = Policy.from_pretrained(folder / "policy").spec
+    assert (spec.width, spec.eos_ids, spec.pad_id) == (32, addition_tokenizer().eos_ids, 0)
+    assert (folder / "policy" / "generation_config.json").is_file()
     assert "Held-out loss" in (folder / "report.html").read_text("utf-8")
     assert len(weights) > 5
 
