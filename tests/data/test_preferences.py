@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from jaxrl_async.data.preferences import PreferencePair, mismatched, read_preferences
 from jaxrl_async.data.tokenizer import character_tokenizer
@@ -100,3 +101,19 @@ def test_one_prompt_has_no_other_prompts_answers():
     pair = PreferencePair(prompt_ids=ids, chosen_ids=ids, rejected_ids=ids)
     with pytest.raises(DataError, match="one prompt only"):
         mismatched([pair, pair])
+
+
+def test_pairs_whose_answers_are_the_same_are_told(tmp_path, caplog):
+    read(tmp_path, pair_of("a", "b", "b"), pair_of("a", "b", "c"))
+    assert "in 1 of 2 pairs both answers are the same" in caplog.text
+
+
+def test_an_answers_tokens_are_those_of_the_text_that_it_ends(tmp_path):
+    """A SentencePiece tokenizer sets a space before each text; an answer is no text of its own."""
+    backend = TOKENIZER.hf.backend_tokenizer
+    backend.normalizer = normalizers.Prepend(" ")
+    try:
+        (pair,) = read(tmp_path, pair_of("ab", " good", "bad"))
+    finally:
+        backend.normalizer = None
+    assert [text(ids) for ids in (pair.prompt_ids, *pair.answers)] == [" ab", " good", "bad"]

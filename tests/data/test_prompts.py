@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
 from jaxrl_async.data import prompts
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
@@ -344,3 +345,105 @@ def test_fuzz_any_bytes_are_records_or_a_data_error(tmp_path, monkeypatch, conte
     assert found and all(0 < len(record.token_ids) <= 16 for record in found)
     num_lines = sum(bool(line.strip()) for line in content.split(b"\n"))
     assert len(found) >= (1 - share) * num_lines
+
+
+# ---- columns, and records with other answers than text
+
+
+def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
+    record = {
+        "question": "q",
+        "answer": ["4", "four"],
+        "tests": {"!": "tuple", "items": [1, None, {"x": 1.5}], "": [[]]},
+        "id": 10**30,
+        "half": "\ud800",
+        "flag": True,
+    }
+    data = jsonl(tmp_path, [record, question(1)], eval_size=1)
+    (prompt,) = loads(dumps((next(make_prompts(data, TOKENIZER, 0)),)))
+    assert prompt.columns == record
+    assert prompt.reference == '["4", "four"]'
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(columns=st.dictionaries(st.text(max_size=3) | st.just("!"), JSON, max_size=3))
+def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
+    record = {**columns, "question": "q", "answer": "a"}
+    (found,) = read_jsonl(one_line(tmp_path, record), Jsonl(), TOKENIZER, 64)
+    again = loads(dumps(prompts._prompt(found, 0, 0)))
+    assert json.dumps(again.columns, sort_keys=True) == json.dumps(record, sort_keys=True)
+
+
+def one_line(tmp_path, record):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(record))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        (18, "18"),
+        (True, "true"),
+        ({"cases": [[1, "é"]]}, '{"cases": [[1, "é"]]}'),
+        (" def f():\n#### Tests\nassert f() ", "def f():\n#### Tests\nassert f()"),
+    ],
+)
+def test_a_reference_is_the_whole_answer_and_json_where_that_is_no_text(
+    tmp_path, answer, reference
+):
+    path = one_line(tmp_path, {"question": "q", "answer": answer})
+    (found,) = read_jsonl(path, Jsonl(), TOKENIZER, 64)
+    assert found.reference == reference
+
+
+def test_answers_without_the_mark_are_told(tmp_path, caplog):
+    data = jsonl(tmp_path, [question(0), {"question": "q", "answer": "7"}, question(2)],
+                 answer_mark="#### ", eval_size=1)  # fmt: skip
+    assert {p.reference for p in islice(make_prompts(data, TOKENIZER, 0), 2)} == {"0", "7"}
+    assert "1 of 3 answers have no data.jsonl.answer_mark '#### '" in caplog.text
+
+
+def test_records_need_no_answers_where_the_run_says_that_they_have_none(tmp_path):
+    data = jsonl(tmp_path, [{"question": "a"}, {"question": "b", "answer": 1}], eval_size=1,
+                 answer_field=None)  # fmt: skip
+    assert next(make_prompts(data, TOKENIZER, 0)).reference == ""
+    assert eval_prompts(data, TOKENIZER)[0].reference == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": {"job": "sft"}},
+        {"warm_start": {"steps": 1}},
+        {"algorithm": {"supervised_coefficient": 0.1}},
+        {"reward": {"function": "gsm8k"}},
+        {"reward": {"function": "exact"}},
+    ],
+    ids=str,
+)
+def test_a_run_that_asks_for_answers_is_refused_where_there_are_none(tmp_path, change):
+    data = {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
+    own = {"reward": {"function": "mine.py:f"}}
+    Config.model_validate({"data": data, **own})
+    Config.model_validate({"data": data, "run": {"job": "preference"}, "warm_start": {"steps": 0}})
+    with pytest.raises(ValueError, match=r"answer_field=null"):
+        Config.model_validate({"data": data, **own, **change})
+
+
+def test_an_answer_that_is_no_text_cannot_be_imitated(tmp_path, caplog):
+    listed = {"question": "q", "answer": ["1"]}
+    data = jsonl(tmp_path, [listed, question(1), question(2)], eval_size=1, max_bad_share=0.5)
+    assert len({p.text for p in islice(make_prompts(data, TOKENIZER, 0), 2)}) == 2
+    assert "skipped" not in caplog.text
+    pairs = islice(warm_start_pairs(Config(data=data), TOKENIZER), 3)
+    assert {TOKENIZER.decode(ids) for ids, _ in pairs} == {"q1so it is 1 #### 1"}
+    assert "line 1: skipped: a field is missing" in caplog.text
+
+
+def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
+    path = tmp_path / "d.jsonl"
+    line = b"\xef\xbb\xbf" + json.dumps(question(1)).encode() + b"\r\n"
+    path.write_bytes(line + line)
+    assert len(read_jsonl(path, Jsonl(), TOKENIZER, 64)) == 2
+    assert "skipped" not in caplog.text
