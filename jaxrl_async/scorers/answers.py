@@ -35,6 +35,8 @@ HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
 """LaTeX that holds an answer without making another of it."""
 NEIGHBOURS = 200
 """Characters on each side of a number that are looked at."""
+MAX_ANSWER = 1000
+"""Characters of a line that are looked at for an answer."""
 LEAD_IN = re.compile(r".*\banswer\b[^:=\n]{0,40}?(?:\bis\b|[:=])\s*:?\s*", re.IGNORECASE)
 FORMULA = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
 """What LaTeX looks like in a text."""
@@ -74,7 +76,9 @@ def final_line(text: str) -> str:
     lines = [line.strip() for line in (tail if marker else text).splitlines() if line.strip()]
     if not lines or (not marker and FORMULA.search(text)):
         return text.strip()
-    final = LEAD_IN.sub("", lines[0] if marker else lines[-1]).strip().rstrip(".").strip()
+    final = (lines[0][:MAX_ANSWER] if marker else lines[-1][-MAX_ANSWER:]).rstrip(". ")
+    lead_in = LEAD_IN.match(final)
+    final = final[lead_in.end() :] if lead_in else final
     return final if "," in final else EQUALS.split(final)[-1].strip()
 
 
