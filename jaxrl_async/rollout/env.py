@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,18 +103,23 @@ def _called(prompt: Prompt, what: str, method: Callable[..., Any], *args: Any) -
         return method(*args)
 
 
-@contextmanager
-def _blamed(prompt: Prompt, what: str = "") -> Iterator[None]:
-    """What an environment raises inside is a RolloutError of this prompt, and no end of the run."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, RolloutError) or is_the_runs_own_end(error):
-            raise
-        raise RolloutError(
-            f"prompt {prompt.prompt_id}: the environment {what + ' ' if what else ''}raised "
-            f"{type(error).__name__}: {error}. Correct it."
-        ) from error
+class _blamed:
+    """What an environment raises inside is a RolloutError of this prompt, and no end of the run.
+
+    A class: contextlib gives StopIteration a meaning of its own.
+    """
+
+    def __init__(self, prompt: Prompt, what: str = "") -> None:
+        self._who = f"prompt {prompt.prompt_id}: the environment {what}".rstrip()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None or isinstance(error, RolloutError) or is_the_runs_own_end(error):
+            return
+        told = f"raised {type(error).__name__}: {error}"
+        raise RolloutError(f"{self._who} {told}. Correct it.") from error
 
 
 def snapshot(env: Env) -> Any:

@@ -132,7 +132,5 @@ def test_a_state_that_no_checkpoint_can_hold_fails_when_it_is_asked_for():
         with pytest.raises(RolloutError, match="what no checkpoint can hold"):
             snapshot(Grows(strange))
     guarded = GuardedEnvs(lambda p: Grows(), timeout_s=1.0, vocab_size=9)(make_prompt(3))
-    with pytest.raises(
-        RolloutError, match=r"prompt 3: .* its restore\(\) raised ValueError: cannot"
-    ):
+    with pytest.raises(RolloutError, match=r"its restore\(\) raised ValueError: cannot"):
         guarded.restore({})
