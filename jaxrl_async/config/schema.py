@@ -629,7 +629,8 @@ class Faults(Section):
     """Completions with NaN or infinite log-probs in a row after which a sampler is started
     again."""
     scorer_timeout_s: float = Field(600.0, gt=0)
-    """Longest time that scoring one group may take, reward model included, seconds."""
+    """Longest time that scoring one group may take, reward model and waiting for one of
+    reward.threads included, seconds."""
     scorer_retries: NonNegative = 2
     """Times that a group is scored again where the scorer failed or took too long."""
     env_timeout_s: float = Field(600.0, gt=0)

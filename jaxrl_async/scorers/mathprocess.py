@@ -163,7 +163,9 @@ def serve(asked: TextIO, told: TextIO) -> None:
         right = parsed(reference if FORMULA.search(reference) else boxed(reference), formulas)
         return bool(verify(right, given, timeout_seconds=None)) if right else False
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     for line in asked:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:

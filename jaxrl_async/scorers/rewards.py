@@ -135,7 +135,7 @@ class RewardScorer:
         with _about(judge.name, prompt):
             positional, named = wishes.given(prompt, told)
             work = functools.partial(judge.function, *positional, **named)
-            if judge.function in QUICK:
+            if any(judge.function is quick for quick in QUICK):
                 return work()
             try:
                 if is_async(judge.function):

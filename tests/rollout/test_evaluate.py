@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import Completion, Prompt, Score, StopReason
 
 
@@ -85,6 +87,23 @@ def test_the_accuracy_is_the_mean_of_the_part_correct_and_of_nothing_else():
 def test_no_prompts_are_refused():
     with pytest.raises(RolloutError, match="no held-out prompts"):
         run([])
+
+
+@pytest.mark.parametrize(
+    "failure", [ValueError("x"), SystemExit(0), asyncio.CancelledError(), MemoryError()], ids=repr
+)
+def test_whatever_a_users_code_raises_is_an_evaluation_left_out(failure):
+    async def broken(episodes, prompt):
+        raise failure
+
+    class Broken(SingleTurn):
+        async def step(self, prompt, completion):
+            raise failure
+
+    with pytest.raises(RolloutError, match=type(failure).__name__):
+        run([prompt(0), prompt(1)], GuardedScorer(broken, timeout_s=20))
+    with pytest.raises(RolloutError, match=type(failure).__name__):
+        run([prompt(0), prompt(1)], make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=9))
 
 
 def test_a_failing_scorer_is_raised():

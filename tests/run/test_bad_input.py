@@ -427,6 +427,14 @@ def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, t
     check_refusal(capsys, command(tmp_path, *given), 2, "config error: reward.function = ", told)
 
 
+def test_a_part_that_the_reward_has_not_gives_no_signal(tmp_path, capsys):
+    given = [SCRATCH, "algorithm.dynamic_sampling=true", "algorithm.signal_part=corect"]
+    told = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
+    check_refusal(capsys, command(tmp_path, *given), 2, told)
+    given = [SCRATCH, "algorithm.signal_part=correct"]
+    check_refusal(capsys, command(tmp_path, *given), 2, "dynamic_sampling drops, and that is off")
+
+
 # ---- the run's folder
 
 
