@@ -3,10 +3,27 @@
 A message says what was wrong, where, and what to do.
 """
 
+import asyncio
+import threading
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or, as XLA says it, a device had too little memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def is_the_runs_own_end(error: BaseException) -> bool:
+    """Whether an exception that comes out of a user's code is not of its making: the task that runs
+    it is cancelled, its coroutine is closed, or the user pressed Ctrl-C in the main thread."""
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
+    if not isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs: a coroutine that is left behind is closed
+        return True
+    return task is not None and task.cancelling() > 0
 
 
 class JaxrlError(Exception):

@@ -171,6 +171,10 @@ class Episode:
         return int(self.drawn.sum())
 
 
+CORRECT = "correct"
+"""The part of a reward that says how right an answer is, 0 to 1: its mean is the accuracy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What a scorer thinks of one episode."""

@@ -154,7 +154,7 @@ def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
 def test_the_reward_in_readme_runs():
     names: dict = {}
     exec(next(block for block in blocks("python") if "short_and_right" in block), names)
-    assert names["short_and_right"]("2+2=", "4", "4") == {"right": 1.0, "short": -0.001}
+    assert names["short_and_right"]("2+2=", "4", "4") == {"correct": 1.0, "short": -0.001}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)

@@ -3,6 +3,7 @@
 A field's docstring is its help text (`--help`), and names its unit. Needs no JAX.
 """
 
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,6 +23,10 @@ Choices = Choice | list[Choice]
 def name_of(choice: Choice) -> str:
     """The name in a choice."""
     return choice if isinstance(choice, str) else next(iter(choice), "")
+
+
+def _arguments(choice: Choice) -> dict[str, Any]:
+    return {} if isinstance(choice, str) else next(iter(choice.values()), {})
 
 
 class Section(BaseModel):
@@ -419,6 +424,10 @@ class Algorithm(Section):
     """Advantage estimator."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and play other prompts in their place."""
+    signal_part: str = ""
+    """Part of the reward that dynamic_sampling looks at, such as correct; "": the whole reward."""
+    signal_least: float = Field(0.0, ge=0)
+    """Variance of it in a group up to which dynamic_sampling takes its values as equal."""
     max_resampled: NonNegative = 0
     """Groups that may be dropped so for one step before the run ends; 0: no limit."""
     correction: Choices = "truncate_token"
@@ -559,9 +568,10 @@ class Eval(Section):
 
 
 class Reward(Section):
-    function: str = "exact"
-    """Built-in reward (exact, gsm8k), your own (FILE.py:FUNCTION), or none where there is a model.
-    Where there is one, it alone judges the evaluation."""
+    function: Choices = "exact"
+    """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), or a list of these with
+    weights ([math, {my.py:short: {weight: 0.1}}]); none where there is a model. Where there is
+    one, it alone judges the evaluation. Its part `correct`, 0 to 1, is the accuracy."""
     function_weight: float = 1.0
     """Weight of the function's reward in training beside reward.model; 0: it only judges the
     evaluation."""
@@ -570,14 +580,40 @@ class Reward(Section):
     model_weight: float = 1.0
     """Weight of that model's score, which is added to the function's reward."""
     timeout_s: float = Field(30.0, gt=0)
-    """Longest time that the function may take for one group, seconds."""
+    """Longest time that a function may take for one answer (for all answers to a prompt where it
+    judges them together), seconds."""
+    threads: Count = 16
+    """Threads that call functions that are not async, at most; async ones wait side by side."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function by its name; empty: none."""
+        listed = self.function if isinstance(self.function, list) else [self.function]
+        told = [(name_of(choice), _arguments(choice)) for choice in listed]
+        return {name: arguments.get("weight", 1.0) for name, arguments in told if name != "none"}
 
     @model_validator(mode="after")
     def _some_reward(self) -> "Reward":
-        if self.function == "none" and self.model is None:
+        listed = self.function if isinstance(self.function, list) else [self.function]
+        for choice in listed:
+            weight = _arguments(choice).get("weight", 1.0)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if _arguments(choice).keys() - {"weight"} or not is_number or not isfinite(weight):
+                raise ValueError(
+                    f"reward.function: {name_of(choice)} takes one argument, weight, a number; "
+                    f"given {_arguments(choice)}. Correct it."
+                )
+        names = [name_of(choice) for choice in listed]
+        if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
             raise ValueError(
-                "reward.function=none leaves no reward at all. Set reward.model to the folder of a "
-                "reward model, or reward.function to exact, gsm8k or FILE.py:FUNCTION."
+                f"reward.function lists {', '.join(names)}: give each function once, and none "
+                "alone."
+            )
+        if not self.weights and self.model is None:
+            raise ValueError(
+                f"reward.function={self.function} leaves no reward at all. Set reward.model to the "
+                "folder of a reward model, or reward.function to exact, gsm8k, math or "
+                "FILE.py:FUNCTION."
             )
         return self
 
@@ -597,7 +633,8 @@ class Faults(Section):
     """Completions with NaN or infinite log-probs in a row after which a sampler is started
     again."""
     scorer_timeout_s: float = Field(600.0, gt=0)
-    """Longest time that scoring one group may take, reward model included, seconds."""
+    """Longest time that scoring one group may take, reward model and waiting for one of
+    reward.threads included, seconds."""
     scorer_retries: NonNegative = 2
     """Times that a group is scored again where the scorer failed or took too long."""
     env_timeout_s: float = Field(600.0, gt=0)
@@ -767,6 +804,12 @@ class Config(Section):
                 "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those "
                 "of algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
             )
+        if not algorithm.dynamic_sampling and (algorithm.signal_part or algorithm.signal_least):
+            raise ValueError(
+                "algorithm.signal_part and algorithm.signal_least say what "
+                "algorithm.dynamic_sampling drops, and that is off. Set it to true, or leave them "
+                "out."
+            )
         if algorithm.supervised_coefficient and self.sampler.temperature not in (0.0, 1.0):
             raise ValueError(
                 f"algorithm.supervised_coefficient learns at sampler.temperature "
@@ -778,10 +821,11 @@ class Config(Section):
                 f"reward.function_weight ({reward.function_weight}) weighs the function against "
                 "reward.model, and there is none. Set the model, or leave the weight out."
             )
-        if advantage == "gdpo" and (reward.function_weight, reward.model_weight) != (1, 1):
+        outer = {reward.function_weight, reward.model_weight, *reward.weights.values()}
+        if advantage == "gdpo" and outer != {1}:
             raise ValueError(
                 "algorithm.advantage=gdpo weighs the parts of the reward itself. Set reward."
-                "function_weight and model_weight to 1, and gdpo's weights: "
+                "function_weight, model_weight and the functions' to 1, and gdpo's weights: "
                 "{gdpo: {weights: {model: 0.5}}}."
             )
 

@@ -39,12 +39,13 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("eval loss", "eval/loss", "{:.3f}".format),
     ("pairs right", "preference/accuracy", "{:.3f}".format),
     ("eval", "eval/accuracy", "{:.3f}".format),
+    ("eval reward", "eval/reward", "{:.3f}".format),
     ("tokens/s", "throughput/generated_tokens_per_s", "{:,.0f}".format),
     ("staleness", "staleness/mean", "{:.2f}".format),
     ("sampler idle", "sampler/idle_share", "{:.0%}".format),
     ("trainer idle", "trainer/idle_share", "{:.0%}".format),
 )
-"""Label, key, format."""
+"""Label, key, format. Of the evaluation the accuracy, or the reward where there is none."""
 
 
 class Console:
@@ -101,9 +102,8 @@ class Console:
             elapsed_s=now - self._start,
         )
         first = len(self._times) == 1
-        due = (
-            now - self._printed_at >= EVERY_S or first or step == total or "eval/accuracy" in values
-        )
+        evaluated = any(key.startswith("eval/") for key in values)
+        due = now - self._printed_at >= EVERY_S or first or step == total or evaluated
         if self._live is not None:
             self._show()
         elif due:
@@ -163,9 +163,10 @@ class Console:
 
 def shown(progress: Progress) -> list[tuple[str, str]]:
     """Label and text of each number that there is."""
-    return [
-        (label, form(progress.values[key])) for label, key, form in SHOWN if key in progress.values
-    ]
+    values = dict(progress.values)
+    if "eval/accuracy" in values:
+        values.pop("eval/reward", None)
+    return [(label, form(values[key])) for label, key, form in SHOWN if key in values]
 
 
 def plain_line(progress: Progress) -> str:

@@ -27,6 +27,8 @@ MAX_STEPS = 40
 EVERY_S = 2.0
 """Seconds between two drawings."""
 CURVES = (("reward/mean", "reward", "#1f6feb"), ("eval/accuracy", "held-out accuracy", "#d1590f"))
+WITHOUT_ACCURACY = (CURVES[0], ("eval/reward", "held-out reward", "#d1590f"))
+"""The same of a reward that does not say what is right."""
 DOES = (
     ("time/wait_data_s", "waits for answers", "#d8d8d4"),
     ("time/train_s", "learns", "#1f6feb"),
@@ -64,7 +66,7 @@ def redrawn(
 
 
 def run_svg(lines: Sequence[Line]) -> str:
-    """A standalone SVG: reward and held-out accuracy by step, and who was busy when."""
+    """A standalone SVG: reward and held-out accuracy (or reward) by step, and who was busy when."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#57606a">'
@@ -74,7 +76,8 @@ def run_svg(lines: Sequence[Line]) -> str:
 
 
 def _curves(lines: Sequence[Line]) -> str:
-    found = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in CURVES]
+    curves = CURVES if points(lines, "eval/accuracy") else WITHOUT_ACCURACY
+    found = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in curves]
     every = [p for _, _, pts in found for p in pts]
     if not every:
         return _text(LEFT, CURVES_TOP, "no step has been made yet")

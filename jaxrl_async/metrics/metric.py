@@ -140,7 +140,12 @@ METRICS: tuple[Metric, ...] = (
         ("reward/mean", "reward", "Mean over the step's episodes, as the scorer gave it."),
         ("reward/std", "reward", "Standard deviation over the step's episodes."),
         ("reward/zero_variance_share", "share", "Groups with all rewards equal: nothing to learn."),
-        ("reward/<part>", "reward", "Mean of a named part of the reward, before weighting."),
+        (
+            "reward/<part>",
+            "reward",
+            "Mean of a named part of the reward, before weighting. In its name all but letters, "
+            "digits and _ . - is _.",
+        ),
         ("rollout/length_mean", "tokens", "Drawn tokens in an episode."),
         ("rollout/truncated_share", "share", "Episodes that ran into a length limit."),
         ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
@@ -211,8 +216,9 @@ METRICS: tuple[Metric, ...] = (
         (
             "eval/accuracy",
             "share",
-            "Held-out prompts answered with the full reward (1); sft: by greedy decoding token for "
-            "token as the record; preferences: pairs ranked right.",
+            "rl: mean of the reward's part `correct` on the held-out prompts, absent where the "
+            "reward has none; sft: records that greedy decoding gives token for token; "
+            "preferences: pairs ranked right.",
         ),
         ("eval/token_accuracy", "share", "sft: held-out tokens that greedy decoding would draw."),
         ("eval/loss", "loss", "Loss on the held-out examples; sft: nats a token."),
@@ -375,8 +381,23 @@ METRICS: tuple[Metric, ...] = (
 
 _EXACT = {m.key: m for m in METRICS if "<" not in m.key}
 _FAMILIES = tuple(
-    (re.compile(re.sub(r"<\w+>", r"[A-Za-z0-9_.\\-]+", m.key)), m) for m in METRICS if "<" in m.key
+    (re.compile(re.sub(r"<\w+>", r"[\\w.\\-]+", m.key)), m) for m in METRICS if "<" in m.key
 )
+
+
+MAX_PART = 80
+"""Longest name of a part of the reward."""
+
+
+def part_name(name: object) -> str:
+    """The name of a part of a reward, of any text: letters, digits and _ . - as they are, anything
+    else as _."""
+    return re.sub(r"[^\w.-]+", "_", str(name))[:MAX_PART] or "_"
+
+
+def names_a_metric(part: str) -> bool:
+    """Whether a part's key would be that of a metric of our own (reward/mean)."""
+    return f"reward/{part}" in _EXACT
 
 
 def metric_of(key: str) -> Metric:

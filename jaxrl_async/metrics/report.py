@@ -278,13 +278,13 @@ def headline(lines: Sequence[Line]) -> str:
     """The tiles on top: how far, how good, how fast."""
     steps = [line["step"] for line in lines]
     tiles = [("steps", str(max(steps)) if steps else "0", "")]
-    accuracy = points(lines, "eval/accuracy")
-    if accuracy:
+    accuracy, eval_reward = points(lines, "eval/accuracy"), points(lines, "eval/reward")
+    if held_out := accuracy or eval_reward:
         tiles.append(
             (
-                "held-out accuracy",
-                f"{accuracy[-1][1]:.3f}",
-                f"from {accuracy[0][1]:.3f} at step {accuracy[0][0]}",
+                f"held-out {'accuracy' if accuracy else 'reward'}",
+                f"{held_out[-1][1]:.3f}",
+                f"from {held_out[0][1]:.3f} at step {held_out[0][0]}",
             )
         )
     reward = points(lines, "reward/mean")

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.faults import UnderWay
 from jaxrl_async.ports import Clock, Env, Reply, SavesState
 from jaxrl_async.types import Completion, Prompt
@@ -30,7 +31,8 @@ class SingleTurn:
 class GuardedEnvs:
     """A MakeEnv whose environments have a time limit and are checked; `oldest_s` from anywhere.
 
-    No reply is asked for twice: an environment may have changed by the first. The group fails.
+    Whatever an environment raises is a RolloutError. No reply is asked for twice: an environment
+    may have changed by the first. The group fails.
     """
 
     def __init__(
@@ -38,28 +40,40 @@ class GuardedEnvs:
         make_env: MakeEnv,
         *,
         timeout_s: float,
+        vocab_size: int,
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """count: told the name of each fault (metrics.faults)."""
-        self._make_env, self._timeout_s = make_env, timeout_s
+        """vocab_size: replies have smaller ids. count: told the name of each fault
+        (metrics.faults)."""
+        self._make_env, self._timeout_s, self._vocab_size = make_env, timeout_s, vocab_size
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
-        """The environment of one episode."""
-        return _Guarded(self._make_env(prompt), self)
+        """The environment of one episode. Raises RolloutError where it cannot be made."""
+        with _blamed(prompt, "cannot be made: its constructor"):
+            return _Guarded(self._make_env(prompt), self, prompt)
 
     def oldest_s(self) -> float:
         """How long the longest reply under way has taken, seconds; 0: none."""
         return self._calls.oldest_s()
 
     async def reply(self, env: Env, prompt: Prompt, completion: Completion) -> Reply:
-        """The reply of `env`. Raises RolloutTimeout, RolloutError for what is no reply, and what
-        the environment raises."""
+        """The reply of `env`. Raises RolloutTimeout, and RolloutError for what is no reply and for
+        what the environment raises."""
+        with _blamed(prompt):
+            reply = await self._in_time(env, prompt, completion)
+        wrong = _wrong(reply, self._vocab_size)
+        if wrong:
+            self._count("refused_replies")
+            raise RolloutError(f"prompt {prompt.prompt_id}: the environment gave {wrong}")
+        return reply
+
+    async def _in_time(self, env: Env, prompt: Prompt, completion: Completion) -> Any:
         try:
             with self._calls.one():
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    reply = await env.step(prompt, completion)
+                    return await env.step(prompt, completion)
         except TimeoutError:
             self._count("env_timeouts")
             if not limit.expired():
@@ -68,35 +82,78 @@ class GuardedEnvs:
                 f"prompt {prompt.prompt_id}: the environment took more than {self._timeout_s:g} s "
                 "for one reply. Make it quicker or raise faults.env_timeout_s."
             ) from None
-        wrong = _wrong(reply)
-        if wrong:
-            self._count("refused_replies")
-            raise RolloutError(f"prompt {prompt.prompt_id}: the environment gave {wrong}")
-        return reply
 
 
 class _Guarded:
     """One environment of GuardedEnvs; it can be saved where the environment can."""
 
-    def __init__(self, env: Env, guard: GuardedEnvs) -> None:
+    def __init__(self, env: Env, guard: GuardedEnvs, prompt: Prompt) -> None:
         self._env, self._guard = env, guard
         if isinstance(env, SavesState):
-            self.state, self.restore = env.state, env.restore
+            self.state = lambda: _called(prompt, "state()", env.state)
+            self.restore = lambda state: _called(prompt, "restore()", env.restore, state)
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """As the environment's own."""
         return await self._guard.reply(self._env, prompt, completion)
 
 
-def _wrong(reply: Any) -> str:
+def _called(prompt: Prompt, what: str, method: Callable[..., Any], *args: Any) -> Any:
+    with _blamed(prompt, f"cannot be saved: its {what}"):
+        return method(*args)
+
+
+class _blamed:
+    """What an environment raises inside is a RolloutError of this prompt, and no end of the run.
+
+    A class: contextlib gives StopIteration a meaning of its own.
+    """
+
+    def __init__(self, prompt: Prompt, what: str = "") -> None:
+        self._who = f"prompt {prompt.prompt_id}: the environment {what}".rstrip()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None or isinstance(error, RolloutError) or is_the_runs_own_end(error):
+            return
+        told = f"raised {type(error).__name__}: {error}"
+        raise RolloutError(f"{self._who} {told}. Correct it.") from error
+
+
+def snapshot(env: Env) -> Any:
+    """Where a ports.SavesState environment is now, as values of its own that the environment does
+    not go on to change; None of any other. Raises RolloutError for what cannot be saved."""
+    if not isinstance(env, SavesState):
+        return None
+    state = env.state()
+    try:
+        return loads(dumps(state))
+    except (TypeError, ValueError, AssertionError, RecursionError) as error:
+        raise RolloutError(
+            f"an environment's state() gave what no checkpoint can hold: {error}. It must give "
+            "plain values, lists, mappings with text keys, and arrays."
+        ) from error
+
+
+def _wrong(reply: Any, vocab_size: int) -> str:
     """What is wrong with a reply and what it must be; empty: nothing."""
     if not isinstance(reply, Reply):
         return f"{reply!r:.60} ({type(reply).__name__}). It must give a Reply."
-    tokens = np.asarray(reply.token_ids)
+    try:
+        tokens = np.asarray(reply.token_ids)
+    except ValueError:
+        return "token_ids of rows of different lengths. They must be one row of token ids."
     if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
         return (
             f"token_ids of shape {tokens.shape} and type {tokens.dtype}. They must be token ids: "
             "one row of integers."
+        )
+    if strange := [int(i) for i in tokens if not 0 <= i < vocab_size]:
+        return (
+            f"the token ids {strange[:8]}, {len(strange)} of {tokens.size}, which are not in the "
+            f"vocabulary of {vocab_size}. Make them with the policy's own tokenizer."
         )
     if not isinstance(reply.done, bool | np.bool_):
         return f"done={reply.done!r:.60} ({type(reply.done).__name__}). It must be True or False."

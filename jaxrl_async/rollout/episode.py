@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Env, Generate, SavesProgress, SavesState
-from jaxrl_async.rollout.env import MakeEnv
+from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
@@ -201,6 +201,16 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> Progress:
     )
 
 
+def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> Progress:
+    """The same with an environment of its own; where none can be made, an episode that fails."""
+    try:
+        return resumed_progress(saved, make_env(prompt))
+    except RolloutError as error:
+        waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        waiting.set_exception(error)
+        return Progress(env=SingleTurn(prompt), waiting=waiting)
+
+
 def resumed_request(
     saved: SavedEpisode, label: str, prompt: Prompt, member: int, limits: Limits, seed: int | None
 ) -> Request | Partial | None:
@@ -229,17 +239,18 @@ def begin(
 ) -> list[tuple[Progress, ...]]:
     """Queue what every episode of these groups needs next, in one call; where each of them is.
 
-    groups: label, prompt, and where its episodes were: SavedEpisode() is one that starts. Raises
-    RolloutError where a prompt leaves no room, and what submit_many raises.
+    groups: label, prompt, and where its episodes were: SavedEpisode() is one that starts. An
+    episode whose environment cannot be made fails when it is played. Raises RolloutError where a
+    prompt leaves no room, and what submit_many raises.
     """
     seed = generate.seed if isinstance(generate, SavesProgress) else None
     begun, asking = [], []
     wishes: list[Any] = []
     for label, prompt, episodes in groups:
-        members = tuple(resumed_progress(saved, make_env(prompt)) for saved in episodes)
+        members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
             wish = resumed_request(saved, label, prompt, m, limits, seed)
-            if wish is not None:
+            if wish is not None and member.waiting is None:
                 wishes.append(wish)
                 asking.append(member)
         begun.append(members)
@@ -291,7 +302,7 @@ async def play_episode(
             answer = await env.step(prompt, completion)
             spent_s(clock() - started)
             reply, done = np.asarray(answer.token_ids, np.int32), answer.done
-            progress.env_state = env.state() if isinstance(env, SavesState) else None
+            progress.env_state = snapshot(env)
         room = limits.max_length - length - len(reply)
         if room < 0 or (room == 0 and not done):
             turns.append(Turn(completion=completion, reply=reply[:0]))

@@ -10,7 +10,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import Limits, SavedEpisode, all_or_none, begin, cancel, play_group
-from jaxrl_async.types import Episode, IntArray, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
 
 GREEDY = SamplingParams(temperature=0.0)
 SCORED_AT_ONCE = 16
@@ -33,7 +33,7 @@ class EvalResult:
 
     num_prompts: int
     mean_reward: float
-    accuracy: float  # share of answers whose reward is at least 1
+    accuracy: float | None  # mean of the rewards' part CORRECT; None: no reward has it
     mean_length_tokens: float  # drawn, mean over answers
     truncated_share: float  # share of answers cut off by a length bound
     samples: tuple[EvalSample, ...]
@@ -100,7 +100,7 @@ def summarize(
     return EvalResult(
         num_prompts=len(played),
         mean_reward=float(rewards.mean()),
-        accuracy=float((rewards >= 1.0).mean()),
+        accuracy=accuracy([score for _, score in played]),
         mean_length_tokens=float(lengths.mean()),
         truncated_share=float(np.mean(truncated)),
         samples=tuple(
@@ -113,3 +113,11 @@ def summarize(
             for prompt, (episode, score) in list(zip(prompts, played, strict=True))[:num_samples]
         ),
     )
+
+
+def accuracy(scores: Sequence[Score]) -> float | None:
+    """Mean of the part that says how right an answer is; a score without it counts as wrong. None:
+    no score has it."""
+    if not any(CORRECT in score.parts for score in scores):
+        return None
+    return float(np.mean([score.parts.get(CORRECT, 0.0) for score in scores]))

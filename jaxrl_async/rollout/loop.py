@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from jaxrl_async.errors import Closed, JaxrlError, RolloutError
+from jaxrl_async.errors import Closed, JaxrlError, RolloutError, is_the_runs_own_end
 from jaxrl_async.ports import Gate, Generate, SavesProgress, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
@@ -130,7 +130,7 @@ class RolloutLoop:
         self._resumed = tuple(resumed)
         self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
-        self._first_cause: Exception | None = None  # of the failures in a row
+        self._first_cause: BaseException | None = None  # of the failures in a row
         self._failures_in_a_row = 0
         self._groups = self._failures = self._active = 0
         self._env_s = self._score_s = self._gate_wait_s = 0.0
@@ -280,7 +280,9 @@ class RolloutLoop:
             self._failures_in_a_row = 0
         except Closed:
             return
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if is_the_runs_own_end(error):
+                raise
             self._forgive(playing.ticket, playing.prompt, error)
         finally:
             self._active -= 1
@@ -310,7 +312,7 @@ class RolloutLoop:
     def _count_env(self, seconds: float) -> None:
         self._env_s += seconds
 
-    def _forgive(self, ticket: Ticket, prompt: Prompt, error: Exception) -> None:
+    def _forgive(self, ticket: Ticket, prompt: Prompt, error: BaseException) -> None:
         """Give the ticket back, unless too many groups have failed in a row."""
         self._failures += 1
         if self._failures_in_a_row == 0:

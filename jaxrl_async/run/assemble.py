@@ -20,7 +20,6 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import loads
 from jaxrl_async.config.schema import Config, Faults, name_of
-from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
@@ -71,7 +70,12 @@ from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
 from jaxrl_async.sampler.supervise import Limits
 from jaxrl_async.scorers.guard import GuardedScorer
-from jaxrl_async.scorers.reward_model import RewardModelScorer, load_reward_model
+from jaxrl_async.scorers.reward_model import (
+    FUNCTION,
+    MODEL,
+    RewardModelScorer,
+    load_reward_model,
+)
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.advantages import advantage
@@ -87,7 +91,7 @@ from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
 from jaxrl_async.trainer.trial import check_algorithm
 from jaxrl_async.trainer.update import TrainState
-from jaxrl_async.types import EpisodeGroup, SamplingParams
+from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
@@ -151,11 +155,17 @@ def assemble(
     )
 
     tokenizer, faults = make_tokenizer(config), FaultCounts()
+    held_out = eval_prompts(config.data, tokenizer)
     scorer, judge = (
         guarded(config.faults, one, faults)
-        for one in make_scorers(config, tokenizer, slices, turns)
+        for one in make_scorers(config, tokenizer, held_out, slices, turns)
     )
-    envs = GuardedEnvs(SingleTurn, timeout_s=config.faults.env_timeout_s, count=faults.add)
+    envs = GuardedEnvs(
+        SingleTurn,
+        timeout_s=config.faults.env_timeout_s,
+        vocab_size=tokenizer.vocab_size,
+        count=faults.add,
+    )
     policy = make_policy(config, tokenizer, slices)
     check_routing(config, policy.spec)
     keep_mask = keeps_masks(config)
@@ -167,10 +177,16 @@ def assemble(
         "the KV cache of a sampler",
         "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
     )
-    held_out = eval_prompts(config.data, tokenizer)
-    if is_own(config.reward.function):
+    parts = {MODEL} if config.reward.model is not None else set[str]()
+    if config.reward.weights:
         where = f"reward.function = {config.reward.function!r}"
-        try_once(judge, held_out[0], tokenizer.encode, where)
+        found = try_once(judge, held_out[0], tokenizer.encode, where).parts
+        parts |= found.keys() or ({FUNCTION} if parts else set())
+    if config.algorithm.signal_part and config.algorithm.signal_part not in parts:
+        raise ConfigError(
+            f"algorithm.signal_part = {config.algorithm.signal_part!r}: the reward has no such "
+            f"part (it has: {', '.join(sorted(parts)) or 'none'}). Correct it."
+        )
     if len(held_out) < lockstep.count:
         raise ConfigError(
             f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
@@ -211,7 +227,11 @@ def assemble(
         overcommit=config.staleness.overcommit,
         reuse=config.buffer.reuse,
         rank=RANKS[config.buffer.select],
-        has_signal=has_signal if config.algorithm.dynamic_sampling else None,
+        has_signal=functools.partial(
+            has_signal, metric=config.algorithm.signal_part, least=config.algorithm.signal_least
+        )
+        if config.algorithm.dynamic_sampling
+        else None,
         max_resampled=config.algorithm.max_resampled,
         ledger=kept,
         note=schedule.write,
@@ -300,7 +320,7 @@ def assemble(
             judge,
             lockstep,
             count=faults.add,
-            has_right_answers=config.reward.function != "none",
+            make_env=envs,
             sampling=SamplingParams(temperature=config.eval.temperature),
             **limits,
         ),
@@ -797,12 +817,12 @@ def make_pacing(config: Config) -> Bounds | None:
 
 
 def make_scorers(
-    config: Config, tokenizer: Tokenizer, slices: Slices, turns: Any
+    config: Config, tokenizer: Tokenizer, held_out: Sequence[Prompt], slices: Slices, turns: Any
 ) -> tuple[Scorer, Scorer]:
-    """What scores the training, and the evaluation: there the function alone, where there is
-    one."""
+    """What scores the training, and the evaluation: there the functions alone, where there are
+    some. held_out: they may ask for the columns of these records."""
     section = config.reward
-    function = None if section.function == "none" else make_scorer(section, tokenizer.decode)
+    function = make_scorer(section, tokenizer.decode, held_out) if section.weights else None
     if section.model is None:
         assert function is not None, "the schema refuses a run without any reward"
         return function, function
@@ -827,12 +847,11 @@ def run_evaluation(
     lockstep: Lockstep,
     *,
     count: Callable[[str], None],
-    has_right_answers: bool = True,
     **limits: Any,
 ) -> Mapping[str, float]:
-    """Accuracy, where answers can be right, and reward on the held-out prompts with the weights
-    that are live now; each process answers its part. Where the scorer or an environment fails for
-    good, there are no numbers: with holes they would not be comparable."""
+    """Accuracy, where the reward says what is right, and reward on the held-out prompts with the
+    weights that are live now; each process answers its part. Where the scorer or an environment
+    fails for good, there are no numbers: with holes they would not be comparable."""
     start = time.perf_counter()
     result: EvalResult | None = None
     try:
@@ -842,8 +861,9 @@ def run_evaluation(
         log.warning("an evaluation is left out: %s", error)
     if not all(lockstep.gather_json(result is not None)) or result is None:
         return {"time/eval_s": time.perf_counter() - start}
+    graded = any(lockstep.gather_json(result.accuracy is not None))
     told = {
-        **({"eval/accuracy": result.accuracy} if has_right_answers else {}),
+        **({"eval/accuracy": result.accuracy or 0.0} if graded else {}),
         "eval/reward": result.mean_reward,
         "eval/length_mean": result.mean_length_tokens,
         "eval/truncated_share": result.truncated_share,
@@ -887,6 +907,7 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
             "completion": tokenizer.decode(episode.token_ids[episode.drawn]),
             "reference": group.prompt.reference,
             "reward": score.reward,
+            "parts": dict(score.parts),
             "length": episode.num_drawn,
             "stop": episode.stop.value,
             "group": group.ticket.group,

@@ -7,18 +7,19 @@ group ──> scorer ──in time?──> Scores ──sound?──> the same S
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.faults import UnderWay, backoff_s
+from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
-from jaxrl_async.types import Episode, Prompt, Score
+from jaxrl_async.scorers.results import finite, shown
+from jaxrl_async.types import CORRECT, Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class GuardedScorer:
         self._calls = UnderWay(clock)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """As ports.Scorer. Raises RolloutError where the last try failed, and at once where what
-        came back is no score of each episode: asking again would not change that."""
+        """As ports.Scorer. Raises RolloutError where the last try failed, whatever it raised, and
+        at once where what came back is no score of each episode: asking again would not change
+        that."""
         try:
             with self._calls.one():
                 return checked(await self._scored(episodes, prompt), episodes, prompt)
@@ -59,10 +61,8 @@ class GuardedScorer:
     async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         for tries_left in range(self._retries, -1, -1):
             try:
-                return await self._in_time(episodes, prompt)
-            except Closed:
-                raise
-            except Exception as error:
+                return await self._outcome(episodes, prompt)
+            except RolloutError as error:
                 if not tries_left:
                     raise
                 self._count("scorer_retries")
@@ -84,6 +84,19 @@ class GuardedScorer:
                 f"{self._timeout_s:g} s. Make the scorer quicker or raise faults.scorer_timeout_s."
             ) from None
 
+    async def _outcome(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
+        """What the scorer gives; what it raises is a RolloutError, and no end of the run."""
+        try:
+            return await self._in_time(episodes, prompt)
+        except (RolloutError, Closed):
+            raise
+        except BaseException as error:
+            if is_the_runs_own_end(error):
+                raise
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: the scorer raised {type(error).__name__}: {error}"
+            ) from error
+
 
 class _Refused(RolloutError):
     """What came back is no score."""
@@ -93,28 +106,49 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
     """The scores as a tuple. Raises RolloutError that says which is wrong and how."""
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
-        given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else _tell(scores)
+        given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
         raise _Refused(
             f"{where} gave {given} for {len(episodes)} episodes. It must give one Score each, in "
             "order."
         )
     for i, (score, episode) in enumerate(zip(scores, episodes, strict=True)):
         if not isinstance(score, Score):
-            raise _Refused(f"{where} gave {_tell(score)} for episode {i}. It must give a Score.")
+            raise _Refused(f"{where} gave {shown(score)} for episode {i}. It must give a Score.")
         numbers = {"reward": score.reward, **{f"part {k!r}": v for k, v in score.parts.items()}}
         for what, value in numbers.items():
             if not is_finite_number(value):
                 raise _Refused(
-                    f"{where} gave episode {i} a {what} of {_tell(value)}. It must be a finite "
+                    f"{where} gave episode {i} a {what} of {shown(value)}. It must be a finite "
                     "number."
                 )
+        _check_parts(score.parts, where)
         _check_token_rewards(score.token_rewards, len(episode.token_ids), f"{where}, episode {i}")
     return tuple(scores)
 
 
 def is_finite_number(value: object) -> bool:
     """A real number, neither NaN nor infinite; bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and finite(value) is not None
+
+
+def _check_parts(parts: Mapping[str, float], where: str) -> None:
+    for name in parts:
+        if name != part_name(name):
+            raise _Refused(
+                f"{where} names a part {name!r}, which no metric can be called. Name it "
+                f"{part_name(name)!r}."
+            )
+        if names_a_metric(name):
+            raise _Refused(
+                f"{where} names a part {name!r}, and reward/{name} is a metric of its own. Rename "
+                "the part."
+            )
+    if not 0 <= parts.get(CORRECT, 0.0) <= 1:
+        raise _Refused(
+            f"{where} gave a part {CORRECT!r} of {parts[CORRECT]:g}. It says how right an answer "
+            "is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is something "
+            "else."
+        )
 
 
 def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
@@ -123,7 +157,7 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
     shape = getattr(rewards, "shape", None)
     if shape != (length,) or not np.issubdtype(rewards.dtype, np.floating):
         raise _Refused(
-            f"{where}: token_rewards are {_tell(rewards)} of shape {shape}; they must be one float "
+            f"{where}: token_rewards are {shown(rewards)} of shape {shape}; they must be one float "
             f"for each of the episode's {length} tokens, or None."
         )
     if not np.isfinite(rewards).all():
@@ -132,8 +166,3 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
             f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
             "token earns nothing."
         )
-
-
-def _tell(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,62 +1,34 @@
-"""Rewards: functions on text that say how good an answer is. Needs no JAX.
+"""Rewards: functions that say how good an answer is, built in or yours. Needs no JAX.
 
-A reward is `reward(prompt: str, completion: str, reference: str) -> float | Mapping[str, float]`;
-of a mapping, the sum of the parts is the reward. Built-ins by name, your own as FILE.py:FUNCTION.
+group ──> text ──> each function ──> its results ──> Scores ──> weighted sums
+                   (one call for each answer, or one for all; wishes.py says with what,
+                    usercode.py where, results.py what may come back)
+
+Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
 """
 
-import asyncio
-import contextlib
+import functools
 import inspect
-import math
-import re
-import threading
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Real
-from typing import TypeVar
+from typing import Any
 
 from jaxrl_async.config.schema import Reward
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
+from jaxrl_async.scorers.graders import exact, gsm8k, math
+from jaxrl_async.scorers.results import added, score_of, shown
+from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
+from jaxrl_async.scorers.wishes import Wishes, answer_of, wishes_of
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
-RewardFunction = Callable[[str, str, str], float | Mapping[str, float]]
+RewardFunction = Callable[..., Any]
+"""Gives a number, a mapping of parts or a Score, as results.py says; of a group a list of them."""
 
-T = TypeVar("T")
-
-MAX_STUCK = 64
-"""Threads of functions that never came back, at most: a thread cannot be stopped."""
-
-NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
-
-
-def exact(prompt: str, completion: str, reference: str) -> float:
-    """1 where what follows the last '#' (all of it without one) is the reference, spaces aside."""
-    return float(completion.rpartition("#")[2].strip() == reference.strip())
-
-
-def gsm8k(prompt: str, completion: str, reference: str) -> float:
-    """1 where the final number is the reference's: the first after the last '####', else the last.
-
-    Commas and dollar signs are left out; 18, 18.0 and $18 are the same number. The format is that
-    of Cobbe et al. 2021 (arXiv:2110.14168).
-    """
-    right, given = final_number(reference), final_number(completion)
-    return float(right is not None and given == right)
-
-
-def final_number(text: str) -> Decimal | None:
-    """The number that a worked answer ends with; None without one."""
-    _, marker, tail = text.rpartition("####")
-    found = NUMBER.findall(tail)
-    if not found:
-        return None
-    number = found[0] if marker else found[-1]
-    return Decimal(number.replace(",", "").replace("$", ""))
-
-
-REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k}
+REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": math}
+QUICK = (exact, gsm8k)
+"""Built-ins that run where they are called."""
 
 
 def find_reward(name: str) -> RewardFunction:
@@ -65,7 +37,7 @@ def find_reward(name: str) -> RewardFunction:
         return REWARDS[name]
     if is_own(name):
         function = load_function(name, "reward.function")
-        _check_signature(function, f"reward.function = {name!r}")
+        wishes_of(function, f"reward.function = {name!r}")
         return function
     near = get_close_matches(name, REWARDS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -75,126 +47,158 @@ def find_reward(name: str) -> RewardFunction:
     )
 
 
-def _check_signature(function: Callable[..., object], where: str) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{where} is async. Make it a plain function: it runs in a thread of its own."
-        )
-    try:
-        inspect.signature(function).bind("", "", "")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{where} cannot be called as reward(prompt, completion, reference): {error}."
-        ) from None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """One reward function, with its weight."""
+
+    function: RewardFunction
+    name: str  # as in reward.function
+    weight: float = 1.0
+
+    @property
+    def short_name(self) -> str:
+        """Of the part that its number is: FUNCTION of FILE.py:FUNCTION."""
+        return self.name.rpartition(":")[2]
+
+    @property
+    def where(self) -> str:
+        """For messages about the setting."""
+        return f"reward.function = {self.name!r}"
 
 
 class RewardScorer:
-    """ports.Scorer over a reward function: decodes what the policy drew, calls, checks.
-
-    A user's function runs in a daemon thread, so that one that hangs costs `timeout_s` and not the
-    run. Built-ins are quick and run where they are called.
-    """
+    """ports.Scorer over reward functions: decodes what the policy drew, calls, checks, adds up."""
 
     def __init__(
         self,
-        function: RewardFunction,
+        judges: Sequence[Judge],
         decode: Callable[[IntArray], str],
         *,
         timeout_s: float,
-        name: str = "",
+        threads: int = 16,
     ) -> None:
-        """`decode` turns drawn tokens into text without special tokens."""
-        self._function = function
-        self._decode = decode
-        self._timeout_s = timeout_s
-        self._name = name or getattr(function, "__name__", "reward")
-        self._quick = function in REWARDS.values()
-        self._stuck: list[threading.Thread] = []  # took too long and may still run
+        """`decode` turns drawn tokens into text without special tokens. timeout_s: of one call.
+        threads: for functions that are not async, at most. Raises ConfigError."""
+        self._judges = [(judge, wishes_of(judge.function, judge.where)) for judge in judges]
+        self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError where a function asks for what none of these prompts has."""
+        prompts = list(prompts)
+        for judge, wishes in self._judges:
+            wishes.check(prompts, judge.where)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """One score per episode, of all that the policy drew in it.
 
-        Raises RolloutError naming the prompt where the function fails, gives no finite number, or
-        takes the group more than timeout_s.
+        Raises RolloutError naming function and prompt where one fails, gives what is no reward, or
+        takes longer than timeout_s for a call.
         """
-        if self._quick:
-            return self._score(episodes, prompt)
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= MAX_STUCK:
-            raise RolloutError(
-                f"{self._about(prompt)}: {len(self._stuck)} earlier calls have not come back, and "
-                "no further one is begun. Give what the function waits for a time limit."
+        texts = [self._decode(e.token_ids[e.drawn]) for e in episodes]
+        by_judge = await side_by_side(
+            self._judged(judge, wishes, episodes, texts, prompt) for judge, wishes in self._judges
+        )
+        names = [(judge.short_name, judge.weight) for judge, _ in self._judges]
+        with _about(" and ".join(name for name, _ in names), prompt):
+            return tuple(
+                added(
+                    [(*of, score) for of, score in zip(names, scores, strict=True)],
+                    alone=len(names) == 1,
+                )
+                for scores in zip(*by_judge, strict=True)
             )
-        future, thread = _in_daemon_thread(lambda: self._score(episodes, prompt))
-        try:
-            return await asyncio.wait_for(future, self._timeout_s)
-        except TimeoutError:
-            self._stuck.append(thread)
-            raise RolloutTimeout(
-                f"{self._about(prompt)} took more than {self._timeout_s:g} s for a group of "
-                f"{len(episodes)}. Make it quicker or raise reward.timeout_s."
-            ) from None
 
-    def _score(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        return tuple(self._judge(self._decode(e.token_ids[e.drawn]), prompt) for e in episodes)
-
-    def _judge(self, completion: str, prompt: Prompt) -> Score:
-        try:
-            result = self._function(prompt.text, completion, prompt.reference)
-        except (Exception, SystemExit) as error:
-            raise RolloutError(
-                f"{self._about(prompt)} raised {type(error).__name__}: {error}. "
-                "Correct the function."
-            ) from error
-        if isinstance(result, Mapping):
-            parts = {
-                str(name): self._number(part, prompt, f"part {name!r}")
-                for name, part in result.items()
-            }
-            return Score(reward=math.fsum(parts.values()), parts=parts)
-        return Score(reward=self._number(result, prompt, "a reward"))
-
-    def _number(self, value: object, prompt: Prompt, what: str) -> float:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RolloutError(
-                f"{self._about(prompt)} gave {what} of {value!r} ({type(value).__name__}). It must "
-                "give a finite number, or a mapping of names to finite numbers."
-            )
-        return float(value)
-
-    def _about(self, prompt: Prompt) -> str:
-        text = prompt.text if len(prompt.text) <= 60 else prompt.text[:57] + "..."
-        return f"reward {self._name} on prompt {prompt.prompt_id} ({text!r})"
-
-
-def make_scorer(section: Reward, decode: Callable[[IntArray], str]) -> RewardScorer:
-    """The scorer that the configuration asks for. Raises ConfigError."""
-    function = find_reward(section.function)
-    return RewardScorer(function, decode, timeout_s=section.timeout_s, name=section.function)
-
-
-def _in_daemon_thread(work: Callable[[], T]) -> tuple["asyncio.Future[T]", threading.Thread]:
-    """The result of `work`, from a thread that nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
+    async def _judged(
+        self,
+        judge: Judge,
+        wishes: Wishes,
+        episodes: Sequence[Episode],
+        texts: Sequence[str],
+        prompt: Prompt,
+    ) -> list[Score]:
+        """What one function says of each episode."""
+        if wishes.whole_group:
+            told = {"completions": list(texts), "group": tuple(episodes)}
+            results = await self._called(judge, wishes, prompt, told)
         else:
-            future.set_result(result)  # type: ignore[arg-type]
+            results = await side_by_side(
+                self._called(judge, wishes, prompt, answer_of(episode, text))
+                for episode, text in zip(episodes, texts, strict=True)
+            )
+        with _about(judge.name, prompt):
+            listed = _one_each(results, len(episodes))
+            return [score_of(r, episode) for r, episode in zip(listed, episodes, strict=True)]
 
-    def target() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+    async def _called(
+        self, judge: Judge, wishes: Wishes, prompt: Prompt, told: Mapping[str, Any]
+    ) -> Any:
+        with _about(judge.name, prompt):
+            positional, named = wishes.given(prompt, told)
+            work = functools.partial(judge.function, *positional, **named)
+            if any(judge.function is quick for quick in QUICK):
+                return work()
+            try:
+                if is_async(judge.function):
+                    return (await run_async(work, self._timeout_s)).get()
+                return (await self._threads.run(work, self._timeout_s)).get()
+            except TooLate:
+                what = "the group" if wishes.whole_group else "one answer"
+                raise RolloutTimeout(
+                    f"took more than {self._timeout_s:g} s for {what}. Make it quicker or raise "
+                    "reward.timeout_s; an async function must await what it waits for."
+                ) from None
 
-    thread = threading.Thread(target=target, name="reward", daemon=True)
-    thread.start()
-    return future, thread
+
+class _about:
+    """What is raised inside says which function and prompt it is about."""
+
+    def __init__(self, name: str, prompt: Prompt) -> None:
+        text = prompt.text if len(prompt.text) <= 60 else prompt.text[:57] + "..."
+        self._head = f"reward {name} on prompt {prompt.prompt_id} ({text!r})"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RolloutError):
+            raise type(error)(f"{self._head} {error}") from error.__cause__
+
+
+def _one_each(results: Any, count: int) -> list[Any]:
+    """The results of a whole group as a list."""
+    try:
+        listed = None if isinstance(results, str | bytes | Mapping) else list(results)
+    except TypeError:
+        listed = None
+    if listed is None or len(listed) != count:
+        given = shown(results) if listed is None else f"{len(listed)} results"
+        raise RolloutError(
+            f"gave {given} for {count} answers. A function of `completions` or `group` must give "
+            "one result for each, in order."
+        )
+    return listed
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives a coroutine."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def make_scorer(
+    section: Reward, decode: Callable[[IntArray], str], prompts: Iterable[Prompt] = ()
+) -> RewardScorer:
+    """The scorer that the configuration asks for. prompts: some, whose columns the functions may
+    ask for. Raises ConfigError."""
+    judges = [
+        Judge(function=find_reward(name), name=name, weight=weight)
+        for name, weight in section.weights.items()
+    ]
+    names = [judge.short_name for judge in judges]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"reward.function has two functions named {twice[0]!r}: their parts would be one "
+            "metric. Rename one of them."
+        )
+    scorer = RewardScorer(judges, decode, timeout_s=section.timeout_s, threads=section.threads)
+    scorer.check(prompts)
+    return scorer

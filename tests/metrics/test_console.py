@@ -68,6 +68,16 @@ def test_the_last_known_evaluation_stays_in_sight():
     assert "eval 0.250" in stream.getvalue().splitlines()[-1]
 
 
+def test_a_reward_without_an_accuracy_is_shown_itself_and_gets_its_line():
+    console, _, stream = plain()
+    console.step(0, {"eval/reward": -0.125})
+    console.step(1, {"eval/reward": 0.5})  # at once, but an evaluation
+    assert [line.count("eval reward") for line in stream.getvalue().splitlines()] == [1, 1]
+    console.step(2, {"eval/reward": 0.5, "eval/accuracy": 0.25})
+    last = stream.getvalue().splitlines()[-1]
+    assert "eval 0.250" in last and "eval reward" not in last
+
+
 def test_a_phase_is_announced_once_and_its_detail_now_and_then():
     console, clock, stream = plain()
     for i in range(10):

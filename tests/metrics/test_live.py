@@ -65,6 +65,13 @@ def test_curves_are_drawn_for_what_was_measured():
         assert ("held-out accuracy" in svg) == (curves == 2)
 
 
+def test_the_held_out_reward_stands_in_where_there_is_no_accuracy():
+    lines = [line(s, **{"eval/reward": 0.1 * s}) for s in (1, 2)]
+    assert "held-out reward" in run_svg(lines) and "held-out accuracy" not in run_svg(lines)
+    svg = run_svg([*lines, line(3, **{"eval/accuracy": 0.3})])
+    assert "held-out reward" not in svg and "held-out accuracy" in svg
+
+
 def test_a_value_that_is_not_finite_is_left_out():
     assert "nan" not in run_svg([line(1, **{"eval/accuracy": float("nan")}), line(2)])
 

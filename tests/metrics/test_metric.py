@@ -49,6 +49,7 @@ def test_an_exact_key_wins_over_a_family():
 def test_a_family_matches_no_other_namespace():
     with pytest.raises(AssertionError):
         metric_of("reward/a/b")
+    assert metric_of("reward/réponse").key == "reward/<part>"
     with pytest.raises(AssertionError):
         metric_of("xreward/a")
 

@@ -113,6 +113,12 @@ def test_the_page_holds_numbers_curves_histogram_samples_and_config(tmp_path):
     assert "stale" in text
 
 
+def test_the_held_out_reward_is_on_top_where_there_is_no_accuracy():
+    lines = [{"step": s, "eval/reward": -0.25 * s, "reward/short": 1.0} for s in (0, 3)]
+    text = " ".join(parse(page("demo", lines, [], "")).text)
+    assert "held-out reward" in text and "-0.750" in text and "held-out accuracy" not in text
+
+
 def test_the_page_loads_nothing_from_anywhere():
     parser = parse(page("demo", run_lines(), [], ""))
     assert not [a for _, attrs in parser.tags for a in attrs if a in ("src", "href")]

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.faults import FaultCounts
 from jaxrl_async.ports import Reply, SavesState
-from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn, snapshot
 from jaxrl_async.testing.fakes import make_prompt
 
 
@@ -28,7 +28,7 @@ class Scripted:
 
 def step(make_env, timeout_s=0.05):
     faults = FaultCounts()
-    guard = GuardedEnvs(make_env, timeout_s=timeout_s, count=faults.add)
+    guard = GuardedEnvs(make_env, timeout_s=timeout_s, vocab_size=100, count=faults.add)
     try:
         found = asyncio.run(guard(make_prompt(3)).step(make_prompt(3), None))
     except Exception as error:
@@ -50,9 +50,11 @@ def test_one_that_hangs_is_late():
     assert "prompt 3" in str(error) and "faults.env_timeout_s" in str(error)
 
 
-def test_its_own_exception_is_raised_as_it_is():
+def test_its_own_exception_is_told_with_its_prompt_and_cause():
     error, faults = step(lambda p: Scripted(KeyError("mine")))
-    assert isinstance(error, KeyError) and not faults
+    assert isinstance(error, RolloutError) and not faults
+    assert str(error) == "prompt 3: the environment raised KeyError: 'mine'. Correct it."
+    assert isinstance(error.__cause__, KeyError)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,10 @@ def test_its_own_exception_is_raised_as_it_is():
         (Reply(token_ids=np.array([float("nan")]), done=True), "float64"),
         (Reply(token_ids="text", done=True), "shape"),
         (Reply(token_ids=np.array([1]), done="yes"), "done='yes'"),
+        (Reply(token_ids=np.array([5, 1000, -7, 100]), done=True), r"\[1000, -7, 100\], 3 of 4"),
+        (Reply(token_ids=np.array([2**40]), done=True), "1099511627776"),
+        (Reply(token_ids=np.array([True]), done=True), "bool"),
+        (Reply(token_ids=[[1], [2, 3]], done=True), "different lengths"),
     ],
 )
 def test_what_is_no_reply_is_refused(reply, words):
@@ -90,8 +96,41 @@ def test_an_environment_can_be_saved_through_its_guard_where_it_can_be_without()
         made.append(kind(Reply(token_ids=np.zeros(0, np.int32), done=True)))
         return made[-1]
 
-    plain = GuardedEnvs(lambda p: make(Scripted), timeout_s=1.0)(make_prompt())
-    saves = GuardedEnvs(lambda p: make(Remembers), timeout_s=1.0)(make_prompt())
+    limits = {"timeout_s": 1.0, "vocab_size": 9}
+    plain = GuardedEnvs(lambda p: make(Scripted), **limits)(make_prompt())
+    saves = GuardedEnvs(lambda p: make(Remembers), **limits)(make_prompt())
     assert not isinstance(plain, SavesState) and isinstance(saves, SavesState)
     saves.restore(saves.state())
     assert made[-1].at == 3
+
+
+class Grows(Scripted):
+    """Its state is one list that it goes on to change."""
+
+    def __init__(self, kept=None):
+        self.kept = [] if kept is None else kept
+
+    def state(self):
+        return {"kept": self.kept, "at": (1, np.arange(3))}
+
+    def restore(self, state):
+        raise ValueError("cannot")
+
+
+def test_a_state_is_kept_as_it_was_when_it_was_asked_for():
+    env = Grows()
+    state = snapshot(env)
+    env.kept.append(5)
+    assert state["kept"] == [] and state["at"][1].tolist() == [0, 1, 2]
+    assert snapshot(Scripted(None)) is None
+
+
+def test_a_state_that_no_checkpoint_can_hold_fails_when_it_is_asked_for():
+    circle: list = []
+    circle.append(circle)
+    for strange in (object(), {1: 2}, np.array([object()]), circle):
+        with pytest.raises(RolloutError, match="what no checkpoint can hold"):
+            snapshot(Grows(strange))
+    guarded = GuardedEnvs(lambda p: Grows(), timeout_s=1.0, vocab_size=9)(make_prompt(3))
+    with pytest.raises(RolloutError, match=r"its restore\(\) raised ValueError: cannot"):
+        guarded.restore({})

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import Completion, Prompt, Score, StopReason
 
 
@@ -43,7 +45,8 @@ class ScriptedGenerate:
 
 async def even_scorer(episodes, prompt):
     assert len(episodes) == 1
-    return (Score(reward=1.0 if prompt.prompt_id % 2 == 0 else 0.25),)
+    right = prompt.prompt_id % 2 == 0
+    return (Score(reward=3.0 if right else 0.25, parts={"correct": float(right)}),)
 
 
 def run(prompts, scorer=even_scorer, **change):
@@ -61,17 +64,46 @@ def test_every_prompt_is_played_once_greedily():
 
 def test_the_means_are_over_all_prompts():
     result, _ = run([prompt(i) for i in range(4)], decode=lambda ids: "x" * len(ids), num_samples=2)
-    assert result.mean_reward == pytest.approx((1 + 0.25 + 1 + 0.25) / 4)
+    assert result.mean_reward == pytest.approx((3 + 0.25 + 3 + 0.25) / 4)
     assert result.accuracy == 0.5
     assert result.mean_length_tokens == pytest.approx((1 + 2 + 3 + 4) / 4)
     assert result.truncated_share == 0.25
     shown = [(s.prompt, s.completion, s.reference, s.reward) for s in result.samples]
-    assert shown == [("p0", "x", "r0", 1.0), ("p1", "xx", "r1", 0.25)]
+    assert shown == [("p0", "x", "r0", 3.0), ("p1", "xx", "r1", 0.25)]
+
+
+def test_the_accuracy_is_the_mean_of_the_part_correct_and_of_nothing_else():
+    def scored(*parts):
+        async def scorer(episodes, prompt):
+            return (Score(reward=7.0, parts=parts[prompt.prompt_id]),)
+
+        return run([prompt(i) for i in range(len(parts))], scorer)[0].accuracy
+
+    assert scored({"correct": 1.0}, {"correct": 0.5}) == 0.75
+    assert scored({"right": 1.0}, {}) is None
+    assert scored({"correct": 1.0}, {}) == 0.5
 
 
 def test_no_prompts_are_refused():
     with pytest.raises(RolloutError, match="no held-out prompts"):
         run([])
+
+
+@pytest.mark.parametrize(
+    "failure", [ValueError("x"), SystemExit(0), asyncio.CancelledError(), MemoryError()], ids=repr
+)
+def test_whatever_a_users_code_raises_is_an_evaluation_left_out(failure):
+    async def broken(episodes, prompt):
+        raise failure
+
+    class Broken(SingleTurn):
+        async def step(self, prompt, completion):
+            raise failure
+
+    with pytest.raises(RolloutError, match=type(failure).__name__):
+        run([prompt(0), prompt(1)], GuardedScorer(broken, timeout_s=20))
+    with pytest.raises(RolloutError, match=type(failure).__name__):
+        run([prompt(0), prompt(1)], make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=9))
 
 
 def test_a_failing_scorer_is_raised():

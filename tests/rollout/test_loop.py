@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop
+from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,
     Drop,
@@ -175,6 +178,102 @@ def test_a_failing_environment_is_treated_like_a_failing_scorer():
     asyncio.run(make_loop(gate, make_env=Broken).run())
     assert gate.failed == [(0, 0, Drop.FAILED)]
     assert len(gate.put_groups) == 1
+
+
+FAILURES = (
+    ValueError("bad"),
+    asyncio.CancelledError("of a task of its own"),
+    SystemExit(0),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    StopIteration(),
+    MemoryError(),
+    RecursionError(),
+    TimeoutError(),
+    Closed("a sampler of its own"),
+)
+
+
+def on_a_thread(work):
+    """As in a run: Ctrl-C never comes to this thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result(60)
+
+
+@pytest.mark.parametrize("where", ["constructor", "step", "state", "scorer"])
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
+def test_whatever_a_users_code_raises_fails_its_group_and_gives_the_ticket_back(failure, where):
+    class Broken:
+        def __init__(self, prompt):
+            self.breaks = prompt.position == 1
+            self.fail("constructor")
+
+        def fail(self, at):
+            if at == where and self.breaks:
+                raise failure
+
+        async def step(self, prompt, completion):
+            self.fail("step")
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+        def state(self):
+            self.fail("state")
+            return {}
+
+        def restore(self, state):
+            pass
+
+    class BrokenScorer(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            if where == "scorer" and prompt.position == 1:
+                raise failure
+            return await super().__call__(episodes, prompt)
+
+    if where == "scorer" and isinstance(failure, Closed):
+        return  # a scorer says so where the run ends
+    gate = ScriptedGate(3, 1)
+    loop = make_loop(
+        gate,
+        make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=10),
+        scorer=GuardedScorer(BrokenScorer(), timeout_s=20),
+    )
+    on_a_thread(lambda: asyncio.run(asyncio.wait_for(loop.run(), 30)))
+    assert gate.failed == [(1, 1, Drop.FAILED)]
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 2, 3]
+    assert (loop.stats().groups, loop.stats().failures, loop.stats().active) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("unguarded", ["environment", "scorer", "completion"])
+def test_a_cancellation_that_nobody_asked_for_never_makes_a_group_vanish(unguarded):
+    class Cancels:
+        def __init__(self, prompt):
+            pass
+
+        async def step(self, prompt, completion):
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            if unguarded == "environment":
+                await task
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+    async def scorer(episodes, prompt):
+        if unguarded == "scorer":
+            raise asyncio.CancelledError
+        return tuple(Score(reward=0.0) for _ in episodes)
+
+    class Drops(EchoGenerate):
+        def submit_many(self, requests):
+            futures = super().submit_many(requests)
+            if unguarded == "completion":
+                futures[-1].cancel()
+            return futures
+
+    gate = ScriptedGate(2)
+    loop = make_loop(gate, Drops(), scorer, make_env=Cancels)
+    asyncio.run(asyncio.wait_for(loop.run(), 20))
+    failed = [group for group, *_ in gate.failed]
+    assert sorted(failed) == ([1] if unguarded == "completion" else [0, 1])
+    assert loop.stats().failures == len(failed) and loop.stats().active == 0
 
 
 def test_each_scored_group_is_observed_before_the_gate_has_it():

@@ -424,7 +424,13 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         ("def other(): pass", "has no function reward (it has: other)"),
         ("reward = 5", "has no function reward"),
         ("def reward(prompt): return 1", "cannot be called as reward(prompt, completion, ref"),
-        ("async def reward(p, c, r): return 1", "is async"),
+        ("async def reward(p, c, r): raise SystemExit", "raised SystemExit"),
+        ("def reward(completion, tests): return 1", "asks for 'tests', and no record has"),
+        ("def reward(completions): return 1", "must give one result for each"),
+        ("def reward(p, c, r): return {'mean': 1}", "reward/mean is a metric of its own"),
+        ("def reward(p, c, r): return {'correct': 2}", "from 0 to 1"),
+        ("def reward(p, c, r): return {}", "gave {}, which has no part"),
+        ("def reward(p, c, r): return 10**400", "gave a reward of 1000"),
         ("def reward(p, c, r): return 'good'", "gave a reward of 'good' (str)"),
         ("def reward(p, c, r): return None", "gave a reward of None"),
         ("def reward(p, c, r): return [1.0]", "gave a reward of [1.0] (list)"),
@@ -441,6 +447,14 @@ def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, t
         file.write_text(code)
     given = [SCRATCH, f"reward.function={file}:reward", "reward.timeout_s=0.1"]
     check_refusal(capsys, command(tmp_path, *given), 2, "config error: reward.function = ", told)
+
+
+def test_a_part_that_the_reward_has_not_gives_no_signal(tmp_path, capsys):
+    given = [SCRATCH, "algorithm.dynamic_sampling=true", "algorithm.signal_part=corect"]
+    told = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
+    check_refusal(capsys, command(tmp_path, *given), 2, told)
+    given = [SCRATCH, "algorithm.signal_part=correct"]
+    check_refusal(capsys, command(tmp_path, *given), 2, "dynamic_sampling drops, and that is off")
 
 
 # ---- the run's folder

@@ -126,7 +126,7 @@ def test_an_evaluation_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path
     (tmp_path / "judge.py").write_text(NOT_AT_FIRST.format(held_out=prompts))
     judge = f"reward.function={tmp_path / 'judge.py'}:reward"
     lines = run(tmp_path, judge, "faults.scorer_retries=0", "data.addition.digits=4")
-    assert [line["step"] for line in lines if "eval/accuracy" in line] == [3, 6]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [3, 6]
     assert told(lines) == {"failed_evaluations": 1}
 
 

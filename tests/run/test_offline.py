@@ -266,5 +266,5 @@ def test_the_three_steps_of_rlhf_run_one_after_the_other(tmp_path: Path) -> None
     lines = read_lines(runs / "3_ppo" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[1]["reward/mean"] == pytest.approx(lines[1]["reward/model"], abs=1e-5)
-    assert 0 <= lines[1]["reward/function"] <= 1 and "eval/accuracy" in lines[2]
+    assert 0 <= lines[1]["reward/correct"] <= 1 and "eval/accuracy" in lines[2]
     assert lines[2]["policy/kl_reference"] >= 0

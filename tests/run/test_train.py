@@ -345,3 +345,23 @@ def test_a_sampler_with_weights_of_eight_bits_and_what_the_rounding_does(tmp_pat
     }
     assert len(found["int8"]) == 3 and max(found["wide"]) < 1e-5
     assert all(1e-5 < mean < 0.02 for mean in found["int8"])
+
+
+GROUP_REWARD = """
+async def digits(completions, group):
+    return [
+        {"digits": sum(c.isdigit() for c in text) / 16, "token_rewards": [0.1] * e.num_drawn}
+        for text, e in zip(completions, group, strict=True)
+    ]
+"""
+
+
+@pytest.mark.slow
+def test_several_rewards_of_a_run_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "groups.py").write_text(GROUP_REWARD)
+    listed = f"reward.function=[exact, {{{tmp_path}/groups.py:digits: {{weight: 0.5}}}}]"
+    lines, _ = run(tmp_path, listed, "algorithm.advantage=discounted", "run.steps=2")
+    for line in lines[1:]:
+        total = line["reward/correct"] + 0.5 * line["reward/digits"]
+        assert line["reward/mean"] == pytest.approx(total, abs=1e-6)
+    assert all(0 <= line["eval/accuracy"] <= 1 for line in lines if "eval/reward" in line)

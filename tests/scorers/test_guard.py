@@ -55,9 +55,34 @@ def test_a_failure_and_a_hang_are_tried_again_after_a_growing_wait():
     assert found == (GOOD, {"scorer_retries": 2, "scorer_timeouts": 1}, [3.0, 6.0])
 
 
-def test_the_last_failure_is_raised_as_it_is():
+def test_the_last_failure_is_told_with_its_cause():
     error, faults, _ = guarded(Script(*[ValueError(str(i)) for i in range(3)]))
-    assert isinstance(error, ValueError) and str(error) == "2" and faults == {"scorer_retries": 2}
+    assert isinstance(error, RolloutError) and faults == {"scorer_retries": 2}
+    assert str(error) == "prompt 5: the scorer raised ValueError: 2"
+    assert isinstance(error.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [SystemExit(0), GeneratorExit(), asyncio.CancelledError(), MemoryError(), RecursionError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_exception_of_a_scorer_ends_the_run(failure):
+    error, faults, _ = guarded(Script(failure, GOOD), retries=0)
+    assert isinstance(error, RolloutError) and f"raised {type(failure).__name__}" in str(error)
+    assert not faults
+    assert guarded(Script(failure, GOOD))[0] == GOOD
+
+
+def test_a_run_that_is_cancelled_is_cancelled():
+    async def cancelled():
+        task = asyncio.create_task(GuardedScorer(Script("hang"), timeout_s=60)(EPISODES, PROMPT))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
 
 
 def test_a_hang_says_how_long_it_was_waited_for_and_what_to_do():
@@ -94,6 +119,11 @@ def token_rewards(*values, dtype=np.float32):
         ((Score(reward="1"), GOOD[1]), "reward of '1'"),
         ((Score(reward=None), GOOD[1]), "reward of None"),
         ((Score(reward=1j), GOOD[1]), "reward of 1j"),
+        ((Score(reward=10**400), GOOD[1]), "reward of 1000"),
+        ((Score(reward=10**5000), GOOD[1]), "a int that cannot be shown"),
+        ((Score(reward=0.0, parts={"a b": 1.0}), GOOD[1]), "Name it 'a_b'"),
+        ((Score(reward=0.0, parts={"mean": 1.0}), GOOD[1]), "reward/mean is a metric of its own"),
+        ((Score(reward=0.0, parts={"correct": 2.0}), GOOD[1]), "from 0 to 1"),
         ((Score(reward=Decimal(1)), GOOD[1]), "Decimal"),
         ((GOOD[0], Score(reward=0.0, parts={"right": float("nan")})), "part 'right'"),
         (token_rewards(1, 2), "4 tokens"),

@@ -1,21 +1,26 @@
-"""Rewards: right and wrong answers, and what happens when a user's function misbehaves."""
+"""Rewards: what a function is called with, what it may give, and what happens when it fails."""
 
 import asyncio
 import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config.schema import Reward
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
-from jaxrl_async.scorers import rewards
-from jaxrl_async.scorers.rewards import RewardScorer, exact, find_reward, gsm8k, make_scorer
-from jaxrl_async.types import Episode, Prompt, StopReason
+from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.scorers import usercode
+from jaxrl_async.scorers.guard import checked
+from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
+from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
 def spell(ids):
@@ -23,94 +28,160 @@ def spell(ids):
     return "".join(chr(i) for i in ids)
 
 
-def prompt(text="1+1=", reference="2"):
+def prompt(text="1+1=", reference="2", **columns):
     ids = np.array([ord(c) for c in text], np.int32)
-    return Prompt(prompt_id=7, position=3, token_ids=ids, text=text, reference=reference)
+    return Prompt(
+        prompt_id=7, position=3, token_ids=ids, text=text, reference=reference, columns=columns
+    )
 
 
-def episode(*parts):
+def episode(*parts, stop=StopReason.EOS):
     """Strings are drawn, bytes are not."""
     ids = [ord(c) if isinstance(c, str) else c for part in parts for c in part]
     drawn = np.array([isinstance(part, str) for part in parts for _ in part])
     return Episode(
         token_ids=np.array(ids, np.int32),
         drawn=drawn,
-        logprobs=np.zeros(len(ids), np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
-        stop=StopReason.EOS,
+        logprobs=np.where(drawn, -0.5, 0).astype(np.float32),
+        versions=np.where(drawn, 4, -1).astype(np.int32),
+        stop=stop,
     )
 
 
+def scorer_of(*functions, timeout_s=20.0, threads=4):
+    """Of functions, or of pairs of one and its weight."""
+    pairs = [f if isinstance(f, tuple) else (f, 1.0) for f in functions]
+    judges = [Judge(function=f, name=f"mine{i}", weight=w) for i, (f, w) in enumerate(pairs)]
+    return RewardScorer(judges, spell, timeout_s=timeout_s, threads=threads)
+
+
 def score(scorer, *episodes, of=None):
+    scorer = scorer if isinstance(scorer, RewardScorer) else scorer_of(scorer)
     return asyncio.run(scorer(episodes, of or prompt()))
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("7+5=12 #132", 1),
-        ("#1 #132 ", 1),
-        ("132", 1),
-        ("#131", 0),
-        ("#132 #", 0),
-        ("#1320", 0),
-        ("", 0),
-    ],
-)
-def test_exact_compares_what_follows_the_last_mark(completion, reward):
-    assert exact("", completion, "132") == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "reward"),
-    [
-        ("so 9 * 2 = $18 every day\n#### 18", "18", 1),
-        ("#### $1,234.50", "1234.5", 1),
-        ("the answer is 18.", "18", 1),
-        ("18 and then 19", "18", 0),
-        ("#### 18 dollars of 20", "18", 1),
-        ("#### none, 18", "18", 1),
-        ("18 ####", "18", 0),
-        ("18", "-18", 0),
-        ("#### -$3", "-3", 1),
-        ("nothing", "18", 0),
-        ("nothing", "nothing", 0),
-        ("0.50", ".5", 1),
-        ("9" * 5000, "18", 0),
-    ],
-)
-def test_gsm8k_compares_final_numbers(completion, reference, reward):
-    assert gsm8k("", completion, reference) == reward
-
-
-@given(completion=st.text(), reference=st.text())
-def test_built_in_rewards_judge_any_text(completion, reference):
-    assert exact("", completion, reference) in (0, 1)
-    assert gsm8k("", completion, reference) in (0, 1)
-
-
-@given(number=st.integers(-(10**9), 10**9))
-def test_gsm8k_takes_every_way_to_write_a_whole_number(number):
-    for written in (f"{number}", f"{number:,}", f"{number}.0", f"${number}"):
-        assert gsm8k("", f"#### {written}", str(number)) == 1
 
 
 def test_a_scorer_gives_one_score_per_episode_in_order():
     scores = score(make_scorer(Reward(), spell), episode(b"1+1=", "#2"), episode(b"1+1=", "#3"))
-    assert [s.reward for s in scores] == [1.0, 0.0]
+    assert [(s.reward, s.parts) for s in scores] == [(1, {"correct": 1}), (0, {"correct": 0})]
 
 
-def test_only_what_the_policy_drew_is_judged():
-    seen = []
-    scorer = RewardScorer(lambda p, c, r: seen.append((p, c, r)) or 0.0, spell, timeout_s=5)
-    score(scorer, episode(b"1+1=", "ab", b"tool", "c"))
-    assert seen == [("1+1=", "abc", "2")]
+# ---- what a function is called with
+
+
+def test_three_texts_in_order_whatever_they_are_called():
+    for function in (
+        lambda p, c, r: [p, c, r] == ["1+1=", "abc", "2"],
+        lambda *texts: texts == ("1+1=", "abc", "2"),
+        lambda prompt, completion, reference: (
+            (prompt, completion, reference) == ("1+1=", "abc", "2")
+        ),
+        lambda reference, completion, prompt: (
+            (prompt, completion, reference) == ("1+1=", "abc", "2")
+        ),  # by name
+        lambda p, c, r, *, tests, most=3: (p, c, r, tests, most) == ("1+1=", "abc", "2", "t", 3),
+    ):
+        (got,) = score(function, episode(b"1+1=", "ab", b"tool", "c"), of=prompt(tests="t"))
+        assert got.reward == 1
+
+
+def test_what_it_asks_for_by_name():
+    seen = {}
+
+    def by_name(completion, token_ids, stop, versions, logprobs, episode, columns, tests, other=5):
+        seen.update(locals())
+        return 0
+
+    drawn = episode(b"x", "ab", b"tool", "c", stop=StopReason.LENGTH)
+    score(by_name, drawn, of=prompt(tests=["t"], b=2))
+    assert seen["completion"] == spell(seen["token_ids"]) == "abc" and seen["stop"] == "length"
+    assert seen["versions"].tolist() == [4] * 3 and seen["logprobs"].tolist() == [-0.5] * 3
+    assert seen["episode"] is drawn and dict(seen["columns"]) == {"tests": ["t"], "b": 2}
+    assert (seen["tests"], seen["other"]) == (["t"], 5)
+
+
+def test_everything_and_a_column_never_hides_what_is_ours():
+    (got,) = score(
+        lambda **all: float(all["completion"] == "a" and all["b"] == 2 and "episode" in all),
+        episode("a"),
+        of=prompt(b=2, completion="of the record"),
+    )
+    assert got.reward == 1
+    (got,) = score(lambda p, c, r, **rest: len(rest["tests"]), episode("a"), of=prompt(tests="tt"))
+    assert got.reward == 2
+
+
+def test_one_call_for_a_whole_group():
+    calls = []
+
+    def ranked(prompt, completions, group):
+        calls.append(len(group))
+        return [{"correct": c == "b", "rank": i} for i, c in enumerate(completions)]
+
+    scores = score(ranked, episode("a"), episode("b"))
+    assert calls == [2] and [s.parts for s in scores] == [
+        {"correct": 0, "rank": 0},
+        {"correct": 1, "rank": 1},
+    ]
+    for wrong in ([1.0], 1.0, "ab", {"a": 1, "b": 2}, None):
+        with pytest.raises(RolloutError, match="must give one result for each"):
+            score(lambda completions, w=wrong: w, episode("a"), episode("b"))
+
+
+def test_what_no_record_has_is_refused_before_anything_runs(user_file):
+    path = user_file("def f(completion, tets): pass")
+    records = [prompt(tests=1), prompt(other=2)]
+    with pytest.raises(ConfigError, match=r"asks for 'tets'.*other, tests.*Did you mean 'tests'"):
+        make_scorer(Reward(function=f"{path}:f"), spell, records)
+    path = user_file("def f(completion, tests): return 1")
+    assert make_scorer(Reward(function=f"{path}:f"), spell, records)
+    with pytest.raises(RolloutError, match="asks for 'tests', and the record has no such column"):
+        score(lambda completion, tests: 1, episode("a"))
+    with pytest.raises(ConfigError, match="'completion', which one answer has"):
+        scorer_of(lambda completion, completions: 1)
+
+
+# ---- several functions
+
+
+def test_several_functions_are_added_by_weight_and_named(user_file):
+    path = user_file("def short(completion):\n    return -len(completion)\n")
+    section = Reward(function=["exact", {f"{path}:short": {"weight": 0.5}}])
+    first, second = score(make_scorer(section, spell), episode("#2"), episode("#3"))
+    assert (first.reward, dict(first.parts)) == (0.0, {"correct": 1.0, "short": -2.0})
+    assert second.reward == -1.0
+
+
+def test_two_functions_never_share_a_part(user_file):
+    with pytest.raises(RolloutError, match="gave a part 'correct', which another function"):
+        score(scorer_of(lambda p, c, r: {"correct": 1}, lambda *a: {"correct": 0}), episode("a"))
+    (path, other) = (user_file("def f(p, c, r): return 1", f"{n}.py") for n in "ab")
+    with pytest.raises(ConfigError, match="two functions named 'f'"):
+        make_scorer(Reward(function=[f"{path}:f", f"{other}:f"]), spell)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ["exact", "exact"],
+        ["exact", "none"],
+        [],
+        {"exact": {"wieght": 1}},
+        {"exact": {"weight": "1"}},
+        {"exact": {"weight": float("nan")}},
+    ],
+)
+def test_a_list_of_functions_that_cannot_be_meant_is_refused(function):
+    with pytest.raises(ValueError, match=r"reward\.function"):
+        Reward(function=function)
+
+
+# ---- what may come back
 
 
 @pytest.fixture
 def user_file(tmp_path):
-    def write(code):
-        path = tmp_path / "mine.py"
+    def write(code, name="mine.py"):
+        path = tmp_path / name
         path.write_text(code)
         return path
 
@@ -133,7 +204,7 @@ def test_a_users_function_is_loaded_and_its_parts_are_summed(user_file):
         ("g = 1", "has no function f"),
         ("f = 1", "has no function f"),
         ("def f(a): pass", "cannot be called as reward"),
-        ("async def f(a, b, c): pass", "is async"),
+        ("def f(a, b, /, completion): pass", "cannot be called as reward"),
     ],
 )
 def test_a_users_file_that_cannot_work_is_refused_at_load(user_file, code, expected):
@@ -148,43 +219,224 @@ def test_unknown_rewards_are_refused_with_a_suggestion():
         find_reward("none.py:f")
 
 
+class Unshowable:
+    def __repr__(self):
+        raise ValueError("no")
+
+
 @pytest.mark.parametrize(
-    "value", [None, "1", float("nan"), float("inf"), [1], {"a": None}, {"a": float("nan")}]
+    "value",
+    [
+        None,
+        "1",
+        float("nan"),
+        float("inf"),
+        1j,
+        np.complex64(1),
+        [1],
+        np.zeros(2),
+        10**400,
+        10**5000,
+        Decimal("nan"),
+        Decimal("sNaN"),
+        Unshowable(),
+        {},
+        {"a": None},
+        {"a": float("nan")},
+        {"a": {}},
+        {"a": 1e308, "b": 1e308},
+        {"a b": 1, "a_b": 2},
+        {"token_rewards": [1.0, 2.0]},
+        {"token_rewards": [float("nan")]},
+        {"token_rewards": "x"},
+        Score(reward=float("nan")),
+        Score(reward=0.0, token_rewards=np.zeros(9, np.float32)),
+    ],
+    ids=lambda value: type(value).__name__,
 )
-def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_prompt(value):
-    scorer = RewardScorer(lambda p, c, r: value, spell, timeout_s=5, name="mine")
+def test_what_is_no_reward_is_an_error_naming_the_prompt(value):
+    scorer = RewardScorer([Judge(function=lambda p, c, r: value, name="mine")], spell, timeout_s=5)
     with pytest.raises(RolloutError, match=r"reward mine on prompt 7 \('1\+1='\) gave"):
         score(scorer, episode("a"))
 
 
 @pytest.mark.parametrize(
-    "value", [1, True, np.float32(1), np.int64(1), {"a": 0.5, "b": np.float64(0.5)}]
+    "value",
+    [
+        1,
+        True,
+        np.float32(1),
+        np.int64(1),
+        np.all([True]),
+        np.array(1.0),
+        jnp.ones(()),
+        jnp.array(True),
+        Decimal(1),
+        Fraction(2, 2),
+        {"a": 0.5, "b": np.float64(0.5)},
+        Score(reward=1, parts={"a": np.True_}),
+    ],
 )
 def test_any_real_number_is_a_reward(value):
-    (got,) = score(RewardScorer(lambda p, c, r: value, spell, timeout_s=5), episode("a"))
+    (got,) = score(lambda p, c, r: value, episode("a"))
     assert got.reward == 1.0 and type(got.reward) is float
+    assert all(type(part) is float for part in got.parts.values())
 
 
-def test_an_exception_in_a_reward_is_told_with_its_cause():
-    def broken(p, c, r):
-        raise KeyError("x")
+def test_rewards_of_tokens_lie_where_the_tokens_lie():
+    drawn = episode(b"xx", "ab", b"tool", "c")
+    spread = [0, 0, 0.5, 0, 0, 0, 0, 0, -1]
+    for told in ([0.5, 0, -1], np.array([0.5, 0, -1]), jnp.array([0.5, 0, -1])):
+        (got,) = score(lambda p, c, r, g=told: {"correct": 1, "token_rewards": g}, drawn)
+        assert (got.reward, dict(got.parts)) == (1.0, {"correct": 1.0})
+        assert got.token_rewards.tolist() == spread and got.token_rewards.dtype == np.float32
+    whole = Score(reward=0.0, token_rewards=np.array(spread, np.float32))
+    half = (lambda p, c, r: {"token_rewards": [0.5, 0, -1]}, 0.5)
+    (got,) = score(scorer_of(lambda p, c, r: whole, half), drawn)
+    assert got.token_rewards.tolist() == [1.5 * value for value in spread]
 
-    with pytest.raises(RolloutError, match="raised KeyError: 'x'") as caught:
-        score(RewardScorer(broken, spell, timeout_s=5), episode("a"))
-    assert isinstance(caught.value.__cause__, KeyError)
+
+@given(name=st.text() | st.sampled_from(["format ok", "a/b", "x > 1", "é", "!", "", "\ud800"]))
+def test_a_part_of_any_name_is_a_metric_or_refused_at_once(name):
+    scores = score(lambda p, c, r: {name: 1.0}, episode("a"))
+    try:
+        (got,) = checked(scores, (episode("a"),), prompt())
+    except RolloutError as error:
+        assert "is a metric of its own" in str(error)
+        return
+    (part,) = got.parts
+    assert metric_of(f"reward/{part}").key == "reward/<part>" and len(part.encode()) < 400
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "kl", "zero_variance_share"])
+def test_a_part_never_replaces_a_metric_of_ours(name):
+    scores = score(lambda p, c, r: {name: 1.0}, episode("a"))
+    with pytest.raises(RolloutError, match=f"reward/{name} is a metric of its own. Rename"):
+        checked(scores, (episode("a"),), prompt())
+
+
+def test_correct_is_from_0_to_1():
+    scores = score(lambda p, c, r: {"correct": 1.5}, episode("a"))
+    with pytest.raises(RolloutError, match=r"'correct' of 1.5.*from 0 to 1"):
+        checked(scores, (episode("a"),), prompt())
+
+
+# ---- where it runs, and what it raises
+
+
+FAILURES = (
+    KeyError("x"),
+    SystemExit(0),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    StopIteration(1),
+    StopAsyncIteration(),
+    MemoryError(),
+    RecursionError("deep"),
+    asyncio.CancelledError("mine"),
+    TimeoutError("of a judge"),
+    BaseException("base"),
+)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
+def test_whatever_a_reward_raises_is_told_with_its_cause(failure, is_async):
+    async def broken(p, c, r):
+        raise failure
+
+    def plain(p, c, r):
+        raise failure
+
+    wrapped = is_async and isinstance(failure, StopIteration | StopAsyncIteration)
+    kind = (
+        "RuntimeError"
+        if wrapped and isinstance(failure, StopIteration)
+        else (type(failure).__name__)
+    )
+    with pytest.raises(RolloutError, match=f"raised {kind}: ") as caught:
+        score(broken if is_async else plain, episode("a"))
+    assert type(caught.value.__cause__).__name__ == kind
+    assert score(lambda p, c, r: 1.0, episode("a"))[0].reward == 1.0, "nothing else broke"
+
+
+def test_async_functions_wait_side_by_side_each_with_its_own_time():
+    waiting, most = 0, 0
+
+    async def judge(completion):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0.3)
+        waiting -= 1
+        return float(completion == "a")
+
+    started = time.monotonic()
+    scores = score(scorer_of(judge, timeout_s=5), *[episode("ab"[i % 2]) for i in range(50)])
+    assert most == 50 and time.monotonic() - started < 4
+    assert [s.reward for s in scores] == [1.0, 0.0] * 25
+
+
+def test_all_async_functions_are_on_one_loop_so_that_they_may_share_a_session():
+    loops = set()
+
+    async def judge(completion):
+        loops.add(asyncio.get_running_loop())
+        return 1.0
+
+    for _ in range(2):  # asyncio.run: another loop for the scorer each time
+        score(judge, episode("a"))
+    assert len(loops) == 1
+
+
+def test_an_async_reward_that_hangs_is_cancelled_at_its_limit():
+    over = threading.Event()
+
+    async def judge(completion):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            over.set()
+
+    with pytest.raises(RolloutTimeout, match=r"took more than 0.1 s for one answer"):
+        score(scorer_of(judge, timeout_s=0.1), episode("a"))
+    assert over.wait(10)
+
+
+def test_plain_functions_run_on_a_few_threads_each_with_its_own_time():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def judge(completion):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.2)
+        with lock:
+            running -= 1
+        return 1.0
+
+    scorer = scorer_of(judge, timeout_s=0.6, threads=3)  # 12 answers: 0.8 s in all
+
+    async def two_groups():
+        return await asyncio.gather(*(scorer((episode("a"),) * 6, prompt()) for _ in range(2)))
+
+    assert [s.reward for scores in asyncio.run(two_groups()) for s in scores] == [1.0] * 12
+    assert most == 3
 
 
 def test_a_reward_that_hangs_costs_its_time_limit_and_no_more():
     code = """
 import asyncio, time, numpy as np
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.scorers.rewards import RewardScorer
+from jaxrl_async.scorers.rewards import Judge, RewardScorer
 from jaxrl_async.types import Prompt, Episode, StopReason
 p = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
 z = np.zeros(1, np.int32)
 e = Episode(token_ids=z, drawn=z == 0, logprobs=z, versions=z, stop=StopReason.EOS)
+judge = Judge(function=lambda *a: time.sleep(60), name="mine")
 try:
-    asyncio.run(RewardScorer(lambda *a: time.sleep(60), lambda ids: "", timeout_s=0.1)((e,), p))
+    asyncio.run(RewardScorer([judge], lambda ids: "", timeout_s=0.1)((e,), p))
 except RolloutError as error:
     print(error)
 """
@@ -194,10 +446,16 @@ except RolloutError as error:
     assert time.monotonic() - started < 30  # it did not wait for the thread at exit
 
 
-def test_a_slow_reward_does_not_stop_the_loop():
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_slow_reward_does_not_stop_the_loop(kind):
+    async def blocks(p, c, r):
+        return time.sleep(0.3) or 1.0
+
+    def plain(p, c, r):
+        return time.sleep(0.3) or 1.0
+
     async def both():
-        ticks = 0
-        scorer = RewardScorer(lambda *a: time.sleep(0.3) or 1.0, spell, timeout_s=5)
+        ticks, scorer = 0, scorer_of(blocks if kind == "async" else plain)
         task = asyncio.ensure_future(scorer((episode("a"),), prompt()))
         while not task.done():
             ticks += 1
@@ -209,18 +467,48 @@ def test_a_slow_reward_does_not_stop_the_loop():
 
 
 def test_calls_that_never_come_back_do_not_pile_up_without_end(monkeypatch):
-    monkeypatch.setattr(rewards, "MAX_STUCK", 2)
+    monkeypatch.setattr(usercode, "MAX_STUCK", 2)
     release = threading.Event()
-    scorer = RewardScorer(lambda *a: release.wait(60) and 1.0, spell, timeout_s=0.05)
+    scorer = scorer_of(lambda *a: release.wait(60) and 1.0, timeout_s=0.05, threads=1)
     for _ in range(2):
         with pytest.raises(RolloutTimeout, match="took more than"):
             score(scorer, episode("a"))
     with pytest.raises(RolloutError, match="2 earlier calls have not come back"):
         score(scorer, episode("a"))
     release.set()
-    for thread in scorer._stuck:
-        thread.join(30)
+    deadline = time.monotonic() + 30
+    while scorer._threads.stuck and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert score(scorer, episode("a"))[0].reward == 1.0
+
+
+@given(
+    delays=st.lists(st.sampled_from([0.0, 0.0, 0.002, 0.05]), min_size=1, max_size=12),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=25, deadline=None)
+def test_calls_that_are_done_late_or_given_up_never_mix_or_lose_a_thread(delays, threads):
+    pool = usercode.Threads(threads)
+
+    async def one(number):
+        try:
+            outcome = await pool.run(
+                lambda: time.sleep(delays[number]) or number, 0.02 if number % 2 else 5.0
+            )
+        except usercode.TooLate:
+            return None
+        return outcome.get()
+
+    async def all_of_them():
+        return await asyncio.gather(*(one(n) for n in range(len(delays))))
+
+    found = asyncio.run(all_of_them())
+    assert all(got in (None, n) for n, got in enumerate(found))
+    assert all(got == n for n, got in enumerate(found) if n % 2 == 0 or not delays[n])
+    deadline = time.monotonic() + 10
+    while (pool.stuck or pool._serving) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert (len(pool.stuck), pool._serving, len(pool._waiting)) == (0, 0, 0)
 
 
 def test_scorers_need_no_jax():

@@ -1,0 +1,93 @@
+"""Where the final answer of a text is: numbers, LaTeX, the last line. Needs no JAX."""
+
+import re
+from decimal import Decimal
+
+NUMBER = re.compile(
+    r"(?P<sign>-)?[$€£¥₹]?(?P<after>-)?(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?"
+    r"(?(digits)(?:\.(?P<part>[0-9]+))?|\.(?P<alone>[0-9]+))"
+)
+"""A number as people write it; commas stand before each three digits or are none of it."""
+DASHES = str.maketrans(dict.fromkeys("−–—‒", "-"))
+LARGER_BEFORE = re.compile(
+    r"""(?: [^\W_] | _ | [.,^√±<>≤≥≠\\/*×÷] | !=            # glued: x2, 1.2, 1,2, 2^3, >5
+        | [0-9)}\]] [ ]* [-+*^/×÷] [ ]* -?                 # 10 - 5, 1 / 2
+        | [0-9] (?: : | [ ]+ : [ ]* )                      # 1:2, not "step 1: 2"
+        | (?<![^\W\d_]) [^\W\d_] [ ]* [-+*^/×÷] [ ]*       # x + 2
+        | [^=:\s] [ ]+ - [ ]+                              # is - 5: a sign or a dash?
+        | [<>≤≥≠] =? [ ]* | != [ ]*
+        | [^\W\d] [({\[] [ ]* | [}\])^_] [({\[]            # sqrt(2), \frac{1}{2}
+        | [({\[] [^(){}\[\]]* , \s*                        # (1, 2
+        )$""",
+    re.VERBOSE,
+)
+"""What stands before a number that is a part of something larger."""
+LARGER_AFTER = re.compile(
+    r"""(?: [^\W_] | _ | [\^({\[√] | [,.:][0-9]
+        | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* [^\W\d_](?![^\W_]) ) | [ ]: [ ]* [0-9] )
+        | \s* , [^(){}\[\]]* [)\]}]                        # 1, 2)
+        | [ ]* (?: hundred | thousand | million | billion | trillion | dozen )
+        )""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What stands after one."""
+HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
+"""LaTeX that holds an answer without making another of it."""
+NEIGHBOURS = 200
+"""Characters on each side of a number that are looked at."""
+MAX_ANSWER = 1000
+"""Characters of a line that are looked at for an answer."""
+LEAD_IN = re.compile(r".*\banswer\b[^:=\n]{0,40}?(?:\bis\b|[:=])\s*:?\s*", re.IGNORECASE)
+FORMULA = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
+"""What LaTeX looks like in a text."""
+EQUALS = re.compile(r"(?<![!<>=])=")
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that a worked answer ends with; None without one, or where it is a part of
+    something larger."""
+    _, marker, tail = text.translate(DASHES).rpartition("####")
+    tail = HOLDERS.sub("{", tail)
+    found = list(NUMBER.finditer(tail))
+    return _alone(tail, found[0] if marker else found[-1]) if found else None
+
+
+def _alone(text: str, found: re.Match[str]) -> Decimal | None:
+    start, end = found.span()
+    before = text[max(0, start - NEIGHBOURS) : start]
+    if LARGER_BEFORE.search(before) or LARGER_AFTER.match(text[end : end + NEIGHBOURS]):
+        return None
+    negative = found["sign"] or found["after"] or re.search(r"[=:]\s*-\s+$", before)
+    digits = (found["digits"] or "0").replace(",", "")
+    number = Decimal(f"{digits}.{found['part'] or found['alone'] or '0'}")
+    return -number if negative else number
+
+
+def final_line(text: str) -> str:
+    r"""The part of a text that is its final answer; a text with a formula outside of it as it is.
+
+    What the last \boxed{} holds, as \boxed{}; else the line after the last '####'; else, without a
+    formula, the last line, after its last '=' where it has no comma.
+    """
+    last = last_boxed(text)
+    if last is not None:
+        return f"\\boxed{{{last}}}"
+    _, marker, tail = text.rpartition("####")
+    lines = [line.strip() for line in (tail if marker else text).splitlines() if line.strip()]
+    if not lines or (not marker and FORMULA.search(text)):
+        return text.strip()
+    final = (lines[0][:MAX_ANSWER] if marker else lines[-1][-MAX_ANSWER:]).rstrip(". ")
+    lead_in = LEAD_IN.match(final)
+    final = final[lead_in.end() :] if lead_in else final
+    return final if "," in final else EQUALS.split(final)[-1].strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{} of a text holds; None without one that is closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for at in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return text[start + len("\\boxed{") : at]
+    return None

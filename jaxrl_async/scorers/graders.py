@@ -1,0 +1,58 @@
+"""The built-in graders: whether an answer is the reference's. Needs no JAX.
+
+    exact     text that is the same
+    gsm8k     a final number that is the same
+    math      mathematics that is the same (the library math-verify, in processes of its own)
+
+Each is a reward function and gives the one part `correct`, 1 or 0. In doubt it is 0: a policy soon
+finds out what is paid for without being right.
+"""
+
+from collections.abc import Mapping
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.scorers.answers import final_number
+from jaxrl_async.scorers.mathprocess import same_mathematics
+from jaxrl_async.types import CORRECT
+
+
+def exact(completion: str, reference: str) -> Mapping[str, float]:
+    """Right where the completion, or what follows a '#' in it up to its end, is the reference.
+
+    Spaces around either do not count. A reference may itself have a '#' in it ("C#").
+    """
+    given, right = completion.strip(), _needed(reference).strip()
+    before = given.removesuffix(right).rstrip()
+    marked = given.endswith(right) and before.endswith("#")
+    return {CORRECT: float(given == right or marked)}
+
+
+def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
+    """Right where the final number is the reference's: the first after the last '####', else the
+    last.
+
+    18, 18.0, $18, 18% and 1,018 without its comma are numbers; a number that is a part of something
+    larger (1/2, 10-5, sqrt(2), (1,2), x^2, 2x, 5 million, > 3) is none, and neither right nor
+    looked past. The format is that of Cobbe et al. 2021 (arXiv:2110.14168).
+    """
+    right, given = final_number(_needed(reference)), final_number(completion)
+    return {CORRECT: float(right is not None and given == right)}
+
+
+def math(completion: str, reference: str) -> Mapping[str, float]:
+    r"""Right where the final answer is the reference's, mathematically: 1/2, \frac12 and 0.5.
+
+    The final answer is what the last \boxed{} holds, else what follows the last '####', else the
+    last formula in $..$, \(..\) or \[..\], else the last line. The library math-verify parses and
+    compares; an answer that takes it too long is wrong (scorers/mathprocess.py).
+    """
+    return {CORRECT: float(same_mathematics(completion, _needed(reference)))}
+
+
+def _needed(reference: str) -> str:
+    if not reference.strip():
+        raise RolloutError(
+            "has no right answer to compare with: the record has none. Set "
+            "data.jsonl.answer_field, or choose a reward that needs none."
+        )
+    return reference

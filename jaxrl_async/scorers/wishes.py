@@ -1,0 +1,125 @@
+"""What a reward function asks for, by the names of its parameters. Needs no JAX."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import Parameter
+from typing import Any
+
+from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.types import Episode, Prompt
+
+OF_THE_TASK = ("prompt", "reference", "columns")
+"""The prompt's text, the right answer's, and the whole record by column."""
+OF_ONE = ("completion", "token_ids", "logprobs", "versions", "stop", "episode")
+"""Of one answer: its text; the tokens that the policy drew with their log-probs and versions; why
+it ended ("eos", "length"); all of it as a types.Episode."""
+OF_THE_GROUP = ("completions", "group")
+"""Of all answers to the prompt: their texts; their Episodes."""
+IN_ORDER = ("prompt", "completion", "reference")
+"""What a function of three parameters of other names is called with."""
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """How a function is called."""
+
+    in_order: bool  # its first three parameters are IN_ORDER, whatever their names are
+    names: tuple[str, ...]  # of the others
+    needed: frozenset[str]  # of these, those without a default
+    everything: bool  # **kwargs: whatever there is
+    taken: frozenset[str]  # names that everything leaves out
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether one call judges all answers to a prompt."""
+        return any(name in self.names for name in OF_THE_GROUP)
+
+    def check(self, prompts: Iterable[Prompt], where: str) -> None:
+        """Raise ConfigError, which begins with `where`, for a parameter that nothing here has."""
+        columns = sorted({str(name) for prompt in prompts for name in prompt.columns})
+        known = {*OF_THE_TASK, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
+        for name in sorted(self.needed - known):
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"{where} asks for {name!r}, and no record has a column of that name "
+                f"(they have: {', '.join(columns) or 'none'}). "
+                + (f"Did you mean {near[0]!r}? " if near else "")
+                + f"Beside columns there are {', '.join(sorted(known - set(columns)))}. Rename "
+                "the parameter or give it a default."
+            )
+
+    def given(self, prompt: Prompt, answers: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments. answers: what OF_ONE or OF_THE_GROUP say.
+
+        Raises RolloutError where this prompt's record lacks a column.
+        """
+        there: dict[str, Any] = {
+            **{str(name): value for name, value in prompt.columns.items()},
+            **{"prompt": prompt.text, "reference": prompt.reference, "columns": prompt.columns},
+            **answers,
+        }
+        if missing := sorted(self.needed - there.keys()):
+            raise RolloutError(
+                f"asks for {missing[0]!r}, and the record has no such column (it has: "
+                f"{', '.join(map(str, prompt.columns)) or 'none'}). Give the parameter a default."
+            )
+        wanted = there.keys() - self.taken if self.everything else there.keys() & set(self.names)
+        positional = [there[name] for name in IN_ORDER] if self.in_order else []
+        return positional, {name: there[name] for name in wanted}
+
+
+def wishes_of(function: Callable[..., Any], where: str) -> Wishes:
+    """What a function asks for. Raises ConfigError, which begins with `where`, where it cannot be
+    called."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # written in C: nothing tells its names
+        parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in IN_ORDER]
+    places = [p for p in parameters if p.kind in (*BY_NAME[:1], Parameter.POSITIONAL_ONLY)]
+    named = {p.name for p in parameters if p.kind in BY_NAME}
+    everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
+    one, group = named & set(OF_ONE), named & set(OF_THE_GROUP)
+    if one and group:
+        raise ConfigError(
+            f"{where} asks for {min(one)!r}, which one answer has, and for {min(group)!r}, which "
+            "all answers to a prompt have. Ask for one of them."
+        )
+    by_name = bool(one or group) or (everything and not places and not any_number)
+    first = 0 if by_name else len(IN_ORDER)
+    required = [p for p in places if p.default is Parameter.empty]
+    fits = len(places) >= first or any_number
+    if not fits or (by_name and any(p.kind is Parameter.POSITIONAL_ONLY for p in required)):
+        raise ConfigError(
+            f"{where} cannot be called as reward(prompt, completion, reference): it takes "
+            f"({', '.join(map(str, parameters))}). Let it take these three, or ask by name for "
+            f"what it needs: {', '.join((*OF_TASK_AND_ONE, *OF_THE_GROUP))}, or a column of the "
+            "records."
+        )
+    others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
+    return Wishes(
+        in_order=not by_name,
+        names=tuple(p.name for p in others if p.kind in BY_NAME),
+        needed=frozenset(p.name for p in others if p.default is Parameter.empty),
+        everything=everything,
+        taken=frozenset(p.name for p in places[:first]),
+    )
+
+
+OF_TASK_AND_ONE = (*OF_THE_TASK, *OF_ONE)
+
+
+def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
+    """What OF_ONE say of an answer whose text is `completion`."""
+    drawn = episode.drawn
+    return {
+        "completion": completion,
+        "token_ids": episode.token_ids[drawn],
+        "logprobs": episode.logprobs[drawn],
+        "versions": episode.versions[drawn],
+        "stop": episode.stop.value,
+        "episode": episode,
+    }
