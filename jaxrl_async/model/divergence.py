@@ -166,8 +166,8 @@ def chunked_over_vocab(
         temperature=temperature,
         layout=layout,
     )
-    found = (placed(values, segment_ids, layout) for values in measured[:3])
-    return TokenDivergence(*found, changed)
+    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in measured[:3]))
+    return found._replace(changed=changed)
 
 
 def top_logprobs(

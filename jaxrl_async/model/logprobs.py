@@ -249,8 +249,8 @@ def replayed_logprobs(
             kept=None if kept is None else after(kept, layout),
             layout=layout,
         )
-    found = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
-    return (*found, changed)
+    logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
+    return logprobs, entropy, changed
 
 
 def greedy_matches(

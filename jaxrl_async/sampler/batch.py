@@ -404,7 +404,7 @@ class Batch:
         owners, routes = block.owners.reshape(-1), block.routes.reshape(-1, *block.routes.shape[2:])
         for span in spans:
             length = int(self.slots.lengths[span.slot])
-            where = np.arange(length - (span.end - span.start), length)
+            where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
             pages = np.asarray(self.slots.pages[span.slot], np.int32)
             page_tokens = self.engine.page_tokens
             of_slot = routes[owners == span.slot]
@@ -610,10 +610,8 @@ class Batch:
 
 def _routes_of(engine: Engine) -> Routes:
     spec = engine.spec
-    chosen, dtype = spec.experts_per_token, id_dtype(spec.experts)
-    return Routes(
-        engine.pages, engine.page_tokens, layers=spec.layers, chosen=chosen, dtype=dtype
-    )
+    k, dtype = spec.experts_per_token, id_dtype(spec.experts)
+    return Routes(engine.pages, engine.page_tokens, layers=spec.layers, chosen=k, dtype=dtype)
 
 
 def _tells_experts(partial: Partial) -> bool:

@@ -153,4 +153,5 @@ def distill_rows(
 
     said = (after(a, layout) for a in (token_ids, teacher_ids, teacher_logprobs))
     found = over_chunks(one_chunk, (hidden, *said), chunk=chunk, layout=layout)
-    return TokenDivergence(*(placed(v, segment_ids, layout) for v in found[:3]), changed)
+    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in found[:3]))
+    return found._replace(changed=changed)

@@ -87,7 +87,8 @@ class Learner:
         seed: int = 0,
     ) -> None:
         """mask_vocab, routing: as in pack.pack. critic_warmup: steps in which only the critic
-        learns. offload_reference: it lies in the host's memory, and its log-probs are taken beforehand."""
+        learns. offload_reference: it lies in the host's memory, and its log-probs are taken
+        beforehand."""
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings

@@ -91,8 +91,8 @@ class LogprobPass:
     ) -> Sequence[NDArray[Any]]:
         parts = []
         for micro in micro_batches(batch, self._micro_rows):
-            arrays = (micro.token_ids, micro.positions, micro.segment_ids, micro.kept)
-            arrays = (*arrays, micro.expert_ids)
+            tokens = (micro.token_ids, micro.positions, micro.segment_ids)
+            arrays = (*tokens, micro.kept, micro.expert_ids)
             with turns:
                 found = program(params, *put(arrays, self._rows))
                 parts.append([whole(a) for a in jax.tree.leaves(found)])

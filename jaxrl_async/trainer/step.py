@@ -264,28 +264,27 @@ class TrainStep:
         arrays = (micro.token_ids, micro.positions, micro.segment_ids)
         teacher, teacher_spec = self._teacher
         kwargs: dict[str, Any] = {
-            **self._decoder, "remat": self._remat, "temperature": self._temperature
+            **self._decoder, "remat": self._remat, "temperature": self._temperature,
+            "expert_ids": micro.expert_ids,
         }  # fmt: skip
         kind: Kind = teacher.kind
         has_entropy = self.recipe.has_entropy
-        replayed: dict[str, Any] = {"expert_ids": micro.expert_ids}
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
             found = distill_rows(
                 self.spec, params, *arrays, micro.teacher_ids, micro.teacher_logprobs,
-                kind=kind, beta=teacher.beta, **kwargs, **replayed,
+                kind=kind, beta=teacher.beta, **kwargs,
             )  # fmt: skip
             return _token_inputs(found, micro, has_entropy, teacher=True), found.changed
         if context.teacher_params is not None:
             found = chunked_over_vocab(
                 self.spec, params, context.teacher_params, *arrays,
-                kind=kind, beta=teacher.beta, other_spec=teacher_spec, **kwargs, **replayed,
+                kind=kind, beta=teacher.beta, other_spec=teacher_spec, **kwargs,
             )  # fmt: skip
             return _token_inputs(found, micro, has_entropy, teacher=True), found.changed
         if context.reference_params is not None and self.recipe.whole_kl:
             found = chunked_over_vocab(
-                self.spec, params, context.reference_params, *arrays,
-                kind="reverse", **kwargs, **replayed,
-            )  # fmt: skip
+                self.spec, params, context.reference_params, *arrays, kind="reverse", **kwargs
+            )
             x = _token_inputs(found, micro, has_entropy)
             return x._replace(reference_divergence=found.divergence), found.changed
         found = self._outputs(params, micro, self._temperature, micro.expert_ids)

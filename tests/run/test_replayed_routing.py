@@ -80,11 +80,12 @@ class Twice:
         return Reply(token_ids=np.array([9, 8, 7], np.int32), done=self.turns == 2)
 
 
-def played(params: Any, sampling: SamplingParams = CUT, dtype: Any = np.float32) -> Any:
+def played(params: Any, **wishes: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
-    sampler = Sampler((SPEC, params), section=SECTION, dtype=dtype, keep_routing=True)
+    section = SECTION.model_copy(update=wishes)
+    sampler = Sampler((SPEC, params), section=section, keep_routing=True)
     limits = Limits(
-        sampling=sampling, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
+        sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
         keep_mask=True, keep_routing=True,
     )  # fmt: skip
 
@@ -162,7 +163,7 @@ def test_with_replay_the_ratio_is_one_though_the_routers_differ_and_without_it_i
 def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     """The pass and the update agree on the policy; a reference of the policy's own weights is not
     the policy where its router would choose others."""
-    sampler, trainer = weights()
+    _, trainer = weights()
     step, batch = step_on(), packed(groups())
     mesh = make_mesh(schema.Axes(), jax.devices()[:1])
     own = LogprobPass(SPEC, mesh, micro_rows=step.micro_rows, chunk=48)
@@ -182,16 +183,16 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", ["bfloat16", "int8"])
 def test_a_sampler_of_fewer_bits_agrees_better_where_its_experts_are_replayed(number):
+    """What is left is the rounding of all else: at most half, with the same router."""
     sampler, _ = weights()
     drawing: Any = sampler
     if number == "int8":
         drawing = jax.jit(lambda p: quantize(weight_table(SPEC), p, "int8", np.float32))(sampler)
-    dtype = jax.numpy.bfloat16 if number == "bfloat16" else np.float32
-    batch = packed(played(drawing, dtype=dtype))
+    batch = packed(played(drawing, matmul="bfloat16" if number == "bfloat16" else "full"))
     one = measured(step_on(), sampler, batch)
     free = measured(step_on(), sampler, replace(batch, expert_ids=None))
-    assert one["mismatch/mean"] < 0.03 < free["mismatch/mean"]
-    assert one["mismatch/mean"] < free["mismatch/mean"] / 4
+    assert one["mismatch/mean"] < 0.02 and one["mismatch/mean"] < free["mismatch/mean"] / 2
+    assert 0.1 < one["routing/changed_share"] < 0.9
 
 
 MESHES = (
@@ -221,19 +222,18 @@ def many_digits(prompt, completion, reference):
     return sum(c.isdigit() for c in completion) / 16
 """
 TINY = (
-    f"model.architecture={{family: qwen3_moe, experts: 4, experts_per_token: 2, {str(SHAPE)[1:-1]}}}"
-    .replace("'", ""),
+    "model.architecture={family: qwen3_moe, experts: 4, experts_per_token: 2}",
+    f"model.architecture={str(SHAPE).replace(chr(39), '')}",
     "data.addition.eval_size=16",
-    "warm_start.steps=2",
-    "warm_start.batch_size=8",
+    "warm_start.steps=0",
     "sampler={slots: 16, max_new_tokens: 16, top_k: 8}",
     "staleness.max_staleness=1",
-    "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1.0e-3, epochs: 2}",
-    "algorithm={kl_coefficient: 0.01, keep_routing: true, keep_sampling_mask: true}",
+    "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1.0e-3}",
+    "algorithm={keep_routing: true, keep_sampling_mask: true}",
     "trainer.micro_batch_tokens=512",
     "run.steps=4",
-    "eval.every=2",
-    "checkpoint.every=2",
+    "eval.every=0",
+    "checkpoint.every=0",
     "metrics.peak_flops=1e9",
     "metrics.tensorboard=false",
 )  # fmt: skip
@@ -248,18 +248,30 @@ def run(folder: Path, *wishes: str) -> list[dict[str, Any]]:
     return read_lines(folder / config.run.name / "metrics.jsonl")
 
 
-@pytest.mark.slow
-def test_an_asynchronous_run_replays_every_token_and_goes_on_doing_so_when_resumed(tmp_path: Path):
-    first = run(tmp_path, "run.steps=2")[1:]
-    lines = run(tmp_path, "run.resume=true", "run.overwrite=false")[1:]
-    assert len(first) == 2 and len(lines) == 4
+def assert_replayed(lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         assert line["train/skipped"] == 0
         assert 0.9 < line["routing/replayed_share"] < 1, "of each episode all but the last token"
-        assert line["routing/changed_share"] < 0.05, "one step apart"
-    assert max(line["staleness/max"] for line in lines) == 1
+        assert line["routing/changed_share"] < 0.2, "a step or two apart"
     fresh = [line["mismatch/max"] for line in lines if "mismatch/max" in line]
     assert fresh and max(fresh) < 1e-4, "with the same weights the ratio is 1"
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_replays_every_token(tmp_path: Path):
+    lines = run(tmp_path)[1:]
+    assert_replayed(lines)
+    assert len(lines) == 4 and max(line["staleness/max"] for line in lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_run_that_is_resumed_replays_what_its_checkpoint_holds(tmp_path: Path):
+    wishes = ("algorithm={epochs: 2, kl_coefficient: 0.01}", "checkpoint.every=2")
+    first = run(tmp_path, *wishes, "run.steps=2")[1:]
+    lines = run(tmp_path, *wishes, "run.resume=true", "run.overwrite=false")[1:]
+    assert (len(first), len(lines)) == (2, 4)
+    assert_replayed(lines)
 
 
 @pytest.mark.slow
@@ -267,10 +279,8 @@ def test_an_asynchronous_run_replays_every_token_and_goes_on_doing_so_when_resum
 def test_a_run_on_meshes_with_several_samplers_replays(tmp_path: Path):
     lines = run(
         tmp_path,
-        "mesh={trainer: {expert: 2, context: 2}, sampler: {expert: 2}, num_samplers: 2}",
+        "mesh={trainer: {expert: 2, context: 2}, sampler: {expert: 2}, samplers: 2}",
         "staleness.max_staleness=2",
         "sampler.on_new_weights=recompute",
     )[1:]
-    assert all(0.9 < line["routing/replayed_share"] < 1 for line in lines)
-    fresh = [line["mismatch/max"] for line in lines if "mismatch/max" in line]
-    assert fresh and max(fresh) < 1e-4
+    assert_replayed(lines)
