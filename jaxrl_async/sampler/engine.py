@@ -107,7 +107,7 @@ class DecodeState(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block drew, for the host: 13 bytes a token."""
+    """What a block drew, for the host: 13 bytes a token, and what is asked beside it."""
 
     tokens: AnyArray  # [R, block] int32
     logprobs: AnyArray  # [R, block] float32
