@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+ExpertIds = NDArray[np.signedinteger[Any]]
 
 NOT_DRAWN = -1
 """Version of a token that the policy did not draw (prompt, tool reply, padding)."""
@@ -125,9 +126,11 @@ class Completion:
     latency_s: float = 0.0  # submit to finish, seconds
     full_logprobs: FloatArray | None = None  # [drawn] of the whole distribution at temperature 1
     kept: KeptTokens | None = None  # which tokens could be drawn, with top-k, top-p or min-p
-    # [drawn, layers, experts per token] int32: chosen in the pass that made the token's logits,
-    # which is that of the token before it; dense models: None
-    expert_ids: IntArray | None = None
+    # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts
+    # that each token went through, prompt and answer, when the one after it was drawn or, within
+    # the prompt, when its KV was made; the last token's made no logits. [0, ...]: none was drawn.
+    # None: a sampler without keep_routing
+    expert_ids: ExpertIds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,7 @@ class Partial:
     seed: int  # of the sampler that drew them
     full_logprobs: FloatArray | None = None  # as in Completion
     kept: KeptTokens | None = None
+    expert_ids: ExpertIds | None = None  # as in Completion
     kv: FloatArray | None = None  # [layers, 2, tokens, kv_heads, head_dim]; prompt and drawn tokens
     kv_version: int | None = None  # the one version that made all of kv
 
@@ -163,7 +167,9 @@ class Episode:
     stop: StopReason
     num_turns: int = 1
     kept: KeptTokens | None = None  # of the drawn tokens, in order, all turns; None: not asked
-    expert_ids: IntArray | None = None  # [drawn, layers, k] int32, as in Completion, all turns
+    # [length, layers, k]: experts that each token itself went through, as in Completion; -1 where
+    # not known: the last token, and what came after it. None: not asked
+    expert_ids: ExpertIds | None = None
 
     @property
     def num_drawn(self) -> int:
@@ -238,9 +244,9 @@ class PackedBatch:
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 says that token v could be drawn
     # here; all bits outside of drawn tokens. None: everything could (algorithm.keep_sampling_mask)
     kept: NDArray[np.uint8] | None = None
-    # [rows, length, layers, k] int32: experts that the token at t itself went through when the
-    # one after it was drawn; -1 where not known. None: algorithm.keep_routing is off
-    expert_ids: IntArray | None = None
+    # [rows, length, layers, k] int8 or int16: experts that the token at t itself went through; -1
+    # where not known. None: algorithm.keep_routing is off
+    expert_ids: ExpertIds | None = None
 
     @property
     def num_tokens(self) -> int:

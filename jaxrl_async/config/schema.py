@@ -467,7 +467,8 @@ class Algorithm(Section):
     keep_sampling_mask: bool = False
     """Take log-probs over just the tokens that sampler.top_k, top_p and min_p left to draw from."""
     keep_routing: bool = False
-    """Send each token through the experts that the sampler sent it through; mixture of experts."""
+    """Send each token through the experts that the sampler sent it through (R3, routing replay);
+    needs a mixture of experts."""
 
 
 class Reference(Section):

@@ -167,6 +167,17 @@ METRICS: tuple[Metric, ...] = (
             "share",
             "Learnt tokens whose sampler told no log-prob: the trainer's own stood in, ratio 1.",
         ),
+        (
+            "routing/replayed_share",
+            "share",
+            "Tokens of the batch whose experts are the sampler's (algorithm.keep_routing).",
+        ),
+        (
+            "routing/changed_share",
+            "share",
+            "Of those, times layers: the trainer's router would have chosen others.",
+        ),
+        ("routing/changed_token_share", "share", "The same of tokens, in any of their layers."),
         ("mismatch/mean", "nats", "|sampler - trainer log-prob| at lag 0: same weights."),
         ("mismatch/all_mean", "nats", "The same over tokens of every lag."),
         ("offpolicy/weight_mean", "ratio", "w = proximal / behaviour, over learnt tokens."),

@@ -27,7 +27,7 @@ from jaxrl_async.model.layers import (
     rope_angles,
 )
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
-from jaxrl_async.model.moe import Experts, experts_on, run_experts
+from jaxrl_async.model.moe import Choose, Experts, experts_on, replaying, route, run_experts
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
@@ -93,23 +93,53 @@ def token_states(
     layout: Layout = ONE_DEVICE,
 ) -> Array:
     """The same as tokens [B * T, D] in the order of the layout, which the attention must share."""
+    arrays = (token_ids, positions, segment_ids)
+    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
+    return replayed_states(spec, params, *arrays, None, **how, layout=layout)[0]
+
+
+def replayed_states(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    expert_ids: Array | None,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[Array, Array | None]:
+    """token_states where each token goes through experts that are told, and how many of the layers
+    would have chosen others, [B, T] int32.
+
+    expert_ids [B, T, layers, k] integers, as in moe.route; -1: the token chooses for itself. None:
+    all do, and nothing is counted.
+    """
     B = token_ids.shape[0]
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
     axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
     graph, experts = layer_graph(spec, quantized=is_quantized(params)), experts_on(layout.mesh)
 
-    def one_layer(x: Array, weights: Params) -> tuple[Array, None]:
+    def one_layer(x: Array, given: tuple[Params, Array | None]) -> tuple[Array, list[Array]]:
+        weights, forced = given
+        choose, changed = replaying(forced)
         if not is_quantized(params):
             weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
         layer = nnx.merge(graph, weights)
         q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
         attended = attention(q, k, v, segments)
-        return layout.place(layer.finish(x, layout.fold(attended), experts), "tokens", None), None
+        x = layer.finish(x, layout.fold(attended), experts, choose)
+        return layout.place(x, "tokens", None), changed
 
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
-    x, _ = jax.lax.scan(_remat(one_layer, remat), x, params["layers"], unroll=_unroll(spec))
-    return _final_norm(spec, params, x)
+    forced = None if expert_ids is None else jnp.moveaxis(layout.flat(expert_ids), 1, 0)
+    given = (params["layers"], forced)
+    x, changed = jax.lax.scan(_remat(one_layer, remat), x, given, unroll=_unroll(spec))
+    layers = None if expert_ids is None else layout.rows(changed[0].sum(0, dtype=jnp.int32), B)
+    return _final_norm(spec, params, x), layers
 
 
 def _unroll(spec: ModelSpec) -> int:
@@ -135,6 +165,7 @@ def flat_forward(
     dtype: Any = jnp.float32,
     mixed: bool = False,
     experts: Experts = run_experts,
+    choose: Choose = route,
 ) -> Array:
     """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -149,7 +180,7 @@ def flat_forward(
     for i, weights in enumerate(layers):
         layer: Layer = nnx.merge(graph, weights)
         q, k, v = layer.qkv(x, cos, sin)
-        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts)
+        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts, choose)
     return x
 
 

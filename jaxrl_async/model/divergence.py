@@ -14,7 +14,7 @@ from jax import Array
 from jax.scipy.special import logsumexp
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, token_states
+from jaxrl_async.model.decoder import Params, output_head, replayed_states, token_states
 from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
@@ -32,6 +32,7 @@ class TokenDivergence(NamedTuple):
     logprobs: Array  # of the policy
     entropy: Array  # of the policy, nats
     divergence: Array  # between policy and other, nats
+    changed: Array | None = None  # int32, as decoder.replayed_states counts; None: nothing replayed
 
 
 # ---- formulas: log-probs [..., outcomes] of both -> [...]
@@ -139,19 +140,22 @@ def chunked_over_vocab(
     chunk: int = 1024,
     temperature: float = 1.0,
     layout: Layout = ONE_DEVICE,
+    expert_ids: Array | None = None,
 ) -> TokenDivergence:
     """At t: of the distribution that token t is drawn from, as token_logprobs places them.
 
     kind: `forward` is KL(other || policy), `reverse` KL(policy || other), `js` jensen_shannon with
     the other as teacher. No gradient goes into the other, whose spec may differ in all but the
-    vocabulary. 0 where a segment starts and in padding.
+    vocabulary. 0 where a segment starts and in padding. expert_ids: the policy's, as in
+    decoder.replayed_states; the other chooses for itself.
     """
     arrays = (token_ids, positions, segment_ids)
     other_spec = other_spec or spec
     assert other_spec.vocab == spec.vocab, "a divergence needs one vocabulary"
     how: dict[str, Any] = {"dtype": dtype, "attention": attention, "layout": layout}
+    hidden, changed = replayed_states(spec, params, *arrays, expert_ids, remat=remat, **how)
     measured = chunked_divergence(
-        token_states(spec, params, *arrays, remat=remat, **how),
+        hidden,
         output_head(spec, params, layout),
         token_states(other_spec, other_params, *arrays, **how),
         output_head(other_spec, other_params, layout),
@@ -162,7 +166,8 @@ def chunked_over_vocab(
         temperature=temperature,
         layout=layout,
     )
-    return TokenDivergence(*(placed(values, segment_ids, layout) for values in measured))
+    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in measured[:3]))
+    return found._replace(changed=changed)
 
 
 def top_logprobs(

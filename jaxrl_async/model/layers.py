@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxrl_async.model.moe import Experts, route, run_experts
+from jaxrl_async.model.moe import Choose, Experts, route, run_experts
 from jaxrl_async.model.quantize import quantized_table
 from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight_table
 
@@ -112,9 +112,15 @@ class Layer(nnx.Module):
             k = rms_norm(k, self._weight("k_norm", x.dtype), spec.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def finish(self, x: Array, attended: Array, experts: Experts = run_experts) -> Array:
+    def finish(
+        self,
+        x: Array,
+        attended: Array,
+        experts: Experts = run_experts,
+        choose: Choose = route,
+    ) -> Array:
         """Output projection and MLP, or the experts (x is then [n, D]): x [..., D], attended
-        [..., H, K] -> [..., D]."""
+        [..., H, K] -> [..., D]. choose: which experts each token goes through."""
         flat = attended.reshape(*attended.shape[:-2], -1)
         out = self._times(flat, "o")
         if self.spec.output_bias:
@@ -122,16 +128,16 @@ class Layer(nnx.Module):
         x = x + out
         y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
         if self.spec.experts:
-            return x + self._routed(y, experts)
+            return x + self._routed(y, experts, choose)
         if self.fused:
             gate, up = jnp.split(self._times(y, "gate_up"), 2, axis=-1)
         else:
             gate, up = self._times(y, "gate"), self._times(y, "up")
         return x + self._times(jax.nn.silu(gate) * up, "down")
 
-    def _routed(self, y: Array, experts: Experts) -> Array:
+    def _routed(self, y: Array, experts: Experts, choose: Choose) -> Array:
         logits = product(y, self.router[...], mixed=False)
-        ids, share = route(logits, self.spec.experts_per_token)
+        ids, share = choose(logits, self.spec.experts_per_token)
         names = [n + end for n in ("gate", "up", "down") for end in ("", SCALE)]
         matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
         rows = y.astype(jnp.bfloat16) if self.mixed else y

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, token_states
+from jaxrl_async.model.decoder import Params, output_head, replayed_states, token_states
 from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec
@@ -190,12 +190,37 @@ def token_logprobs(
     [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding. kept [B, T,
     ceil(vocab / 8)] uint8: at t, what token t could be drawn from; None: the whole vocabulary.
     """
-    hidden = token_states(
+    arrays = (token_ids, positions, segment_ids)
+    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
+    how |= {"chunk": chunk, "temperature": temperature, "kept": kept, "layout": layout}
+    return replayed_logprobs(spec, params, *arrays, None, **how)[:2]
+
+
+def replayed_logprobs(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    expert_ids: Array | None,
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    kept: Array | None = None,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[Array, Array, Array | None]:
+    """token_logprobs, and how many layers would have sent each token elsewhere: expert_ids and the
+    last of the three as in decoder.replayed_states."""
+    hidden, changed = replayed_states(
         spec,
         params,
         token_ids,
         positions,
         segment_ids,
+        expert_ids,
         dtype=dtype,
         remat=remat,
         attention=attention,
@@ -224,7 +249,8 @@ def token_logprobs(
             kept=None if kept is None else after(kept, layout),
             layout=layout,
         )
-    return placed(logprobs, segment_ids, layout), placed(entropy, segment_ids, layout)
+    logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
+    return logprobs, entropy, changed
 
 
 def greedy_matches(

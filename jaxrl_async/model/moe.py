@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -18,24 +19,63 @@ from jaxrl_async.model.spec import EXPERT_AXES, SCALE, ModelSpec
 Experts = Callable[[Array, Array, Array, dict[str, Array]], Array]
 """(x [n, D], ids [n, k], their weights [n, k], matrices by name) -> [n, D]."""
 
+Choose = Callable[[Array, int], tuple[Array, Array]]
+"""(router's logits [n, E], k) -> ids [n, k], their weights [n, k]: `route`, and what watches it."""
+
 
 def route(logits: Array, k: int, forced_ids: Array | None = None) -> tuple[Array, Array]:
     """The k experts of each token and their weights: ids [..., k] int32, weights [..., k] float32.
 
     logits [..., experts]; weights g_i = exp(l_i) / sum_{j chosen} exp(l_j), which carry the
-    gradient. forced_ids [..., k] int32 replace the choice of the k largest logits, not the weights;
+    gradient. forced_ids [..., k] of any integers replace the choice of the k largest logits, not
+    the weights;
     a token with a -1 among its ids chooses for itself. Numerics that differ a little between
     sampler and trainer turn the choice where logits are close, and the token's log-prob with it:
     forced_ids are the sampler's choice, replayed (R3, "Stabilizing MoE Reinforcement Learning by
     Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
     """
     logits = logits.astype(jnp.float32)
-    ids = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
+    ids = _largest(logits, k)
     if forced_ids is not None:
         known = jnp.all(forced_ids >= 0, axis=-1, keepdims=True)
-        ids = jnp.where(known, forced_ids, ids)
+        ids = jnp.where(known, forced_ids.astype(jnp.int32), ids)
     chosen = jnp.take_along_axis(logits, ids, axis=-1)
     return ids, jax.nn.softmax(chosen, axis=-1)
+
+
+def _largest(logits: Array, k: int) -> Array:
+    return jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
+
+
+def noting(told: list[Array]) -> Choose:
+    """`route`, which adds the ids that it chose to `told`, layer by layer."""
+
+    def choose(logits: Array, k: int) -> tuple[Array, Array]:
+        ids, share = route(logits, k)
+        told.append(ids)
+        return ids, share
+
+    return choose
+
+
+def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
+    """`route` by forced_ids [n, k], and the list that then says of each token whether the router
+    would have chosen others: [n] bool. None: `route`, and nothing is said."""
+    changed: list[Array] = []
+
+    def choose(logits: Array, k: int) -> tuple[Array, Array]:
+        ids, share = route(logits, k, forced_ids)
+        free = _largest(logits.astype(jnp.float32), k)
+        changed.append(jnp.any(jnp.sort(free, axis=-1) != jnp.sort(ids, axis=-1), axis=-1))
+        return ids, share
+
+    return (route if forced_ids is None else choose), changed
+
+
+def id_dtype(experts: int) -> Any:
+    """The NumPy integers that ids are kept and sent in: 1 byte up to 128 experts, else 2; -1
+    stays for what is not known."""
+    return np.int8 if experts <= 128 else np.int16
 
 
 # ---- the experts

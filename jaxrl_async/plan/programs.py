@@ -28,7 +28,7 @@ from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
 from jaxrl_async.run.assemble import make_push, make_step
-from jaxrl_async.run.exact import check_routing, keeps_masks
+from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.memory import MemoryPlan
@@ -233,12 +233,18 @@ def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> Devi
         "reference_logprobs": "reference" in config.trainer.offload,
         "covariance_rank": needs_covariance(config.algorithm.loss),
         "kept": keeps_masks(config),
+        "expert_ids": config.algorithm.keep_routing,
     }
+    of_token: dict[str, tuple[int, ...]] = {"kept": (-(-spec.vocab // 8),)}
+    if config.algorithm.keep_routing:
+        routing = routing_of(spec)
+        of_token["expert_ids"] = (routing.layers, routing.chosen)
+        kinds["expert_ids"] = routing.dtype
     names = [n for n in DeviceBatch._fields if n not in DeviceBatch._field_defaults or there.get(n)]
     shape = (step.micro_rows, config.row_length)
     columns: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
-            (*shape, -(-spec.vocab // 8)) if name == "kept" else shape,
+            (*shape, *of_token.get(name, ())),
             kinds.get(name, jnp.float32),
             sharding=step.batch_sharding,
         )
@@ -257,7 +263,8 @@ def sampler_programs(
     work and contexts up to max_length. Raises ConfigError."""
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
-    engine = make_engine(spec, plan, config.sampler, mesh, dtype=jnp.dtype(config.model.dtype))
+    dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    engine = make_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     params = _arrived(spec, mesh, pushed["cast"].out_info)
     chunk = prefill_shapes(config, engine)
     context_pages = _pages(config.sampler.max_length, plan.page_tokens)

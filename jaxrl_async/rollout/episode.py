@@ -20,6 +20,7 @@ from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
     Episode,
+    ExpertIds,
     IntArray,
     KeptTokens,
     Partial,
@@ -41,7 +42,7 @@ class Limits:
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, prompt and replies included
     keep_mask: bool = False  # every drawn token comes with its sampling mask
-    keep_routing: bool = False  # every drawn token comes with its experts
+    keep_routing: bool = False  # every token comes with its experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,10 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
         stop=stop,
         num_turns=len(turns),
         kept=_joined_masks([t.completion for t in turns if len(t.completion.token_ids)]),
-        expert_ids=_joined_experts([t.completion for t in turns if len(t.completion.token_ids)]),
+        expert_ids=_joined_experts(
+            [t.completion for t in turns if len(t.completion.token_ids)],
+            sum(len(part) for part in tokens),
+        ),
     )
 
 
@@ -109,10 +113,21 @@ def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
     )
 
 
-def _joined_experts(completions: Sequence[Completion]) -> IntArray | None:
-    """The experts of all drawn tokens; None where a completion has none."""
-    experts = [c.expert_ids for c in completions if c.expert_ids is not None]
-    return np.concatenate(experts) if experts and len(experts) == len(completions) else None
+def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds | None:
+    """The experts of all tokens, [length, layers, k]; None where a completion has none.
+
+    A later turn tells those of the whole sequence so far; what an earlier one told stays: of the
+    passes that drew its tokens.
+    """
+    told = [c.expert_ids for c in completions if c.expert_ids is not None]
+    if not told or len(told) < len(completions):
+        return None
+    joined = np.full((length, *told[0].shape[1:]), -1, told[0].dtype)
+    known = 0
+    for experts in told:
+        joined[known : len(experts)] = experts[known:]
+        known = max(known, len(experts))
+    return joined
 
 
 def request_id(label: str, member: int, turn: int) -> str:
@@ -142,12 +157,13 @@ def make_request(
         sampling=limits.sampling,
         stop_token_ids=limits.stop_token_ids,
         key=(prompt.position, member),
-        extras=limits.keep_mask or limits.keep_routing,
+        extras=limits.keep_mask,
     )
 
 
-def check_told(completion: Completion, limits: Limits) -> None:
-    """Raise RolloutError where the sampler does not tell what `limits` want kept."""
+def check_told(completion: Completion, limits: Limits, before: int) -> None:
+    """Raise RolloutError where the sampler does not tell what `limits` want kept. before: tokens of
+    the request."""
     drawn = len(completion.token_ids)
     if not drawn:
         return
@@ -159,11 +175,11 @@ def check_told(completion: Completion, limits: Limits) -> None:
             "Completion.kept; set it to false for any other."
         )
     told = 0 if completion.expert_ids is None else len(completion.expert_ids)
-    if limits.keep_routing and told != drawn:
+    if limits.keep_routing and told != before + drawn - 1:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler drew {drawn} tokens and gave the "
-            f"experts of {told}. algorithm.keep_routing needs a sampler that fills "
-            "Completion.expert_ids; set it to false for any other."
+            f"request {completion.request_id}: the sampler drew {drawn} tokens behind {before} and "
+            f"gave the experts of {told}, not of {before + drawn - 1}. algorithm.keep_routing "
+            "needs a sampler that fills Completion.expert_ids; set it to false for any other."
         )
 
 
@@ -227,6 +243,7 @@ def resumed_request(
         and len(partial.token_ids) < request.max_new_tokens
         and np.array_equal(partial.request.token_ids, so_far)
         and (not request.extras or partial.full_logprobs is not None)
+        and (not limits.keep_routing or partial.expert_ids is not None)
     )
     return replace(partial, request=request) if fits and partial is not None else request
 
@@ -293,7 +310,7 @@ async def play_episode(
     while progress.stop is None:
         assert progress.waiting is not None, "somebody has asked for the next turn"
         completion = await progress.waiting
-        check_told(completion, limits)
+        check_told(completion, limits, length)
         length += len(completion.token_ids)
         reply: IntArray = np.zeros(0, np.int32)
         done = completion.stop is not StopReason.EOS

@@ -49,7 +49,7 @@ from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
-from jaxrl_async.run.exact import check_routing, keeps_masks
+from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
 from jaxrl_async.run.folder import Paths, write_config
 from jaxrl_async.run.lockstep import Lockstep, SharedSource
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
@@ -478,6 +478,7 @@ def make_samplers(
             dtype=jnp.dtype(config.model.dtype),
             weights=channel.subscribe(),
             one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+            keep_routing=config.algorithm.keep_routing,
             name=f"sampler-{i}" if len(policies) > 1 else "sampler",
             **common,
         )
@@ -661,6 +662,7 @@ def make_learner(
         reference=config.reference,
         critic_warmup=config.critic.warmup_steps,
         mask_vocab=policy.spec.vocab if keep_mask else None,
+        routing=routing_of(policy.spec) if algorithm.keep_routing else None,
         offload_reference="reference" in config.trainer.offload,
         seed=config.run.seed,
     )

@@ -4,7 +4,9 @@ import logging
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.masks import Routing
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +32,14 @@ def keeps_masks(config: Config) -> bool:
     return wanted and truncates
 
 
+def routing_of(spec: ModelSpec) -> Routing:
+    """What the expert ids of a mixture of experts look like."""
+    return Routing(spec.layers, spec.experts_per_token, id_dtype(spec.experts))
+
+
 def check_routing(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where experts are to be kept of a model that has none."""
-    if config.algorithm.keep_routing and spec.experts:
-        raise ConfigError(
-            "algorithm.keep_routing=true needs a sampler that tells each token's experts, and this "
-            "one does not yet. Set algorithm.keep_routing=false."
-        )
-    if config.algorithm.keep_routing:
+    if config.algorithm.keep_routing and not spec.experts:
         raise ConfigError(
             f"algorithm.keep_routing=true needs a mixture of experts, but the {spec.family} model "
             f"({config.model.path or 'model.architecture'}) is dense: its tokens are not routed. "

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_async.model import cache
 from jaxrl_async.model.cache import NewKV
+from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.concurrency import LOW, Limit, Load, next_limit
 from jaxrl_async.sampler.engine import (
@@ -38,9 +39,10 @@ from jaxrl_async.sampler.engine import (
 )
 from jaxrl_async.sampler.pages import Pages
 from jaxrl_async.sampler.prefix import PrefixStore
+from jaxrl_async.sampler.routes import Routes
 from jaxrl_async.sampler.sampling import Controls, Mix
-from jaxrl_async.sampler.slots import Slots
-from jaxrl_async.types import FloatArray, IntArray, KeptTokens, Partial, Request
+from jaxrl_async.sampler.slots import Slots, Span
+from jaxrl_async.types import ExpertIds, FloatArray, IntArray, KeptTokens, Partial, Request
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,6 +72,7 @@ class Output:
     versions: IntArray
     full_logprobs: FloatArray | None
     kept: KeptTokens | None
+    expert_ids: ExpertIds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,7 @@ class Batch:
             page_tokens=engine.page_tokens,
             no_page=engine.pages,
         )
+        self.routes = _routes_of(engine) if engine.keeps_routes else None
         self.state: DecodeState = engine.init_decode_state()
         self.queue: deque[Sequence_] = deque()
         self.placed: dict[int, Sequence_] = {}  # by place, in order of admission
@@ -249,7 +253,10 @@ class Batch:
             sequence.prefilled += count
             if sequence.prefilled == len(sequence.token_ids):
                 done.append((row, sequence))
-        self.state = self.engine.bulk_insert(prefix, self.state, self._into(pages, in_page, done))
+        into, routes = self._into(pages, in_page, done), prefix.routes
+        self.state = self.engine.bulk_insert(prefix._replace(routes=None), self.state, into)
+        if self.routes is not None:
+            self.routes.expect(routes, pages, in_page, into.sources, into.targets)
         for _, sequence in done:
             self._make_ready(sequence)
 
@@ -295,6 +302,8 @@ class Batch:
         assert partial is not None
         if partial.kv is None or partial.kv_version != self._version:
             return
+        if self.routes is not None and not _tells_experts(partial):
+            return  # made again, with its experts
         n = min(partial.kv.shape[2], len(sequence.token_ids) - 1)
         size = schedule.tokens_bucket(max(n, 1), 1 << 30)
         where = np.arange(n)
@@ -314,6 +323,8 @@ class Batch:
         )
         into = self._into(pages, padded(where % page_tokens, size, 0), [])
         self.state = self.engine.bulk_insert(prefix, self.state, into)
+        if self.routes is not None and partial.expert_ids is not None:
+            self.routes.put(partial.expert_ids[:n], pages[:n], where % page_tokens)
         sequence.prefilled = n
 
     # ---- decode
@@ -371,6 +382,7 @@ class Batch:
             block.full_logprobs,
             block.kept,
         )
+        self._note_routes(block, spans)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)
         slot_steps = steps * self.engine.slots
         waiting = bool(self.queue)
@@ -384,6 +396,32 @@ class Batch:
         )
         ended = [self.placed[int(place)] for place in block.owners[block.ends]]
         return sorted(ended, key=lambda s: s.order)
+
+    def _note_routes(self, block: Block, spans: Sequence[Span]) -> None:
+        """The experts of what a block drew, where its KV went."""
+        if self.routes is None:
+            return
+        owners, routes = block.owners.reshape(-1), block.routes.reshape(-1, *block.routes.shape[2:])
+        for span in spans:
+            length = int(self.slots.lengths[span.slot])
+            where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
+            pages = np.asarray(self.slots.pages[span.slot], np.int32)
+            page_tokens = self.engine.page_tokens
+            of_slot = routes[owners == span.slot]
+            self.routes.put(of_slot, pages[where // page_tokens], where % page_tokens)
+
+    def _experts(self, sequence: Sequence_, drawn: int) -> ExpertIds | None:
+        """As Completion.expert_ids, of a sequence that is ready. What was told before it left the
+        device stays: of the passes that drew its tokens, not of those that made its KV again."""
+        if self.routes is None:
+            return None
+        assert sequence.place is not None
+        tokens = len(sequence.request.token_ids) + drawn - 1 if drawn else 0
+        experts = self.routes.of(self.slots.pages[sequence.place], tokens)
+        if sequence.partial is not None and sequence.partial.expert_ids is not None:
+            known = len(sequence.partial.expert_ids)
+            experts[:known] = sequence.partial.expert_ids
+        return experts
 
     def end(self, sequence: Sequence_) -> Output:
         """Take out what was drawn; keep the KV for later turns, free the rest."""
@@ -406,6 +444,7 @@ class Batch:
                 versions=partial.versions if partial else empty,
                 full_logprobs=partial.full_logprobs if partial else None,
                 kept=partial.kept if partial else None,
+                expert_ids=partial.expert_ids if partial else None,
             )
         place, extras = sequence.place, sequence.request.extras
         assert place is not None
@@ -416,6 +455,7 @@ class Batch:
             versions=self.slots.versions[place, :n].copy(),
             full_logprobs=self.slots.full_logprobs[place, :n].copy() if extras else None,
             kept=_kept(self.slots.kept[place]) if extras else None,
+            expert_ids=self._experts(sequence, n),
         )
 
     def num_drawn(self, sequence: Sequence_) -> int:
@@ -564,7 +604,20 @@ class Batch:
             seed=self._seed,
             full_logprobs=output.full_logprobs,
             kept=output.kept,
+            expert_ids=output.expert_ids,
         )
+
+
+def _routes_of(engine: Engine) -> Routes:
+    spec = engine.spec
+    k, dtype = spec.experts_per_token, id_dtype(spec.experts)
+    return Routes(engine.pages, engine.page_tokens, layers=spec.layers, chosen=k, dtype=dtype)
+
+
+def _tells_experts(partial: Partial) -> bool:
+    """Whether a saved request has the experts of all whose KV it has."""
+    tokens = len(partial.request.token_ids) + len(partial.token_ids) - 1
+    return partial.expert_ids is not None and len(partial.expert_ids) == tokens
 
 
 @partial(jax.jit, static_argnums=2)

@@ -25,7 +25,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.kernels import ragged_paged
-from jaxrl_async.model.moe import experts_on
+from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
@@ -61,6 +61,7 @@ class Prefix(NamedTuple):
 
     kv: NewKV  # layers of [n, N, K]
     logits: Array  # [B, V] float32, after each sequence's last token
+    routes: Array | None = None  # [n, layers, k] experts of each token, with keeps_routes
 
 
 class Slot(NamedTuple):
@@ -106,7 +107,7 @@ class DecodeState(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block drew, for the host: 13 bytes a token."""
+    """What a block drew, for the host: 13 bytes a token, and what is asked beside it."""
 
     tokens: AnyArray  # [R, block] int32
     logprobs: AnyArray  # [R, block] float32
@@ -115,6 +116,7 @@ class Block(NamedTuple):
     steps: AnyArray  # [] int32, decode steps made
     full_logprobs: AnyArray = None  # [R, block] float32, with extras
     kept: AnyArray = None  # [R, block, V / 32] uint32, with extras
+    routes: AnyArray = None  # [R, block, layers, k] the token's own experts, with keeps_routes
 
 
 class _Loop(NamedTuple):
@@ -182,17 +184,19 @@ class Engine:
         one_thread: bool = False,
         on_tpu: bool | None = None,
         mixed: bool = False,
+        keeps_routes: bool = False,
     ) -> None:
         """ragged: decode on the pages with the TPU kernel (elsewhere with its slow reference, for
         tests). one_thread: CPU programs without
         XLA's own threads, for several samplers side by side. on_tpu: null: as the devices are.
-        mixed: matrix products in bfloat16, all else in dtype."""
+        mixed: matrix products in bfloat16, all else in dtype. keeps_routes: prefill and generate
+        tell each token's experts."""
         self.spec, self.slots, self.reserve = spec, slots, reserve
         self.max_length, self.block = max_length, block
         self.pages, self.page_tokens = pages, page_tokens
         self.mesh, self.dtype, self.ragged = mesh, dtype, ragged
         self.fused = mesh is None or mesh.size == 1
-        self.one_thread, self.mixed = one_thread, mixed
+        self.one_thread, self.mixed, self.keeps_routes = one_thread, mixed, keeps_routes
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         self.on_tpu = device.platform == "tpu" if on_tpu is None else on_tpu
         self._programs = _programs(self)
@@ -202,7 +206,7 @@ class Engine:
         return (
             self.spec, self.slots, self.reserve, self.max_length, self.block, self.pages,
             self.page_tokens, self.mesh, jnp.dtype(self.dtype), self.ragged, self.one_thread,
-            self.on_tpu, self.mixed,
+            self.on_tpu, self.mixed, self.keeps_routes,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -360,6 +364,7 @@ class Engine:
             seen = jnp.arange(before.k[0].shape[-1]) < chunk.starts[:, None]
         keys: list[Array] = []
         values: list[Array] = []
+        told: list[Array] = []
 
         def attend(i: int, q: Array, k: Array, v: Array) -> Array:
             keys.append(k)
@@ -383,10 +388,20 @@ class Engine:
             dtype=self.dtype,
             mixed=self.mixed,
             experts=experts_on(self.mesh, SAMPLER_RULES),
+            choose=self._choose(told),
         )
         last = jnp.take_along_axis(chunk.places, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
         logits = decoder.next_logits(self.spec, weights.params, x[last], mixed=self.mixed)
-        return Prefix(NewKV(tuple(keys), tuple(values)), logits)
+        return Prefix(NewKV(tuple(keys), tuple(values)), logits, self._routes(told))
+
+    def _choose(self, told: list[Array]) -> Choose:
+        return noting(told) if self.keeps_routes else route
+
+    def _routes(self, told: list[Array]) -> Array | None:
+        """Layers of [n, k] -> [n, layers, k], as small as they can be; None: nobody asks."""
+        if not self.keeps_routes:
+            return None
+        return jnp.stack(told, axis=1).astype(id_dtype(self.spec.experts))
 
     def _insert_program(self, prefix: Prefix, state: DecodeState, into: Into) -> DecodeState:
         def put(at: Array, values: Any) -> Array:
@@ -434,6 +449,7 @@ class Engine:
 
     def _begin(self, state: DecodeState, run: Run, context_pages: int, *, extras: bool) -> _Loop:
         S, R, T, V = self.places, run.rows.shape[0], self.block, self.spec.vocab
+        experts = (self.spec.layers, self.spec.experts_per_token)
         rows = jnp.asarray(run.rows)
         known = jnp.minimum(rows, S - 1)
         tables = jnp.asarray(run.tables)[known]
@@ -465,6 +481,9 @@ class Engine:
                 steps=jnp.int32(0),
                 full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
                 kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
+                routes=jnp.zeros((R, T, *experts), id_dtype(self.spec.experts))
+                if self.keeps_routes
+                else None,
             ),
         )
 
@@ -541,6 +560,7 @@ class Engine:
             attend = self._attend_pages(loop, where, keys)
         else:
             attend = self._attend_columns(loop, keys, values, context_pages)
+        told: list[Array] = []
         x = decoder.flat_forward(
             self.spec,
             *weights,
@@ -550,8 +570,14 @@ class Engine:
             dtype=self.dtype,
             mixed=self.mixed,
             experts=experts_on(self.mesh, SAMPLER_RULES),
+            choose=self._choose(told),
         )
+        out, routes = loop.out, self._routes(told)
+        if routes is not None:
+            noted = jax.lax.dynamic_update_index_in_dim(out.routes, routes, loop.step, 1)
+            out = out._replace(routes=noted)
         return loop._replace(
+            out=out,
             step=loop.step + 1,
             kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
             logits=decoder.next_logits(self.spec, weights.params, x, mixed=self.mixed),

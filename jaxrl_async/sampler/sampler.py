@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.errors import Closed, ConfigError, RolloutError, WeightsError
 from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
@@ -127,17 +127,25 @@ class Sampler:
         schedule: Schedule | None = None,
         clock: Clock = time.perf_counter,
         one_thread: bool = False,
+        keep_routing: bool = False,
         name: str = "sampler",
     ) -> None:
         """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by
         SAMPLER_RULES. schedule: told of what is taken in between which blocks, or prescribes it.
-        one_thread: on a CPU, use one core only (several samplers side by side)."""
+        one_thread: on a CPU, use one core only (several samplers side by side). keep_routing:
+        completions tell each token's experts; of a mixture of experts alone (ConfigError)."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or schema.Sampler()
         check_positions(spec, self.section.max_length, "sampler.max_length", "the policy")
         self.plan = kv_plan(spec, self.section, dtype)
         self.engine = make_engine(
-            spec, self.plan, self.section, mesh, dtype=dtype, one_thread=one_thread
+            spec,
+            self.plan,
+            self.section,
+            mesh,
+            dtype=dtype,
+            one_thread=one_thread,
+            keep_routing=keep_routing,
         )
         if mesh is not None:
             table = table_of(weight_table(spec), params)
@@ -708,8 +716,14 @@ def make_engine(
     *,
     dtype: Any,
     one_thread: bool = False,
+    keep_routing: bool = False,
 ) -> Engine:
-    """The programs of a sampler on this mesh."""
+    """The programs of a sampler on this mesh. Raises ConfigError."""
+    if keep_routing and not spec.experts:
+        raise ConfigError(
+            f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
+            "tokens are not routed. Leave it out."
+        )
     return Engine(
         spec,
         slots=plan.slots,
@@ -723,6 +737,7 @@ def make_engine(
         ragged=uses_ragged(section.attention, mesh),
         one_thread=one_thread,
         mixed=section.matmul == "bfloat16",
+        keeps_routes=keep_routing,
     )
 
 
@@ -754,6 +769,7 @@ def _completion(sequence: Sequence_, output: Output, now: float) -> Completion:
         latency_s=now - waiter.queued_at,
         full_logprobs=output.full_logprobs,
         kept=output.kept,
+        expert_ids=output.expert_ids,
     )
 
 

@@ -22,7 +22,7 @@ from jax.scipy.special import logsumexp
 from jax.typing import ArrayLike
 
 from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, token_states
+from jaxrl_async.model.decoder import Params, output_head, replayed_states
 from jaxrl_async.model.divergence import (
     Kind,
     TokenDivergence,
@@ -131,15 +131,17 @@ def distill_rows(
     chunk: int = 1024,
     temperature: float = 1.0,
     layout: Layout = ONE_DEVICE,
+    expert_ids: Array | None = None,
 ) -> TokenDivergence:
     """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] each, nats.
 
     teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. Log-probs
-    and entropy are the student's. 0 where a segment starts and in padding.
+    and entropy are the student's. 0 where a segment starts and in padding. expert_ids: the
+    student's, as in decoder.replayed_states.
     """
     head, measure = output_head(spec, params, layout), divergence_of(kind, beta)
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
+    hidden, changed = replayed_states(
+        spec, params, token_ids, positions, segment_ids, expert_ids,
         dtype=dtype, remat=remat, attention=attention, layout=layout,
     )  # fmt: skip
 
@@ -151,4 +153,5 @@ def distill_rows(
 
     said = (after(a, layout) for a in (token_ids, teacher_ids, teacher_logprobs))
     found = over_chunks(one_chunk, (hidden, *said), chunk=chunk, layout=layout)
-    return TokenDivergence(*(placed(values, segment_ids, layout) for values in found))
+    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in found[:3]))
+    return found._replace(changed=changed)

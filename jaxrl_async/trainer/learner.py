@@ -29,6 +29,7 @@ from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.entropy import active_entropy_coefficient, next_entropy_coefficient
 from jaxrl_async.trainer.kl import next_coefficient
 from jaxrl_async.trainer.losses import TokenInputs
+from jaxrl_async.trainer.masks import Routing
 from jaxrl_async.trainer.objective import Coefficients, mean_report
 from jaxrl_async.trainer.pack import (
     Pair,
@@ -81,18 +82,20 @@ class Learner:
         reference: schema.Reference | None = None,
         critic_warmup: int = 0,
         mask_vocab: int | None = None,
+        routing: Routing | None = None,
         offload_reference: bool = False,
         seed: int = 0,
     ) -> None:
-        """mask_vocab: as in pack.pack. critic_warmup: steps in which only the critic learns.
-        offload_reference: it lies in the host's memory, and its log-probs are taken beforehand."""
+        """mask_vocab, routing: as in pack.pack. critic_warmup: steps in which only the critic
+        learns. offload_reference: it lies in the host's memory, and its log-probs are taken
+        beforehand."""
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
         self._teacher = teacher or schema.Teacher()
         self._moves = reference or schema.Reference()
         self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
-        self._mask_vocab, self._pairs_taken = mask_vocab, 0
+        self._mask_vocab, self._routing, self._pairs_taken = mask_vocab, routing, 0
         self._offloads = offload_reference
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
@@ -166,6 +169,7 @@ class Learner:
             masks=shaped.masks,
             pairs=self._pairs(),
             mask_vocab=self._mask_vocab,
+            routing=self._routing,
         )
         found = self._look(batch, turns)
         data, told = self._credited(shaped, batch, found)
@@ -198,7 +202,8 @@ class Learner:
         advised = self._teacher.source != "none" and self._teacher.form == "advantage"
         takes = takes_proximal(algorithm, refers=self.reference is not None)
         if has.own_pass is not None and takes:
-            found["proximal"] = has.own_pass.logprobs(self.state.params, batch, turns)
+            own, logprobs = self.state.params, has.own_pass.logprobs
+            found["proximal"] = logprobs(own, batch, turns, replays=True)
         if has.own_pass is not None and (in_reward or self._offloads):
             found["reference"] = has.own_pass.logprobs(self._fetched(), batch, turns)
         if has.teacher_pass is not None and advised:

@@ -1,6 +1,6 @@
 """What the sampler chose from, as arrays beside the packed tokens: NumPy, pure."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,14 @@ ALL_BITS = 0xFF
 """A byte of the mask where nothing was drawn: any token."""
 UNKNOWN_EXPERT = -1
 """Expert of a token whose routing the sampler did not tell."""
+
+
+class Routing(NamedTuple):
+    """What the experts of a token look like, all layers together."""
+
+    layers: int
+    chosen: int  # in each layer
+    dtype: Any  # of their ids: model.moe.id_dtype
 
 
 def sequence_bits(
@@ -68,21 +76,16 @@ def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
     return flat.reshape(drawn, width)
 
 
-def sequence_experts(expert_ids: IntArray | None, drawn: BoolArray, shape: Any) -> IntArray:
-    """[length, *shape] int32 as in PackedBatch.expert_ids, shape (layers, k).
-
-    expert_ids [drawn, layers, k]: of the pass that made each drawn token's logits, which is that
-    of the token before it.
-    """
-    experts = np.full((len(drawn), *shape), UNKNOWN_EXPERT, np.int32)
-    places = np.flatnonzero(drawn)
-    if expert_ids is None or not len(places):
-        return experts
-    if expert_ids.shape != (len(places), *shape):
+def sequence_experts(expert_ids: IntArray | None, length: int, routing: Routing) -> IntArray:
+    """[length, layers, k] as in PackedBatch.expert_ids; UNKNOWN_EXPERT everywhere where a sequence
+    has none (nothing was drawn, or a worked answer). Raises DataError where they do not fit."""
+    shape = (length, routing.layers, routing.chosen)
+    if expert_ids is None:
+        return np.full(shape, UNKNOWN_EXPERT, routing.dtype)
+    if expert_ids.shape != shape:
         raise DataError(
-            f"an episode with {len(places)} drawn tokens has expert ids of shape "
-            f"{expert_ids.shape}, not {(len(places), *shape)}. algorithm.keep_routing needs "
-            "[drawn, layers, experts per token] from the sampler, the same for all."
+            f"an episode of {length} tokens has expert ids of shape {expert_ids.shape}, not "
+            f"{shape}. algorithm.keep_routing needs [tokens, layers, experts per token] of the "
+            "model that is trained; give the sampler and the trainer the same model."
         )
-    experts[places[places > 0] - 1] = expert_ids[places > 0]
-    return experts
+    return expert_ids.astype(routing.dtype)

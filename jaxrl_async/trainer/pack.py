@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.masks import ALL_BITS, UNKNOWN_EXPERT, sequence_bits, sequence_experts
+from jaxrl_async.trainer.masks import (
+    ALL_BITS,
+    UNKNOWN_EXPERT,
+    Routing,
+    sequence_bits,
+    sequence_experts,
+)
 from jaxrl_async.types import (
     NOT_DRAWN,
     BoolArray,
@@ -37,7 +43,7 @@ _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value
     "group_ids": (np.int32, -1),
     "supervised": (np.bool_, False),
 }
-_OPTIONAL = {"kept": (np.uint8, ALL_BITS), "expert_ids": (np.int32, UNKNOWN_EXPERT)}
+_OPTIONAL = {"kept": ALL_BITS, "expert_ids": UNKNOWN_EXPERT}  # field -> value of padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +57,29 @@ class TrainSequence:
     advantages: FloatArray  # [length] float32
     group: int | None = None  # place of its group in the step; None: a group of its own
     supervised: bool = False  # a worked answer beside the policy's own: mask says which tokens
-    drawn: BoolArray | None = None  # [length] what the next two speak of; None: the mask
+    drawn: BoolArray | None = None  # [length] what `kept` speaks of; None: the mask
     kept: KeptTokens | None = None  # of the drawn tokens
-    expert_ids: IntArray | None = None  # [drawn, layers, k] int32
+    expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
 
 
 def pack(
-    sequences: Sequence[TrainSequence], row_length: int, mask_vocab: int | None = None
+    sequences: Sequence[TrainSequence],
+    row_length: int,
+    mask_vocab: int | None = None,
+    routing: Routing | None = None,
 ) -> PackedBatch:
     """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
 
     sequence_ids are places in `sequences`; so are group_ids where a sequence names no group.
     mask_vocab: size of the vocabulary where sampling masks are to be packed; None: they are not.
-    Expert ids are packed where a sequence has some. Raises DataError where a sequence is longer
-    than a row or learns its first token, and where its masks or expert ids do not fit.
+    routing: what expert ids look like where they are to be packed; None: they are not. Raises
+    DataError where a sequence is longer than a row or learns its first token, and where its masks
+    or expert ids do not fit.
     """
     for index, sequence in enumerate(sequences):
         _check(index, sequence, row_length)
     rows = _first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
-    layout = _layout(sequences, mask_vocab)
+    layout = _layout(mask_vocab, routing)
     batch = _empty(len(rows), row_length, layout)
     for row, members in enumerate(rows):
         start = 0
@@ -77,7 +87,7 @@ def pack(
             sequence = sequences[index]
             end = start + len(sequence.token_ids)
             columns = _columns(sequence, index, segment)
-            columns |= _optional_columns(sequence, layout, mask_vocab)
+            columns |= _optional_columns(sequence, mask_vocab, routing)
             for name, values in columns.items():
                 getattr(batch, name)[row, start:end] = values
             start = end
@@ -91,12 +101,13 @@ def pack_groups(
     masks: Sequence[Sequence[BoolArray]] | None = None,
     pairs: Sequence[Pair] = (),
     mask_vocab: int | None = None,
+    routing: Routing | None = None,
 ) -> PackedBatch:
     """Pack every episode of every group, in order; advantages: per group and episode `[length]`.
 
     advantages: None leaves them 0, for `with_advantages`. masks: per group and episode `[length]`,
     what is to be learnt; None: all that was drawn. pairs: worked answers after the episodes.
-    mask_vocab: as in `pack`.
+    mask_vocab, routing: as in `pack`.
     """
     masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
     if advantages is None:
@@ -118,7 +129,7 @@ def pack_groups(
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
     sequences += [replace(s, supervised=True) for s in alone]
-    return pack(sequences, row_length, mask_vocab)
+    return pack(sequences, row_length, mask_vocab, routing)
 
 
 def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
@@ -186,7 +197,7 @@ def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
     """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
     columns = {
         name: split(getattr(batch, name), rows, fill)
-        for name, (_, fill) in (_PADDING | _OPTIONAL).items()
+        for name, fill in ({k: v for k, (_, v) in _PADDING.items()} | _OPTIONAL).items()
         if getattr(batch, name) is not None
     }
     return [
@@ -249,29 +260,31 @@ def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any
     }
 
 
-def _layout(sequences: Sequence[TrainSequence], mask_vocab: int | None) -> dict[str, Any]:
-    """The optional fields that this batch has, and the shape of each token's part."""
-    layout: dict[str, Any] = {} if mask_vocab is None else {"kept": (-(-mask_vocab // 8),)}
-    routed = [s.expert_ids for s in sequences if s.expert_ids is not None]
-    return {**layout, "expert_ids": routed[0].shape[1:]} if routed else layout
+def _layout(mask_vocab: int | None, routing: Routing | None) -> dict[str, Any]:
+    """The optional fields that a batch has: the shape of each token's part, and its number type."""
+    layout: dict[str, Any] = {}
+    if mask_vocab is not None:
+        layout["kept"] = (-(-mask_vocab // 8),), np.uint8
+    if routing is not None:
+        layout["expert_ids"] = (routing.layers, routing.chosen), routing.dtype
+    return layout
 
 
 def _optional_columns(
-    sequence: TrainSequence, layout: dict[str, Any], mask_vocab: int | None
+    sequence: TrainSequence, mask_vocab: int | None, routing: Routing | None
 ) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     drawn = sequence.mask if sequence.drawn is None else sequence.drawn
     if mask_vocab is not None:
         columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, mask_vocab)
-    if "expert_ids" in layout:
-        shape = layout["expert_ids"]
-        columns["expert_ids"] = sequence_experts(sequence.expert_ids, drawn, shape)
+    if routing is not None:
+        length = len(sequence.token_ids)
+        columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, routing)
     return columns
 
 
 def _empty(rows: int, length: int, layout: dict[str, Any]) -> PackedBatch:
     fields = {k: np.full((rows, length), v, t) for k, (t, v) in _PADDING.items()}
-    for name, shape in layout.items():
-        dtype, fill = _OPTIONAL[name]
-        fields[name] = np.full((rows, length, *shape), fill, dtype)
+    for name, (shape, dtype) in layout.items():
+        fields[name] = np.full((rows, length, *shape), _OPTIONAL[name], dtype)
     return PackedBatch(**fields)

@@ -5,6 +5,7 @@ Used with the policy's own weights (the proximal log-probs), the reference's and
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from jaxrl_async.mesh import NO_TURNS, batch_sharding, put, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import top_logprobs
-from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.logprobs import replayed_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.pack import micro_batches
 from jaxrl_async.trainer.update import Params
@@ -58,8 +59,16 @@ class LogprobPass:
         params: Params,
         batch: PackedBatch,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        *,
+        replays: bool = False,
     ) -> FloatArray:
-        """[rows, length] float32 of each token; 0 where a segment starts and in padding."""
+        """[rows, length] float32 of each token; 0 where a segment starts and in padding.
+
+        replays: tokens go through the batch's experts, where it has them. Of the policy's own
+        weights, which the update compares with; any other model chooses for itself.
+        """
+        if not replays:
+            batch = replace(batch, expert_ids=None)
         return self._over(self._logprobs, params, batch, turns)[0]
 
     def top(
@@ -69,7 +78,8 @@ class LogprobPass:
         turns: AbstractContextManager[Any] = NO_TURNS,
     ) -> tuple[IntArray, FloatArray]:
         """The top_k likeliest tokens at each place and their log-probs; [rows, length, k] each."""
-        ids, logprobs = self._over(self._top, params, batch, turns)
+        own = replace(batch, expert_ids=None)
+        ids, logprobs = self._over(self._top, params, own, turns)
         return ids, logprobs
 
     def _over(
@@ -81,7 +91,8 @@ class LogprobPass:
     ) -> Sequence[NDArray[Any]]:
         parts = []
         for micro in micro_batches(batch, self._micro_rows):
-            arrays = (micro.token_ids, micro.positions, micro.segment_ids, micro.kept)
+            tokens = (micro.token_ids, micro.positions, micro.segment_ids)
+            arrays = (*tokens, micro.kept, micro.expert_ids)
             with turns:
                 found = program(params, *put(arrays, self._rows))
                 parts.append([whole(a) for a in jax.tree.leaves(found)])
@@ -91,14 +102,19 @@ class LogprobPass:
     # ---- inside jit
 
     def _logprobs_of(
-        self, params: Params, ids: Array, positions: Array, segments: Array, kept: Array | None
+        self,
+        params: Params,
+        ids: Array,
+        positions: Array,
+        segments: Array,
+        kept: Array | None,
+        experts: Array | None,
     ) -> Array:
-        arrays = (ids, positions, segments)
-        logprobs, _ = token_logprobs(self.spec, params, *arrays, kept=kept, **self._settings)
-        return logprobs
+        arrays = (ids, positions, segments, experts)
+        return replayed_logprobs(self.spec, params, *arrays, kept=kept, **self._settings)[0]
 
     def _top_of(
-        self, params: Params, ids: Array, positions: Array, segments: Array, _: Array | None
+        self, params: Params, ids: Array, positions: Array, segments: Array, *_: Array | None
     ) -> tuple[Array, Array]:
         arrays = (ids, positions, segments)
         return top_logprobs(self.spec, params, *arrays, k=self._top_k, **self._settings)

@@ -19,7 +19,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_TURNS
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import Kind, TokenDivergence, chunked_over_vocab
-from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.logprobs import replayed_logprobs, token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.trainer.aggregate import aggregate
 from jaxrl_async.trainer.distill import distill_rows
@@ -54,6 +54,7 @@ class DeviceBatch(NamedTuple):
     teacher_ids: Array | None = None
     teacher_logprobs: Array | None = None
     kept: Array | None = None  # uint8 [rows, length, ceil(vocab / 8)]: sampling masks
+    expert_ids: Array | None = None  # [rows, length, layers, k] int8 or int16: the policy's alone
 
 
 class Columns(NamedTuple):
@@ -233,7 +234,8 @@ class TrainStep:
     def _policy_loss(
         self, params: Params, micro: DeviceBatch, context: Context
     ) -> tuple[Array, Totals]:
-        x = self._compared(self._inputs(params, micro, context), micro, context)
+        x, changed = self._inputs(params, micro, context)
+        x = self._compared(x, micro, context)
         loss, totals = policy_objective(
             self.recipe,
             x,
@@ -242,6 +244,8 @@ class TrainStep:
             context.coefficients,
             num_lags=self._num_lags,
         )
+        if micro.expert_ids is not None and changed is not None:
+            totals.means.update(routing_measures(micro.expert_ids, micro.segment_ids, changed))
         if micro.supervised_weights is None:
             return loss, totals
         given = x._replace(mask=micro.supervised_weights > 0)
@@ -252,12 +256,16 @@ class TrainStep:
         totals.sums["train/loss"] += of_part.sums["train/loss"]
         return loss + part, totals
 
-    def _inputs(self, params: Params, micro: DeviceBatch, context: Context) -> TokenInputs:
-        """Of one pass over the policy, with the divergence that needs whole distributions."""
+    def _inputs(
+        self, params: Params, micro: DeviceBatch, context: Context
+    ) -> tuple[TokenInputs, Array | None]:
+        """Of one pass over the policy, with the divergence that needs whole distributions; and how
+        many layers would have sent each token elsewhere, where experts are replayed."""
         arrays = (micro.token_ids, micro.positions, micro.segment_ids)
         teacher, teacher_spec = self._teacher
         kwargs: dict[str, Any] = {
-            **self._decoder, "remat": self._remat, "temperature": self._temperature
+            **self._decoder, "remat": self._remat, "temperature": self._temperature,
+            "expert_ids": micro.expert_ids,
         }  # fmt: skip
         kind: Kind = teacher.kind
         has_entropy = self.recipe.has_entropy
@@ -266,20 +274,21 @@ class TrainStep:
                 self.spec, params, *arrays, micro.teacher_ids, micro.teacher_logprobs,
                 kind=kind, beta=teacher.beta, **kwargs,
             )  # fmt: skip
-            return _token_inputs(found, micro, has_entropy, teacher=True)
+            return _token_inputs(found, micro, has_entropy, teacher=True), found.changed
         if context.teacher_params is not None:
             found = chunked_over_vocab(
                 self.spec, params, context.teacher_params, *arrays,
                 kind=kind, beta=teacher.beta, other_spec=teacher_spec, **kwargs,
             )  # fmt: skip
-            return _token_inputs(found, micro, has_entropy, teacher=True)
+            return _token_inputs(found, micro, has_entropy, teacher=True), found.changed
         if context.reference_params is not None and self.recipe.whole_kl:
             found = chunked_over_vocab(
                 self.spec, params, context.reference_params, *arrays, kind="reverse", **kwargs
             )
             x = _token_inputs(found, micro, has_entropy)
-            return x._replace(reference_divergence=found.divergence)
-        return _token_inputs(self._outputs(params, micro, self._temperature), micro, has_entropy)
+            return x._replace(reference_divergence=found.divergence), found.changed
+        found = self._outputs(params, micro, self._temperature, micro.expert_ids)
+        return _token_inputs(found, micro, has_entropy), found.changed
 
     def _compared(self, x: TokenInputs, micro: DeviceBatch, context: Context) -> TokenInputs:
         """The same with the reference's log-probs, where there is one."""
@@ -290,19 +299,26 @@ class TrainStep:
         found = self._outputs(context.reference_params, micro, self._temperature)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(found.logprobs))
 
-    def _outputs(self, params: Params, micro: DeviceBatch, temperature: float) -> TokenDivergence:
-        logprobs, entropy = token_logprobs(
+    def _outputs(
+        self,
+        params: Params,
+        micro: DeviceBatch,
+        temperature: float,
+        expert_ids: Array | None = None,
+    ) -> TokenDivergence:
+        logprobs, entropy, changed = replayed_logprobs(
             self.spec,
             params,
             micro.token_ids,
             micro.positions,
             micro.segment_ids,
+            expert_ids,
             remat=self._remat,
             temperature=temperature,
             **self._decoder,
             kept=micro.kept,
         )
-        return TokenDivergence(logprobs, entropy, jnp.zeros_like(logprobs))
+        return TokenDivergence(logprobs, entropy, jnp.zeros_like(logprobs), changed)
 
     def _probe_logprobs(self, params: Params, token_ids: Array) -> Array:
         rows = jnp.tile(token_ids, (self.num_row_shards, 1))
@@ -334,6 +350,22 @@ def _token_inputs(
         teacher_divergence=found.divergence if teacher else None,
         covariance_rank=micro.covariance_rank,
     )
+
+
+def routing_measures(
+    expert_ids: Array, segment_ids: Array, changed: Array
+) -> dict[str, tuple[Array, Array]]:
+    """Of all real tokens of a batch whether their experts were told, and of those how many the
+    router would have sent elsewhere. changed: as decoder.replayed_states."""
+    real = segment_ids > 0
+    known = real & jnp.all(expert_ids[:, :, 0] >= 0, axis=-1)
+    layers = expert_ids.shape[2]
+    count = jnp.sum(known)
+    return {
+        "routing/replayed_share": (count, jnp.sum(real)),
+        "routing/changed_share": (jnp.sum(jnp.where(known, changed, 0)), count * layers),
+        "routing/changed_token_share": (jnp.sum(known & (changed > 0)), count),
+    }
 
 
 def supervised_weights(batch: PackedBatch, coefficient: float) -> FloatArray:

@@ -1,5 +1,6 @@
 """Routing to experts: the choice, the weights, and the sampler's choice replayed."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.model.moe import route
+from jaxrl_async.config import schema
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.logprobs import replayed_logprobs, token_logprobs
+from jaxrl_async.model.moe import id_dtype, route
+from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, EXPERTS, CHOSEN, VOCAB, LAYERS = 512, 16, 32, 4, 31, 2
 
@@ -96,3 +101,127 @@ def test_replayed_experts_give_ratio_one_where_numerics_turn_the_choice(weights)
     np.testing.assert_allclose(ratio(replayed), 1, atol=1e-5)
     assert np.abs(ratio(own) - 1)[flipped].max() > 0.05
     np.testing.assert_allclose(ratio(own)[~flipped], 1, atol=1e-5)
+
+
+# ---- a whole decoder
+
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(
+        family="qwen3_moe", experts=4, experts_per_token=2,
+        layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
+    ),
+    VOCAB,
+)  # fmt: skip
+LENGTH = 24
+IDS = np.random.default_rng(5).integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
+PULL = np.random.default_rng(6).normal(size=(2, LENGTH)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return init_params(SPEC, jax.random.key(0))
+
+
+def random_experts(seed: int) -> np.ndarray:
+    """[2, LENGTH, layers, 2] int8, two different ones of each token and layer."""
+    noise = np.random.default_rng(seed).normal(size=(2, LENGTH, 2, 4))
+    return np.argsort(noise, axis=-1)[..., :2].astype(np.int8)
+
+
+def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
+    """sum(pull * log-probs) where every expert computes every token, and a one-hot of the told
+    ones says which count; and the experts that the router would choose. Written anew from the
+    definition of the model: one sequence at a time, no scan, no sorting."""
+
+    def norm(x: Any, scale: Any) -> Any:
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + SPEC.norm_eps) * scale
+
+    def turned(x: Any) -> Any:  # [T, heads, K]
+        half = x.shape[-1] // 2
+        angle = np.arange(LENGTH)[:, None] * SPEC.rope_theta ** (-np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def sequence(ids: Any, told: Any) -> tuple[Any, Any]:
+        x, free = params["embed"][ids], []
+        for i in range(SPEC.layers):
+            w = {name: value[i] for name, value in params["layers"].items()}
+            y = norm(x, w["attn_norm"])
+            q, k, v = (jnp.einsum("td,dhk->thk", y, w[n]) for n in "qkv")
+            q, k = turned(norm(q, w["q_norm"])), turned(norm(k, w["k_norm"]))
+            k, v = (jnp.repeat(a, SPEC.heads // SPEC.kv_heads, axis=1) for a in (k, v))
+            scores = jnp.einsum("thk,shk->hts", q, k) / SPEC.head_dim**0.5
+            seen = np.tril(np.ones((LENGTH, LENGTH), bool))
+            shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            x = x + jnp.einsum("hts,shk,hkd->td", shares, v, w["o"])
+            y = norm(x, w["mlp_norm"])
+            logits = y @ w["router"]
+            free.append(jnp.argsort(-logits, axis=-1)[:, :2])
+            chosen = jax.nn.one_hot(told[:, i], 4, dtype=logits.dtype).sum(-2)  # [T, E]
+            odds = chosen * jnp.exp(logits)
+            gates = odds / odds.sum(-1, keepdims=True)
+            inner = [jnp.einsum("td,edf->tef", y, w[n]) for n in ("gate", "up")]
+            each = jnp.einsum("tef,efd->ted", jax.nn.silu(inner[0]) * inner[1], w["down"])
+            x = x + jnp.einsum("te,ted->td", gates, each)
+        head = params["embed"].T if SPEC.tied else params["lm_head"]
+        logprobs = jax.nn.log_softmax(norm(x, params["final_norm"]) @ head, axis=-1)
+        return logprobs[np.arange(LENGTH - 1), ids[1:]], jnp.stack(free, axis=1)
+
+    found = [sequence(ids, told) for ids, told in zip(IDS, experts, strict=True)]
+    logprobs = jnp.stack([logs for logs, _ in found])
+    return (pull[:, 1:] * logprobs).sum(), jnp.stack([free for _, free in found])
+
+
+def replayed(params: Any, experts: Any, remat: str = "none") -> tuple[Any, Any]:
+    """The same of the trainer's decoder, and how many layers would have chosen others."""
+    positions, segments = np.broadcast_to(np.arange(LENGTH), IDS.shape), np.ones_like(IDS)
+    logprobs, _, changed = replayed_logprobs(
+        SPEC, params, IDS, positions, segments, experts, remat=remat
+    )
+    return (PULL * logprobs).sum(), changed
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.exhaustive)])
+def test_value_and_gradients_under_replay_are_those_of_a_one_hot_in_float64(params, remat):
+    experts = random_experts(7)
+    run = jax.jit(jax.value_and_grad(partial(replayed, remat=remat), has_aux=True))
+    (value, changed), gradients = run(params, experts)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda w: jnp.asarray(np.asarray(w), jnp.float64), params)
+        reference = jax.jit(jax.value_and_grad(by_one_hot, has_aux=True))
+        (wanted, free), exactly = reference(exact, experts, np.asarray(PULL, np.float64))
+        free, exactly = np.asarray(free), jax.tree.map(np.asarray, exactly)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for name in ("router", "gate", "up", "down", "q", "o"):
+        got, want = gradients["layers"][name], exactly["layers"][name]
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
+    assert np.abs(exactly["layers"]["router"]).max() > 0.1, "the gradient reaches the router"
+    differ = (np.sort(free, axis=-1) != np.sort(experts, axis=-1)).any(axis=-1)
+    np.testing.assert_array_equal(changed, differ.sum(axis=-1))
+
+
+def test_experts_that_the_router_would_choose_itself_change_nothing_bit_for_bit(params):
+    """Told for all tokens, for some, or for none: the others are free."""
+    _, free = jax.jit(by_one_hot)(params, random_experts(7), PULL)
+    for _ in range(SPEC.layers):  # each layer's choice holds once those below are free, too
+        _, free = jax.jit(by_one_hot)(params, free, PULL)
+    known = np.asarray(free, np.int8)
+    some = np.where(np.arange(LENGTH)[:, None, None] % 3 == 0, np.int8(-1), known)
+    positions, segments = np.broadcast_to(np.arange(LENGTH), IDS.shape), np.ones_like(IDS)
+
+    def freely(params: Any) -> Any:
+        return (PULL * token_logprobs(SPEC, params, IDS, positions, segments)[0]).sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(freely))(params)
+    run = jax.jit(jax.value_and_grad(replayed, has_aux=True))
+    for experts in (known, some, np.full_like(known, -1)):
+        (same, changed), alike = run(params, experts)
+        assert not np.asarray(changed).any()
+        assert value == same
+        jax.tree.map(np.testing.assert_array_equal, gradients, alike)
+
+
+def test_ids_take_one_byte_up_to_128_experts():
+    assert np.iinfo(id_dtype(128)).max == 127 and id_dtype(4) == np.int8
+    assert np.iinfo(id_dtype(129)).max >= 512 and id_dtype(512) == np.int16

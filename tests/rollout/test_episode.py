@@ -208,14 +208,15 @@ def test_the_drawn_tokens_of_an_episode_are_those_of_its_turns(turns):
 
 
 def told(*ids, masks, experts, **kw):
-    """A completion with the sampling mask of each token, and its expert in each of two layers."""
+    """A completion with the sampling mask of each drawn token, and of every token but the last
+    its expert in each of two layers."""
     return replace(
         completion(*ids, **kw),
         kept=KeptTokens(
             ids=ints(*(i for mask in masks for i in mask)),
             starts=ints(0, *np.cumsum([len(mask) for mask in masks])),
         ),
-        expert_ids=np.array(experts, np.int32).reshape(len(ids), 2, 1),
+        expert_ids=np.array(experts, np.int8).reshape(-1, 2, 1),
     )
 
 
@@ -223,15 +224,20 @@ KEEP = {"keep_mask": True, "keep_routing": True}
 
 
 def test_masks_and_experts_of_all_turns_are_kept_in_order():
+    """1 2 3, drawn 7 0, reply 5 5, drawn 9: the second turn tells the experts of all before it
+    again, where its KV was made anew; those of the passes that drew the first turn stay."""
+    first = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    second = [[90 + i, i] for i in range(7)]
     script = {
-        "g5/m0/t0": told(7, 0, masks=[[6, 7, 8], [0]], experts=[[0, 1], [2, 3]]),
-        "g5/m0/t1": told(9, masks=[[2, 9]], experts=[[1, 0]], stop=LENGTH),
+        "g5/m0/t0": told(7, 0, masks=[[6, 7, 8], [0]], experts=first),
+        "g5/m0/t1": told(9, masks=[[2, 9]], experts=second, stop=LENGTH),
     }
     (episode,), generate = play(script, lambda p: ScriptedEnv([5, 5], []), **KEEP)
     assert all(r.extras for r in generate.requests)
     assert [episode.kept.of(t).tolist() for t in range(3)] == [[6, 7, 8], [0], [2, 9]]
     assert len(episode.kept.starts) == episode.num_drawn + 1
-    assert episode.expert_ids[..., 0].tolist() == [[0, 1], [2, 3], [1, 0]]
+    assert episode.expert_ids[..., 0].tolist() == [*first, *second[4:], [-1, -1]]
+    assert episode.expert_ids.dtype == np.int8
 
 
 def test_a_turn_that_drew_nothing_has_nothing_to_tell():
@@ -244,7 +250,7 @@ def test_a_turn_that_drew_nothing_has_nothing_to_tell():
     ("switch", "name"), [("keep_mask", "kept"), ("keep_routing", "expert_ids")]
 )
 def test_a_sampler_that_does_not_tell_what_is_to_be_kept_is_an_error(switch, name):
-    whole = told(7, 0, masks=[[7], [0]], experts=[[0, 1], [2, 3]])
+    whole = told(7, 0, masks=[[7], [0]], experts=[[0, 1], [2, 3], [0, 1], [2, 3]])
     for answer in (
         completion(7, 0),
         replace(whole, token_ids=ints(7, 8, 0)),

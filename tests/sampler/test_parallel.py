@@ -47,12 +47,13 @@ def params_of(name: str, kind: Kind | None = None) -> Any:
 
 
 def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
-    """Four greedy answers to prompts of several lengths."""
+    """Four greedy answers to prompts of several lengths, with the experts of each token."""
     section = schema.Axes(**axes)
     sampler = Sampler(
         (SPECS[name], params_of(name, kind)),
         section=SECTION,
         mesh=make_mesh(section, jax.devices()[: section.num_devices]),
+        keep_routing=name == "experts",
     )
     random = np.random.default_rng(0)
     wishes = [
@@ -81,6 +82,7 @@ def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(a.expert_ids, b.expert_ids)  # dense: None
 
 
 @pytest.mark.slow

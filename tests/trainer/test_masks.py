@@ -1,5 +1,6 @@
 """Sampling masks and expert ids beside the packed tokens: nothing is lost, moved or made up."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.masks import mask_bits, sequence_bits
+from jaxrl_async.trainer.masks import Routing, mask_bits, sequence_bits
 from jaxrl_async.trainer.measures import group_measures
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
-VOCAB, LAYERS, CHOSEN = 29, 3, 2
+VOCAB, ROUTING = 29, Routing(layers=3, chosen=2, dtype=np.int8)
 PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
 
 
@@ -37,7 +38,7 @@ def episode_of(drawn: list[bool], seed: int) -> tuple[Episode, np.ndarray]:
         versions=np.where(flags, 1, -1).astype(np.int32),
         stop=StopReason.EOS,
         kept=kept_of(mask),
-        expert_ids=rng.integers(0, 9, (len(mask), LAYERS, CHOSEN)).astype(np.int32),
+        expert_ids=rng.integers(-1, 9, (len(tokens), *ROUTING[:2])).astype(np.int8),
     )
     return episode, mask
 
@@ -51,9 +52,15 @@ def group_of(*episodes: Episode) -> EpisodeGroup:
     )
 
 
-def packed(*episodes: Episode, mask_vocab: int | None = VOCAB, **kw: Any) -> Any:
+def packed(
+    *episodes: Episode,
+    mask_vocab: int | None = VOCAB,
+    routing: Routing | None = ROUTING,
+    **kw: Any,
+) -> Any:
     advantages = [[np.ones(len(e.token_ids), np.float32) for e in episodes]]
-    return pack_groups([group_of(*episodes)], advantages, 16, mask_vocab=mask_vocab, **kw)
+    how: dict[str, Any] = {"mask_vocab": mask_vocab, "routing": routing, **kw}
+    return pack_groups([group_of(*episodes)], advantages, 16, **how)
 
 
 turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
@@ -69,6 +76,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
         assert part.kept.shape == (rows, 16, 4) and part.kept.dtype == np.uint8
         bits = np.unpackbits(part.kept, axis=-1, bitorder="little")[..., :VOCAB].astype(bool)
         assert bits[~part.mask].all(), "nothing is refused where nothing was drawn"
+        assert part.expert_ids.dtype == np.int8
         assert (part.expert_ids[part.segment_ids == 0] == -1).all()
         for index, (episode, mask) in enumerate(made):
             row, column = np.nonzero(part.sequence_ids == index)
@@ -76,9 +84,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
                 continue
             seen += 1
             np.testing.assert_array_equal(bits[row, column][episode.drawn], mask)
-            wanted = np.full((len(row), LAYERS, CHOSEN), -1)
-            wanted[np.flatnonzero(episode.drawn) - 1] = episode.expert_ids
-            np.testing.assert_array_equal(part.expert_ids[row, column], wanted)
+            np.testing.assert_array_equal(part.expert_ids[row, column], episode.expert_ids)
     assert seen == len(made)
 
 
@@ -94,7 +100,7 @@ def test_without_the_switches_nothing_is_packed():
     plain = Episode(
         **{n: getattr(episode, n) for n in ("token_ids", "drawn", "logprobs", "versions", "stop")}
     )
-    batch = packed(plain, mask_vocab=None)
+    batch = packed(plain, mask_vocab=None, routing=None)
     assert batch.kept is None and batch.expert_ids is None
     assert all(b.kept is None and b.expert_ids is None for b in micro_batches(batch, 2))
     assert "rollout/kept_mean" not in group_measures([group_of(plain)], 1)
@@ -123,13 +129,14 @@ def test_masks_that_do_not_fit_are_refused():
         sequence_bits(kept_of(mask), tokens, drawn, VOCAB)
 
 
-def test_experts_that_do_not_fit_are_refused():
+def test_experts_that_do_not_fit_are_refused_and_those_not_told_are_chosen_freely():
     (first, _), (second, _) = episode_of([True, True], 0), episode_of([True], 1)
-    short = Episode(
-        **{
-            **{n: getattr(second, n) for n in second.__dataclass_fields__},
-            "expert_ids": first.expert_ids,
-        }
-    )
-    with pytest.raises(DataError, match=r"1 drawn tokens has expert ids of shape \(2, 3, 2\)"):
+    short = replace(second, expert_ids=first.expert_ids)
+    with pytest.raises(DataError, match=r"of 2 tokens has expert ids of shape \(3, 3, 2\)"):
         packed(first, short)
+    pair = (np.arange(4, dtype=np.int32), np.array([False, True, True, True]))
+    batch = packed(first, replace(second, expert_ids=None), pairs=[pair])
+    np.testing.assert_array_equal(
+        batch.expert_ids[batch.sequence_ids == 0], first.expert_ids.reshape(3, 3, 2)
+    )
+    assert (batch.expert_ids[batch.sequence_ids != 0] == -1).all()
