@@ -16,7 +16,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -179,7 +179,11 @@ def range_of(kind: Any) -> str:
         return " ".join([range_of(get_args(kind)[0]), " and ".join(told)]).strip()
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
-    return getattr(kind, "__name__", str(kind)) if get_origin(kind) is None else str(kind)
+    if get_origin(kind) is Mapping:
+        return f"{{name: {range_of(get_args(kind)[1])}}}"
+    if get_args(kind):
+        return " or ".join(map(range_of, get_args(kind)))
+    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
 def has_range(kind: Any) -> bool:

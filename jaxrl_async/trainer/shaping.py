@@ -196,7 +196,7 @@ def _resampled(
         return list(range(size))
     rng = np.random.default_rng([seed, group.prompt.prompt_id, group.ticket.group])
     num_right = round(keep * np.count_nonzero(right) / size)
-    if keep > 1 and 0 < np.count_nonzero(right) < size:
+    if 0 < np.count_nonzero(right) < size:
         num_right = min(max(num_right, 1), keep - 1)
     penalties = np.array([s.parts.get(penalty, 0.0) for s in group.scores])
     weights = np.where(right, 1 / (np.maximum(penalties, 0.0) + 1e-3), 1.0)
