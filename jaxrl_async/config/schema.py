@@ -40,11 +40,20 @@ DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxr
 rewards and a KL in them gets advantages of full size made of that KL alone."""
 OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "rl": ("sft", "preference"),
-    "sft": ("preference", "staleness", "buffer", "reference", "critic", "teacher", "reward"),
-    "preference": ("sft", "staleness", "buffer", "reference", "critic", "teacher", "reward"),
-    "reward_model": ("sft", "staleness", "buffer", "reference", "critic", "teacher", "reward"),
+    "sft": ("preference", "reference", "critic", "teacher"),
+    "preference": ("sft", "reference", "critic", "teacher"),
+    "reward_model": ("sft", "reference", "critic", "teacher"),
 }
-"""Sections that nothing reads, by run.job."""
+"""Sections that nothing reads, by run.job. What says how rollouts are made and how many (sampler,
+staleness, buffer, reward, group_size) may stand in a configuration for several jobs."""
+OF_EVERY_JOB = (
+    "learning_rate",
+    "group_size",
+    "groups_per_step",
+    "keep_sampling_mask",
+    "keep_routing",
+)
+"""Settings of algorithm that are no part of what is learnt."""
 
 
 class Section(BaseModel):
@@ -807,7 +816,7 @@ class Config(Section):
         for other in OF_OTHER_JOBS[job]:
             fields = type(getattr(self, other)).model_fields
             yield " ".join(f"{other}.{n}" for n in fields), False, "another run.job"
-        rest = [name for name in Algorithm.model_fields if name != "learning_rate"]
+        rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
         yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl"
         if job in ("preference", "reward_model"):
             yield "preference.loss preference.reference", job == "preference", "run.job=preference"

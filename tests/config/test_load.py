@@ -411,7 +411,10 @@ UNREAD = [
     (["teacher.coefficient=1"], "teacher.source"),
     (["teacher.source=self", "teacher.kind=reverse"], "teacher.form=loss"),
     (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
-    (["teacher.source=self", "teacher.form=loss", "teacher.beta=0.5"], "teacher.form=loss and kind=js"),
+    (
+        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.5"],
+        "teacher.form=loss and kind=js",
+    ),
     (["teacher.source=path", "teacher.path=x", "teacher.refresh_every=3"], "teacher.source=self"),
     (["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], "teacher.rewards above 0"),
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
@@ -502,7 +505,13 @@ def test_all_broken_rules_are_told_at_once(write):
     path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
     message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
     assert message.startswith("5 problems:")
-    for told in ("entropy_clip", "group_size=1", "temperature", "buffer.select=recent", "reference.ema"):
+    for told in (
+        "entropy_clip",
+        "group_size=1",
+        "temperature",
+        "buffer.select=recent",
+        "reference.ema",
+    ):
         assert told in message
 
 
@@ -510,13 +519,13 @@ def test_all_broken_rules_are_told_at_once(write):
     ("job", "setting"),
     [
         ("sft", "algorithm.kl_coefficient=0.1"),
-        ("sft", "staleness.max_staleness=2"),
         ("sft", "preference.batch_size=2"),
         ("preference", "teacher.source=self"),
         ("preference", "preference.margin=0.1"),
         ("preference", "sft.batch_size=2"),
         ("reward_model", "preference.loss=ipo"),
         ("reward_model", "algorithm.loss=cispo"),
+        ("sft", "critic.clip=1"),
     ],
 )
 def test_what_another_job_would_read_is_refused(write, job, setting):
@@ -535,3 +544,9 @@ def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default
     assert load(write(yaml.safe_dump(whole))) == Config()
     whole["critic"]["warmup_steps"] = 3
     assert "critic.warmup_steps (3)" in refusal(write(yaml.safe_dump(whole)))
+
+
+def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write):
+    shared = ["sampler.slots=4", "staleness.max_staleness=2", "algorithm.group_size=2"]
+    for job in ("sft", "preference", "reward_model"):
+        load(write(""), [f"run.job={job}", *shared])
