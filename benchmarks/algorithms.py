@@ -79,6 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             warm = {"warm_start.steps": "4"} if args.quick else {}
+            warm |= {"trainer.warmup_steps": "0"}
             run(folder, f"warm{seed}", {}, {**WARM, **warm, "run.steps": "1",
                 "run.seed": str(seed), "algorithm.learning_rate": "0.0"})  # fmt: skip
         for name in args.only:

@@ -33,6 +33,7 @@ TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition={digits: 1, eval_size: 16}",
     "warm_start={steps: 20, batch_size: 16}",
+    "trainer.warmup_steps=0",
     "sampler={slots: 16, max_new_tokens: 16, max_length: 48}",
     "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1e-3}",
     "trainer.micro_batch_tokens=512",

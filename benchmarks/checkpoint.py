@@ -73,6 +73,7 @@ def configuration(model: str, folder: str, updates: int) -> Config:
             f"model.architecture={{family: llama, {architecture}}}",
             f"run={{name: {model}, dir: {folder}, steps: {updates}, overwrite: false}}",
             "warm_start.steps=0",
+            "trainer.warmup_steps=0",
             "staleness.max_staleness=2",
             "metrics={tensorboard: false, samples_every: 0, peak_flops: 1.0e+9}",
             "eval.every=0",

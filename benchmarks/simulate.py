@@ -53,6 +53,7 @@ LARGE = "model.architecture={layers: 4, width: 256, heads: 8, kv_heads: 4, head_
 COMMON = (
     "run.overwrite=true",
     "warm_start.steps=0",
+    "trainer.warmup_steps=0",
     "data.addition.eval_size=8",
     "eval.every=0",
     "checkpoint.every=0",

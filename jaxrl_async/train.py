@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
-            print(dump(config), end="")
+            whole = importlib.import_module("jaxrl_async.trainer.trial").with_correction(config)
+            print(dump(whole), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
         config = distributed.start(config)

@@ -340,7 +340,7 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         cause = one.get("ctx", {}).get("error")
         if one["type"] == "value_error" and cause is not None:
-            yield f"{draft.where(path)}: {cause}"
+            yield from (f"{draft.where(path)}: {rule}" for rule in cause.args)
         elif isinstance(target, FieldInfo) and _section_of(target) is None:
             value = draft.tree
             for key in path:
@@ -440,7 +440,7 @@ def _is_section(target: FieldInfo | None) -> bool:
 
 
 def _is_choice(target: FieldInfo | None) -> bool:
-    return target is not None and target.annotation in (Choice, Choices)
+    return target is not None and target.annotation in (Choice, Choices, Choices | None)
 
 
 def _below_choice(path: KeyPath) -> bool:
@@ -464,8 +464,9 @@ def _is_text(kind: Any) -> bool:
 def _allowed(target: FieldInfo) -> str:
     """Type, range and choices in words: "a whole number >= 1 or null"."""
     if _is_choice(target):
-        listed = ", or a list of these" * (target.annotation == Choices)
-        return "a name or {name: {argument: value}}" + listed
+        listed = ", or a list of these" * (target.annotation != Choice)
+        null = ", or null" * _is_optional(target.annotation)
+        return "a name or {name: {argument: value}}" + listed + null
     return _kind(target.annotation, target.metadata)
 
 

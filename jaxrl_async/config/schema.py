@@ -3,6 +3,7 @@
 A field's docstring is its help text (`--help`), and names its unit. Needs no JAX.
 """
 
+from collections.abc import Iterator
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -25,8 +26,35 @@ def name_of(choice: Choice) -> str:
     return choice if isinstance(choice, str) else next(iter(choice), "")
 
 
-def _arguments(choice: Choice) -> dict[str, Any]:
-    return {} if isinstance(choice, str) else next(iter(choice.values()), {})
+def arguments_of(choice: Choice) -> dict[str, Any]:
+    """The arguments in a choice."""
+    return {} if isinstance(choice, str) else next(iter(choice.values()), None) or {}
+
+
+COMPARED_IN_GROUP = (
+    "group_normalized", "group_mean", "kimi", "rloo", "opo", "maxrl", "pass_at_k", "grpo_lead",
+    "reinforce_pp_baseline", "gdpo",
+)  # fmt: skip
+"""Advantages that are 0 for a group of one."""
+DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl")
+"""Advantages that divide by the spread or the mean of a group's rewards, so that a group of equal
+rewards and a KL in them gets advantages of full size made of that KL alone."""
+OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
+    "rl": ("sft", "preference"),
+    "sft": ("preference", "reference", "critic", "teacher"),
+    "preference": ("sft", "reference", "critic", "teacher"),
+    "reward_model": ("sft", "reference", "critic", "teacher"),
+}
+"""Sections that nothing reads, by run.job. What says how rollouts are made and how many (sampler,
+staleness, buffer, reward, group_size) may stand in a configuration for several jobs."""
+OF_EVERY_JOB = (
+    "learning_rate",
+    "group_size",
+    "groups_per_step",
+    "keep_sampling_mask",
+    "keep_routing",
+)
+"""Settings of algorithm that are no part of what is learnt."""
 
 
 class Section(BaseModel):
@@ -35,6 +63,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    def is_set(self, name: str) -> bool:
+        """Whether a setting was given. A section that is written out in full, as --print-config
+        does, says so only of what is not the default."""
+        fields = type(self).model_fields
+        if self.model_fields_set >= fields.keys():
+            return bool(getattr(self, name) != fields[name].get_default(call_default_factory=True))
+        return name in self.model_fields_set
 
 
 class Run(Section):
@@ -424,14 +460,16 @@ class Algorithm(Section):
     """Advantage estimator."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and play other prompts in their place."""
-    signal_part: str = ""
-    """Part of the reward that dynamic_sampling looks at, such as correct; "": the whole reward."""
-    signal_least: float = Field(0.0, ge=0)
-    """Variance of it in a group up to which dynamic_sampling takes its values as equal."""
     max_resampled: NonNegative = 0
     """Groups that may be dropped so for one step before the run ends; 0: no limit."""
-    correction: Choices = "truncate_token"
-    """What corrects for data drawn by older weights; of a list, the weights multiply."""
+    signal_part: str | None = None
+    """Named part of the reward, such as correct, that must differ in a group; null: the whole
+    reward."""
+    signal_std: float = Field(0.0, ge=0)
+    """Groups whose rewards have a standard deviation of so much or less are dropped so, too."""
+    correction: Choices | None = None
+    """What corrects for data drawn by older weights, one or a list; null: what the loss asks for
+    (truncate_token, or none for a loss that bounds its own ratio or has none)."""
     anchor: Literal["behavior", "proximal"] = "behavior"
     """What the loss's ratio is against: what drew the token, or the weights at the step's start."""
     loss: Choice = "ppo_clip"
@@ -590,19 +628,19 @@ class Reward(Section):
     def weights(self) -> dict[str, float]:
         """The weight of each function by its name; empty: none."""
         listed = self.function if isinstance(self.function, list) else [self.function]
-        told = [(name_of(choice), _arguments(choice)) for choice in listed]
+        told = [(name_of(choice), arguments_of(choice)) for choice in listed]
         return {name: arguments.get("weight", 1.0) for name, arguments in told if name != "none"}
 
     @model_validator(mode="after")
     def _some_reward(self) -> "Reward":
         listed = self.function if isinstance(self.function, list) else [self.function]
         for choice in listed:
-            weight = _arguments(choice).get("weight", 1.0)
+            weight = arguments_of(choice).get("weight", 1.0)
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if _arguments(choice).keys() - {"weight"} or not is_number or not isfinite(weight):
+            if arguments_of(choice).keys() - {"weight"} or not is_number or not isfinite(weight):
                 raise ValueError(
                     f"reward.function: {name_of(choice)} takes one argument, weight, a number; "
-                    f"given {_arguments(choice)}. Correct it."
+                    f"given {arguments_of(choice)}. Correct it."
                 )
         names = [name_of(choice) for choice in listed]
         if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
@@ -743,27 +781,40 @@ class Config(Section):
         return self.mesh.devices_of_process(count)
 
     @model_validator(mode="after")
-    def _can_be_paced(self) -> "Config":
+    def _holds_together(self) -> "Config":
+        """All broken rules at once, as the arguments of one ValueError."""
+        rules = (
+            self._can_be_paced,
+            self._fits_together,
+            self._has_answers,
+            self._all_is_read,
+            self._all_is_learnt,
+        )
+        broken = [problem for rule in rules for problem in rule()]
+        if broken:
+            raise ValueError(*broken)
+        return self
+
+    def _can_be_paced(self) -> Iterator[str]:
         section = self.staleness
         if section.when_too_old == "drop" and section.max_staleness == 0:
-            raise ValueError(
+            yield (
                 "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
                 "that is under way at an update: rollouts would work for nothing while the trainer "
                 "learns. Set staleness.when_too_old=wait (it trains on the same and drops nothing) "
                 "or staleness.max_staleness=1."
             )
         if section.adapt != "none" and self.lowest_limit >= section.max_staleness:
-            raise ValueError(
+            yield (
                 f"staleness.adapt={section.adapt} has nothing to choose from: the staleness aimed "
                 f"at can be {self.lowest_limit} at least (buffer.reuse, staleness.lookahead and "
                 "staleness.when_too_old decide it) and staleness.max_staleness "
                 f"({section.max_staleness}) at most. Raise staleness.max_staleness or set "
                 "staleness.adapt=none."
             )
-        return self
 
-    def _has_answers(self) -> None:
-        """Refuse records without answers where something asks for them."""
+    def _has_answers(self) -> Iterator[str]:
+        """Records without answers where something asks for them."""
         jsonl = self.data.jsonl
         if self.data.source != "jsonl" or jsonl.answer_field is not None:
             return
@@ -776,77 +827,210 @@ class Config(Section):
             "data.jsonl.answer_mark": jsonl.answer_mark is not None,
         }
         if needs := next((key for key, asks in asking.items() if asks), None):
-            raise ValueError(
+            yield (
                 f"{needs} needs the records' answers, and data.jsonl.answer_field=null says that "
                 "they have none. Name the field, or leave the other out."
             )
 
-    def _all_is_read(self) -> None:
-        """Refuse what would silently do nothing, or what nobody can mean."""
+    def _all_is_read(self) -> Iterator[str]:
+        """What is set, and nothing would read."""
+        for keys, is_read, wanted in self._readers():
+            for key in keys.split():
+                section, name = self._owner(key)
+                if not is_read and section.is_set(name):
+                    yield (
+                        f"{key} ({getattr(section, name)}) is read by nothing without {wanted}. "
+                        f"Set that, or leave {key} out."
+                    )
         algorithm, reward = self.algorithm, self.reward
-        advantage = name_of(algorithm.advantage)
         if algorithm.kl_target is not None and not algorithm.kl_coefficient:
-            raise ValueError(
+            yield (
                 "algorithm.kl_target steers algorithm.kl_coefficient by factors, and that is 0. "
                 "Give it a value to start from, such as 0.01."
             )
-        if self.reference != Reference() and not algorithm.kl_coefficient:
-            raise ValueError(
-                "the section reference is set, but algorithm.kl_coefficient=0 keeps none. Set the "
-                "coefficient, or leave the section out."
-            )
-        if self.critic.path is not None and advantage != "gae":
-            raise ValueError(
-                f"critic.path is set, but algorithm.advantage={advantage} has no critic. Set "
-                "algorithm.advantage=gae, or leave the path out."
-            )
-        if algorithm.dynamic_sampling and algorithm.group_size < 2:
-            raise ValueError(
-                "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those "
-                "of algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
-            )
-        if not algorithm.dynamic_sampling and (algorithm.signal_part or algorithm.signal_least):
-            raise ValueError(
-                "algorithm.signal_part and algorithm.signal_least say what "
-                "algorithm.dynamic_sampling drops, and that is off. Set it to true, or leave them "
-                "out."
-            )
-        if algorithm.supervised_coefficient and self.sampler.temperature not in (0.0, 1.0):
-            raise ValueError(
-                f"algorithm.supervised_coefficient learns at sampler.temperature "
-                f"({self.sampler.temperature}), and worked answers are learnt at 1. Set the "
-                "temperature to 1, or the coefficient to 0."
-            )
         if reward.model is None and reward.function_weight != 1:
-            raise ValueError(
+            yield (
                 f"reward.function_weight ({reward.function_weight}) weighs the function against "
                 "reward.model, and there is none. Set the model, or leave the weight out."
             )
         outer = {reward.function_weight, reward.model_weight, *reward.weights.values()}
-        if advantage == "gdpo" and outer != {1}:
-            raise ValueError(
+        if name_of(algorithm.advantage) == "gdpo" and outer != {1}:
+            yield (
                 "algorithm.advantage=gdpo weighs the parts of the reward itself. Set reward."
                 "function_weight, model_weight and the functions' to 1, and gdpo's weights: "
                 "{gdpo: {weights: {model: 0.5}}}."
             )
+        yield from self._shaping_is_read()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> "Config":
+    def _owner(self, key: str) -> tuple[Section, str]:
+        """The section that holds a dotted key, and the last part of it."""
+        *path, name = key.split(".")
+        section: Any = self
+        for part in path:
+            section = getattr(section, part)
+        return section, name
+
+    def _readers(self) -> Iterator[tuple[str, bool, str]]:
+        """Keys, whether something reads them, and what would make it so."""
+        a, teacher, staleness, job = self.algorithm, self.teacher, self.staleness, self.run.job
+        for other in OF_OTHER_JOBS[job]:
+            fields = type(getattr(self, other)).model_fields
+            yield " ".join(f"{other}.{n}" for n in fields), False, "another run.job"
+        rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
+        yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl"
+        if job in ("preference", "reward_model"):
+            yield "preference.loss preference.reference", job == "preference", "run.job=preference"
+            yield "preference.margin", job == "reward_model", "run.job=reward_model"
+            refers = name_of(self.preference.loss) not in ("simpo", "orpo")
+            yield "preference.reference", refers, "a preference.loss that compares with it"
+        yield (
+            "data.jsonl.path data.jsonl.eval_path",
+            self.data.source == "jsonl",
+            ("data.source=jsonl"),
+        )
+        mixes = bool(a.supervised_coefficient)
+        yield "warm_start.path", bool(self.warm_start.steps) or mixes, "warm_start.steps above 0"
+        yield "weights.probe_tolerance", self.weights.probe, "weights.probe=true"
+        if job != "rl":
+            return
+        yield (
+            "data.curriculum_pool data.curriculum_threshold",
+            self.data.curriculum != "none",
+            ("data.curriculum"),
+        )
+        drops = staleness.when_too_old == "drop"
+        yield "staleness.overcommit", drops, "staleness.when_too_old=drop"
+        yield "staleness.ess_target", staleness.adapt == "ess", "staleness.adapt=ess"
+        of_signal = "algorithm.max_resampled algorithm.signal_part algorithm.signal_std"
+        yield of_signal, a.dynamic_sampling, "algorithm.dynamic_sampling=true"
+        of_reference = " ".join(f"reference.{name}" for name in Reference.model_fields)
+        refers, why = bool(a.kl_coefficient), "algorithm.kl_coefficient above 0"
+        yield f"algorithm.kl algorithm.kl_in {of_reference}", refers, why
+        yield "algorithm.kl_horizon", a.kl_target is not None, "algorithm.kl_target"
+        bonus = bool(a.entropy_coefficient or a.entropy_target)
+        yield "algorithm.entropy_clip", bonus, "algorithm.entropy_coefficient or entropy_target"
+        yield "algorithm.entropy_step", a.entropy_target is not None, "algorithm.entropy_target"
+        yield "algorithm.supervised_batch", mixes, "algorithm.supervised_coefficient above 0"
+        of_critic = " ".join(f"critic.{name}" for name in Critic.model_fields)
+        has_critic = name_of(a.advantage) == "gae"
+        yield of_critic, has_critic, "algorithm.advantage=gae, which has a critic"
+        of_teacher = ["form", "coefficient", "rewards", "kind", "top_k", "beta", "refresh_every"]
+        teaches, by_loss = teacher.source != "none", teacher.form == "loss"
+        yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, "teacher.source"
+        if teaches:
+            yield "teacher.refresh_every", teacher.source == "self", "teacher.source=self"
+            yield "teacher.kind teacher.top_k", by_loss, "teacher.form=loss"
+            yield "teacher.beta", by_loss and teacher.kind == "js", "teacher.form=loss and kind=js"
+            yield (
+                "algorithm.advantage algorithm.loss algorithm.shaping",
+                bool(teacher.rewards or not by_loss),
+                "teacher.rewards above 0",
+            )
+        yield "reward.model_weight", self.reward.model is not None, "reward.model"
+
+    def _shaping_is_read(self) -> Iterator[str]:
+        """Shapings by length look at answers that can be so long."""
+        longest = self.sampler.max_new_tokens
+        for choice in self.algorithm.shaping:
+            name, given = name_of(choice), arguments_of(choice)
+            most, cache = given.get("max_tokens"), given.get("cache_tokens", 0)
+            if not isinstance(most, int) or not isinstance(cache, int):
+                continue
+            if name in ("soft_overlong", "overlong_filter") and most - cache >= longest:
+                yield (
+                    f"algorithm.shaping {name} acts on answers of more than {most - cache} tokens, "
+                    f"and sampler.max_new_tokens allows {longest}: it would never act. Lower its "
+                    "max_tokens, or raise sampler.max_new_tokens."
+                )
+
+    def _all_is_learnt(self) -> Iterator[str]:
+        """Settings with which nothing could be learnt, or only noise."""
+        a, teacher, rl = self.algorithm, self.teacher, self.run.job == "rl"
+        updates = self.run.steps * (a.epochs * a.minibatches if rl else 1)
+        if self.trainer.warmup_steps > updates:
+            yield (
+                f"trainer.warmup_steps ({self.trainer.warmup_steps}) is more than all updates of "
+                f"the run ({updates}: run.steps, times algorithm.epochs and minibatches): the "
+                "learning rate would never reach its peak. Lower it, or raise run.steps."
+            )
+        if not rl:
+            return
+        if self.sampler.temperature == 0 or self.sampler.top_k == 1:
+            yield (
+                f"sampler.temperature ({self.sampler.temperature:g}) and sampler.top_k "
+                f"({self.sampler.top_k}) leave one token to draw: all answers to a prompt would be "
+                "the same, and their log-probs no policy's. Set temperature=1.0 and top_k=0; "
+                "eval.temperature is that of the evaluation."
+            )
+        name = name_of(a.advantage)
+        distils = teacher.source != "none"
+        if (
+            a.group_size == 1
+            and name in COMPARED_IN_GROUP
+            and not (distils and teacher.rewards == 0)
+        ):
+            yield (
+                f"algorithm.advantage={name} compares the answers to one prompt, and "
+                "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or "
+                "set algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
+            )
+        if a.dynamic_sampling and a.group_size < 2:
+            yield (
+                "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those "
+                "of algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
+            )
+        if a.dynamic_sampling and distils and teacher.rewards == 0:
+            yield (
+                "algorithm.dynamic_sampling drops groups by their rewards, which teacher.rewards=0 "
+                "does not learn from. Set dynamic_sampling=false, or teacher.rewards above 0."
+            )
+        if distils and teacher.coefficient == 0:
+            yield (
+                f"teacher.coefficient=0 learns nothing from teacher.source={teacher.source}. Raise "
+                "it, or set teacher.source=none."
+            )
+        if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) == "k1":
+            yield (
+                "algorithm.kl=k1 with algorithm.kl_in=loss has an expected gradient of 0: it would "
+                "hold nothing back. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
+            )
+        floor = arguments_of(a.advantage).get("floor", 0)
+        noisy = name in DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
+        if a.kl_coefficient and a.kl_in == "reward" and noisy:
+            yield (
+                f"algorithm.kl_in=reward with algorithm.advantage={name} blows the KL of a group "
+                "of equal rewards up to advantages of full size. Set kl_in=loss, or an advantage "
+                "that does not divide by the group's spread (group_mean, rloo, reinforce_pp), or "
+                "{group_normalized: {floor: 0.1}}."
+            )
+        if name == "gae" and self.critic.warmup_steps >= self.run.steps:
+            yield (
+                f"critic.warmup_steps ({self.critic.warmup_steps}) leaves the policy none of "
+                f"run.steps ({self.run.steps}) to learn in. Lower it, or raise run.steps."
+            )
+        if a.supervised_coefficient and self.sampler.temperature != 1.0:
+            yield (
+                f"algorithm.supervised_coefficient learns at sampler.temperature "
+                f"({self.sampler.temperature}), and worked answers are learnt at 1. Set the "
+                "temperature to 1, or the coefficient to 0."
+            )
+
+    def _fits_together(self) -> Iterator[str]:
         if self.run.job == "sft" and self.warm_start.steps:
-            raise ValueError(
+            yield (
                 f"run.job=sft is supervised training itself; warm_start.steps "
                 f"({self.warm_start.steps}) would do the same before it. Set warm_start.steps=0."
             )
         waits = self.staleness.when_too_old == "wait"
         most = self.staleness.max_staleness * self.algorithm.groups_per_step
         if waits and self.staleness.lookahead > most:
-            raise ValueError(
+            yield (
                 f"staleness.lookahead ({self.staleness.lookahead}) must be at most max_staleness * "
                 f"groups_per_step ({most}): a step could never be filled. Set "
                 f"staleness.lookahead={most} or raise staleness.max_staleness."
             )
         if waits and self.capacity < self.algorithm.groups_per_step:
-            raise ValueError(
+            yield (
                 f"buffer.reuse ({self.buffer.reuse}) leaves room for {self.capacity} groups at "
                 f"once, fewer than algorithm.groups_per_step ({self.algorithm.groups_per_step}): a "
                 "step could never be filled. Lower it, or raise staleness.max_staleness to at "
@@ -857,46 +1041,44 @@ class Config(Section):
             and self.buffer.reuse == 1
             and not self.staleness.lookahead
         ):
-            raise ValueError(
+            yield (
                 f"buffer.select={self.buffer.select} has nothing to choose from with "
                 "staleness.lookahead=0 and buffer.reuse=1. Raise one of them, or set "
                 "buffer.select=strict."
             )
         longest = self.data.max_prompt_tokens + 1
         if longest > self.sampler.max_length:
-            raise ValueError(
+            yield (
                 f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) leaves no room for an "
                 "answer "
                 f"in sampler.max_length ({self.sampler.max_length}). Lower the first or raise the "
                 "second."
             )
         if self.row_length < self.sampler.max_length:
-            raise ValueError(
+            yield (
                 f"trainer.row_length ({self.row_length}) is shorter than sampler.max_length "
                 f"({self.sampler.max_length}): long episodes could not be trained on. Raise it."
             )
         context = self.mesh.trainer.context
         if context > 1 and self.row_length % (2 * context):
-            raise ValueError(
+            yield (
                 f"trainer.row_length ({self.row_length}; null is sampler.max_length) must be a "
                 f"multiple of 2 * mesh.trainer.context ({2 * context}): each device takes two "
                 "equal parts of a row. Change one of them."
             )
         if self.trainer.micro_batch_tokens < self.row_length:
-            raise ValueError(
+            yield (
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is less than one "
                 "row "
                 f"({self.row_length} tokens). Raise it to at least {self.row_length}."
             )
         if (self.teacher.source == "path") != (self.teacher.path is not None):
-            raise ValueError(
+            yield (
                 f"teacher.source={self.teacher.source} and teacher.path={self.teacher.path} do not "
                 "go together: give a path exactly with teacher.source=path."
             )
-        self._all_is_read()
-        self._has_answers()
         if self.weights.eight_bits and self.weights.probe and self.weights.probe_tolerance < 0.01:
-            raise ValueError(
+            yield (
                 f"weights.dtype={self.weights.dtype} rounds the sampler's weights, so that its "
                 "log-probs on the probe differ from the trainer's by more than "
                 f"weights.probe_tolerance ({self.weights.probe_tolerance:g}). Raise it to about "
@@ -905,36 +1087,33 @@ class Config(Section):
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers
         if "reference" in self.trainer.offload and (whole or not refers):
-            raise ValueError(
+            yield (
                 "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0) of "
                 "whose distributions only the drawn tokens matter (algorithm.kl not full). Leave "
                 "reference out of it, or change those."
             )
         if whole and self.teacher.source != "none" and self.teacher.form == "loss":
-            raise ValueError(
+            yield (
                 "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "
                 "step does that once. Set algorithm.kl=k3 or teacher.form=advantage."
             )
         if whole and self.algorithm.kl_in == "reward":
-            raise ValueError(
+            yield (
                 "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an "
                 "estimator by tokens (k1)."
             )
         if self.algorithm.keep_sampling_mask and (
             whole or (self.teacher.source != "none" and self.teacher.form == "loss")
         ):
-            raise ValueError(
+            yield (
                 "algorithm.keep_sampling_mask looks at some tokens of the vocabulary, and "
                 "algorithm.kl=full or teacher.form=loss at all. Set algorithm.kl=k3 and "
                 "teacher.form=advantage, or sample without top_k, top_p and min_p."
             )
         if self.reference.refresh_every and self.reference.ema:
-            raise ValueError(
+            yield (
                 "reference.refresh_every and reference.ema are two ways to move the reference. "
                 "Keep one."
             )
         if self.data.source == "jsonl" and not self.data.jsonl.path:
-            raise ValueError(
-                "data.jsonl.path is needed with data.source=jsonl: give the file of records."
-            )
-        return self
+            yield ("data.jsonl.path is needed with data.source=jsonl: give the file of records.")

@@ -80,7 +80,7 @@ from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.control import Bounds
-from jaxrl_async.trainer.corrections import weighs
+from jaxrl_async.trainer.corrections import correction_of, weighs
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.own import own_advantage
@@ -89,7 +89,7 @@ from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
-from jaxrl_async.trainer.trial import check_algorithm
+from jaxrl_async.trainer.trial import check_algorithm, with_correction
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -139,6 +139,7 @@ def assemble(
     config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep
 ) -> Parts:
     """Build every part, warm-start the policy or restore it; nothing runs yet."""
+    config = with_correction(config)
     claim_devices(config)
     file = config.run.replay_schedule
     recorded = None if file is None else read_schedule(Path(file), config)
@@ -228,7 +229,9 @@ def assemble(
         reuse=config.buffer.reuse,
         rank=RANKS[config.buffer.select],
         has_signal=functools.partial(
-            has_signal, metric=config.algorithm.signal_part, least=config.algorithm.signal_least
+            has_signal,
+            part=config.algorithm.signal_part,
+            least_std=config.algorithm.signal_std,
         )
         if config.algorithm.dynamic_sampling
         else None,
@@ -636,7 +639,7 @@ def make_learner(
         reference = reference_params(
             config, "reference.path", config.reference.path, policy, slices
         )
-    if algorithm.anchor == "proximal" and not weighs(algorithm.correction):
+    if algorithm.anchor == "proximal" and not weighs(correction_of(algorithm)):
         log.warning(
             "algorithm.anchor=proximal without a weighing correction: what lies between the policy "
             "that drew a token and the one at the start of the step is left out. Set "

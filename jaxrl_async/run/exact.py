@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 def keeps_masks(config: Config) -> bool:
     """Whether sampling masks go with the tokens; says so where they are missed or not needed."""
     s, wanted = config.sampler, config.algorithm.keep_sampling_mask
-    truncates = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+    truncates = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
     if wanted and not truncates:
         log.info(
             "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
-            "the whole vocabulary to draw from, or sampler.temperature is 0"
+            "the whole vocabulary to draw from"
         )
     if truncates and not wanted:
         log.warning(

@@ -9,8 +9,9 @@ whatever the rounding; a completion without tokens has nothing to give its rewar
 differ in size.
 
 A reward belongs to the token that earned it: the sequence's to the last drawn token, a token's
-to itself, and one on a token that was not drawn (a tool's reply) to the last one drawn before it.
-Estimators of one number per sequence look at the sequences' rewards alone.
+to itself, and one on a token that was not drawn (a tool's reply) to the last one drawn before it;
+what stands before the first drawn token was earned by nobody. Estimators of one number per
+sequence look at its return: its reward plus the sum of what its tokens earned.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import Above0, AtLeast0, Finite, Registry, Share, Whole, rule
 from jaxrl_async.types import Episode, EpisodeGroup, FloatArray
 
 Doubles = NDArray[np.float64]
@@ -56,7 +57,7 @@ class StepAdvantages:
 
 AdvantageFn = Callable[..., StepAdvantages]  # (StepData, **settings) -> StepAdvantages
 
-advantage: Registry[AdvantageFn] = Registry("advantage")
+advantage: Registry[AdvantageFn] = Registry("advantage", "algorithm.advantage")
 
 
 def step_data(
@@ -80,16 +81,20 @@ def step_data(
 @advantage
 def reinforce(data: StepData) -> StepAdvantages:
     """r_i: no baseline. Williams 1992."""
-    return _per_sequence(data, data.rewards)
+    return _per_sequence(data, returns_of(data))
 
 
 @advantage
-def group_normalized(data: StepData, *, epsilon: float = 1e-6) -> StepAdvantages:
-    """(r_i - mean(r)) / (std(r) + epsilon): GRPO. std is the population's (divided by G).
+def group_normalized(
+    data: StepData, *, epsilon: Above0 = 1e-6, floor: AtLeast0 = 0.0
+) -> StepAdvantages:
+    """(r_i - mean(r)) / (max(std(r), floor) + epsilon): GRPO. std is the population's, over G.
 
-    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision.
+    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision, which has
+    no floor: there a difference of 0.001 between wrong answers of several lengths weighs as much as
+    one of 1 between right and wrong. A floor of 0.1 lets it weigh 0.01 of that.
     """
-    return _per_sequence(data, [_standardized(r, epsilon) for r in data.rewards])
+    return _per_sequence(data, [_standardized(r, epsilon, floor) for r in returns_of(data)])
 
 
 @advantage
@@ -98,7 +103,7 @@ def group_mean(data: StepData) -> StepAdvantages:
 
     Liu et al. 2025 (arXiv:2503.20783), sec. 3.2.
     """
-    return _per_sequence(data, [_centered(r) for r in data.rewards])
+    return _per_sequence(data, [_centered(r) for r in returns_of(data)])
 
 
 @advantage
@@ -118,7 +123,8 @@ def rloo(data: StepData) -> StepAdvantages:
 
     Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740).
     """
-    return _per_sequence(data, [_centered(r) * len(r) / max(len(r) - 1, 1) for r in data.rewards])
+    returns = returns_of(data)
+    return _per_sequence(data, [_centered(r) * len(r) / max(len(r) - 1, 1) for r in returns])
 
 
 @advantage
@@ -127,7 +133,7 @@ def opo(data: StepData) -> StepAdvantages:
 
     Hao et al. 2025 (arXiv:2505.23585), sec. 3.2: a sequence's squared gradient grows with length.
     """
-    pairs = zip(data.groups, data.rewards, strict=True)
+    pairs = zip(data.groups, returns_of(data), strict=True)
     return _per_sequence(data, [_centered(r, weights=_lengths(g)) for g, r in pairs])
 
 
@@ -138,11 +144,12 @@ def maxrl(data: StepData) -> StepAdvantages:
     Tajwar et al. 2026 (arXiv:2602.02710): the mean gradient of the successes, less that of all.
     For rewards of 0 and 1.
     """
-    return _per_sequence(data, [_centered(r) / _positive(r.mean()) for r in data.rewards])
+    return _per_sequence(data, [_centered(r) / _positive(r.mean()) for r in returns_of(data)])
 
 
 @advantage
-def pass_at_k(data: StepData, *, k: int = 4, threshold: float = 0.5) -> StepAdvantages:
+@rule("k must be at most algorithm.group_size", lambda k, group_size: k <= group_size)
+def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
     """The reward is that any of k answers is right; analytic over all subsets of the group.
 
     With N answers, M of them wrong, R = 1 - C(M, k) / C(N, k) and sigma = sqrt(R (1 - R)):
@@ -151,7 +158,8 @@ def pass_at_k(data: StepData, *, k: int = 4, threshold: float = 0.5) -> StepAdva
     and 0 where sigma is. Chen et al. 2025 (arXiv:2508.10751), sec. 2.4, eq. 14 and 15. Right is a
     reward above `threshold`; a group of fewer than k has subsets of its own size.
     """
-    return _per_sequence(data, [_pass_at_k(r > threshold, min(k, len(r))) for r in data.rewards])
+    rights = [r > threshold for r in returns_of(data)]
+    return _per_sequence(data, [_pass_at_k(right, min(k, len(right))) for right in rights])
 
 
 def _pass_at_k(right: NDArray[np.bool_], k: int) -> Doubles:
@@ -165,15 +173,16 @@ def _pass_at_k(right: NDArray[np.bool_], k: int) -> Doubles:
 
 
 @advantage
+@rule("lowest must be at most highest", lambda lowest, highest: lowest <= highest)
 def grpo_lead(
     data: StepData,
     *,
-    threshold: float = 0.5,
-    lowest: float = 0.4,
-    highest: float = 1.5,
-    middle: float = 0.75,
-    steepness: float = 10.0,
-    epsilon: float = 1e-6,
+    threshold: Finite = 0.5,
+    lowest: AtLeast0 = 0.4,
+    highest: AtLeast0 = 1.5,
+    middle: Share = 0.75,
+    steepness: AtLeast0 = 10.0,
+    epsilon: Above0 = 1e-6,
 ) -> StepAdvantages:
     """GRPO's, times w(rho) where above 0 and w(1 - rho) where not; rho is the group's pass rate.
 
@@ -188,14 +197,14 @@ def grpo_lead(
         weight = lowest + (highest - lowest) / (1 + np.exp(steepness * (rates - middle)))
         return np.asarray(values * weight, np.float64)
 
-    return _per_sequence(data, [of_group(r) for r in data.rewards])
+    return _per_sequence(data, [of_group(r) for r in returns_of(data)])
 
 
 # ---- over the batch
 
 
 @advantage
-def reinforce_pp(data: StepData, *, gamma: float = 1.0, epsilon: float = 1e-8) -> StepAdvantages:
+def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """Return-to-go of token rewards and the sequence's, normalised over all tokens of the step.
 
     A_t = r - beta sum_{i >= t} KL(i), then (A - mean) / std over the batch: Hu et al. 2025
@@ -205,7 +214,7 @@ def reinforce_pp(data: StepData, *, gamma: float = 1.0, epsilon: float = 1e-8) -
 
 
 @advantage
-def reinforce_pp_baseline(data: StepData, *, epsilon: float = 1e-8) -> StepAdvantages:
+def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """r_i - mean(r) in the group, then normalised over all tokens of the step.
 
     Hu et al. 2025 (REINFORCE++, arXiv:2501.03262), the variant for several answers to a prompt.
@@ -213,22 +222,24 @@ def reinforce_pp_baseline(data: StepData, *, epsilon: float = 1e-8) -> StepAdvan
     lengths = [_lengths(g) for g in data.groups]
     values = [
         [np.full(int(n), a) for n, a in zip(of_group, _centered(r), strict=True)]
-        for of_group, r in zip(lengths, data.rewards, strict=True)
+        for of_group, r in zip(lengths, returns_of(data), strict=True)
     ]
     return _drawn(data, _normalized(values, epsilon))
 
 
 @advantage
 def gdpo(
-    data: StepData, *, weights: Mapping[str, float] | None = None, epsilon: float = 1e-6
+    data: StepData, *, weights: Mapping[str, Finite] | None = None, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
     """Each named part normalised in its group, the weighted sum normalised over the step.
 
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
     al. 2026 (arXiv:2601.05242). A weight that is not given is 1. What shaping added to the reward
-    is one more part, `shaping`; a reward without parts is the part `reward`.
+    is one more part, `shaping`, and what tokens earned another, `tokens`; a reward without parts
+    is the part `reward`.
     """
-    named = [_parts(g, r) for g, r in zip(data.groups, data.rewards, strict=True)]
+    told = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
+    named = [_parts(*of_group) for of_group in told]
     unknown = sorted(set(weights or {}) - {name for parts in named for name in parts})
     if unknown:
         raise ConfigError(
@@ -243,14 +254,13 @@ def gdpo(
     return _per_sequence(data, _cut(flat, sums))
 
 
-def _parts(group: EpisodeGroup, rewards: Doubles) -> dict[str, Doubles]:
-    """Each part of the group's rewards, [episodes]; a part that a score does not name is 0."""
+def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[str, Doubles]:
+    """Each part of the group's returns, [episodes]; a part that a score does not name is 0."""
     names = sorted({name for s in group.scores for name in s.parts})
     shaped = rewards - np.array([s.reward for s in group.scores])
-    if not names:
-        return {"reward": rewards}
     parts = {n: np.array([s.parts.get(n, 0.0) for s in group.scores]) for n in names}
-    return {**parts, **({"shaping": shaped} if shaped.any() else {})}
+    extra = {"shaping": shaped if names else np.zeros(0), "tokens": of_tokens}
+    return (parts or {"reward": rewards}) | {n: v for n, v in extra.items() if v.any()}
 
 
 # ---- one number per token
@@ -258,7 +268,7 @@ def _parts(group: EpisodeGroup, rewards: Doubles) -> dict[str, Doubles]:
 
 @advantage
 def discounted(
-    data: StepData, *, gamma: float = 1.0, turn_gamma: float = 1.0, epsilon: float = 1e-6
+    data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
     """Discounted return-to-go, normalised over all drawn tokens of the group. No critic.
 
@@ -272,7 +282,7 @@ def discounted(
 
 @advantage
 def discounted_batch(
-    data: StepData, *, gamma: float = 1.0, turn_gamma: float = 1.0, epsilon: float = 1e-6
+    data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
     """As `discounted`, normalised over all drawn tokens of the step."""
     return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
@@ -282,10 +292,10 @@ def discounted_batch(
 def gae(
     data: StepData,
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
     whiten: bool = True,
-    epsilon: float = 1e-8,
+    epsilon: Above0 = 1e-8,
 ) -> StepAdvantages:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: PPO's.
 
@@ -327,10 +337,11 @@ def _centered(values: Doubles, weights: Doubles | None = None) -> Doubles:
     return np.asarray(values - np.dot(weights, values) / weights.sum(), np.float64)
 
 
-def _standardized(values: Doubles, epsilon: float) -> Doubles:
-    """(values - mean) / (std + epsilon), std of the population; exactly 0 where all are equal."""
+def _standardized(values: Doubles, epsilon: float, floor: float = 0.0) -> Doubles:
+    """(values - mean) / (max(std, floor) + epsilon), std of the population; exactly 0 where all are
+    equal."""
     centered = _centered(values)
-    return centered / (values.std() + epsilon) if centered.any() else centered
+    return centered / (max(values.std(), floor) + epsilon) if centered.any() else centered
 
 
 def _positive(mean: float) -> float:
@@ -345,6 +356,20 @@ def _lengths(group: EpisodeGroup) -> Doubles:
 # ---- numbers of drawn tokens: per group, per episode [drawn] float64
 
 Drawn = Sequence[Sequence[Doubles]]
+
+
+def returns_of(data: StepData) -> list[Doubles]:
+    """Each sequence's reward plus what its tokens earned; per group [episodes]."""
+    return [r + t for r, t in zip(data.rewards, _earned_by_tokens(data), strict=True)]
+
+
+def _earned_by_tokens(data: StepData) -> list[Doubles]:
+    """Sum of the token rewards that a drawn token earned; per group [episodes]."""
+    extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
+    return [
+        np.array([_earned_in(e, 0.0, told).sum() for e, told in zip(*both, strict=True)])
+        for both in zip((g.episodes for g in data.groups), extra, strict=True)
+    ]
 
 
 def _earned(data: StepData) -> Drawn:
@@ -369,7 +394,7 @@ def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None
     return earned
 
 
-def _to_go(data: StepData, gamma: float, turn_gamma: float = 1.0) -> Drawn:
+def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> Drawn:
     """Discounted sum of what a drawn token and those after it earned."""
     earned = _earned(data)
     discounts = [_discounts(e, gamma, turn_gamma) for g in data.groups for e in g.episodes]

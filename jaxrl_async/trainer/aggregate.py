@@ -10,14 +10,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import Above0, Registry
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 AggregateFn = Callable[
     ..., FloatArray
 ]  # (PackedBatch, **settings) -> [rows, length], 0 outside the mask
 
-aggregate: Registry[AggregateFn] = Registry("aggregate")
+aggregate: Registry[AggregateFn] = Registry("aggregate", "algorithm.aggregate")
 
 
 @aggregate
@@ -41,7 +41,7 @@ def sequence_mean(batch: PackedBatch) -> FloatArray:
 
 
 @aggregate
-def constant(batch: PackedBatch, *, divisor: float) -> FloatArray:
+def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
     """Mean over sequences of their token sum / divisor, the same for all: no bias by length.
 
     Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.

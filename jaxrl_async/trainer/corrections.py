@@ -12,28 +12,44 @@ outside the mask.
 At the levels sequence and geometric, `truncate` and `band` therefore mean what they say with
 anchor=proximal; with behavior each token keeps its own ratio times weights.
 
-A list of corrections: `combined`. Filters (none, opsm and the limits by age) carry no importance
-weight of their own: log_ratio is 0, so with anchor=proximal and nothing else w is left out.
+A list of corrections: `combined`. Its order does not matter: factors multiply, and the importance
+weight (w, with anchor=proximal) is that of the one in the list that bounds it. Each correction is
+
+    BOUNDING    gives w a bound and is the importance weight; one in a list
+    REJECTING   keeps or drops by w: a factor of 1 or 0. Where nothing bounds w, it is w at this
+                level (masked importance sampling)
+    FILTERS     have nothing to do with w; with anchor=proximal and nothing else, w is left out
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from pydantic import Field
 
-from jaxrl_async.config.schema import Choices, name_of
+from jaxrl_async.config.schema import Algorithm, Choice, Choices, name_of
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.losses import (
     MAX_LOG_RATIO,
+    OPEN_RATIO,
     TokenInputs,
     bounded_difference,
     mismatch,
+    token_loss,
 )
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import (
+    Above0,
+    AtLeast0,
+    AtLeast1,
+    Registry,
+    Share,
+    defaults_of,
+)
 from jaxrl_async.trainer.segments import sequence_any, sequence_mean, sequence_sum
 
 Level = Literal["token", "sequence", "geometric"]
@@ -49,38 +65,94 @@ class Correction(NamedTuple):
 
 CorrectionFn = Callable[..., Correction]  # (TokenInputs, **settings) -> Correction
 
-correction: Registry[CorrectionFn] = Registry("correction")
+correction: Registry[CorrectionFn] = Registry("correction", "algorithm.correction")
 
+BOUNDING = ("truncate", "band", "truncate_token", "tis", "seq_tis")
+REJECTING = ("mask", "reject", "mis", "seq_mis", "geo_mis", "icepop")
 FILTERS = ("none", "opsm", "age_limit", "age_decay")
-"""Corrections that carry no importance weight of their own."""
+LEVELS = {"seq_tis": "sequence", "seq_mis": "sequence", "geo_mis": "geometric"}
+"""Levels of those that have no argument for it, where it is not token."""
 
 
-def weighs(choices: Choices) -> bool:
+def weighs(choices: Choices | None) -> bool:
     """Whether any of the chosen corrections carries an importance weight."""
-    listed = choices if isinstance(choices, list) else [choices]
-    return any(name_of(choice) not in FILTERS for choice in listed)
+    return any(name_of(choice) not in FILTERS for choice in _listed(choices or "none"))
 
 
-def combined(choices: Choices) -> CorrectionFn:
+def default_correction(loss: Choice, anchor: str) -> str:
+    """What a loss asks for where algorithm.correction is null; a user's own, as OPEN_RATIO."""
+    name = name_of(loss)
+    asked = OPEN_RATIO if is_own(name) else getattr(token_loss[name], "asked", OPEN_RATIO)
+    return asked.proximal if anchor == "proximal" else asked.behavior
+
+
+def correction_of(algorithm: Algorithm) -> Choices:
+    """The corrections that are used: those that are set, or what the loss asks for."""
+    if algorithm.correction is not None:
+        return algorithm.correction
+    return default_correction(algorithm.loss, algorithm.anchor)
+
+
+def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
     """The chosen corrections as one: weights multiply, a token is truncated where any says so.
 
-    log_ratio is that of the last one that is not a filter. ConfigError with the nearest name.
+    log_ratio is that of the one that bounds w, else of one that rejects (all of one level), else 0.
+    Raises ConfigError on an unknown name, two bounds, and, where the anchor is proximal, on a list
+    that leaves open which w is meant.
     """
-    listed = choices if isinstance(choices, list) else [choices]
-    if not listed:
-        raise ConfigError("a list of corrections needs at least one: write none.")
-    parts = [(name_of(choice) in FILTERS, correction.resolve(choice)) for choice in listed]
+    listed = _listed(choices)
+    parts = [correction.resolve(choice) for choice in listed]
+    if len(parts) == 1:
+        return parts[0]
+    told = _place_of_weight(listed, anchor)
 
     def apply(x: TokenInputs) -> Correction:
-        done = [(is_filter, part(x)) for is_filter, part in parts]
-        weighing = [c for is_filter, c in done if not is_filter] or [c for _, c in done]
+        done = [part(x) for part in parts]
         return Correction(
-            reduce(jnp.multiply, (c.weights for _, c in done)),
-            reduce(jnp.logical_or, (c.truncated for _, c in done)),
-            weighing[-1].log_ratio,
+            reduce(jnp.multiply, (c.weights for c in done)),
+            reduce(jnp.logical_or, (c.truncated for c in done)),
+            done[told].log_ratio,
         )
 
-    return apply if len(parts) > 1 else parts[0][1]
+    return apply
+
+
+def _listed(choices: Choices) -> list[Choice]:
+    listed = choices if isinstance(choices, list) else [choices]
+    if not listed:
+        raise ConfigError("algorithm.correction: a list needs at least one: write none.")
+    return listed
+
+
+def _place_of_weight(listed: Sequence[Choice], anchor: str) -> int:
+    """Where in the list the correction stands whose log_ratio counts."""
+    names = [name_of(choice) for choice in listed]
+    bounds = [i for i, name in enumerate(names) if name in BOUNDING]
+    if len(bounds) > 1:
+        raise ConfigError(
+            f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each say what the "
+            "importance weight is at most, and there is one. Keep one of them, and reject or mask "
+            "beside it."
+        )
+    others = [i for i, name in enumerate(names) if name not in (*BOUNDING, *FILTERS)]
+    levels = sorted({level_of(listed[i]) for i in others})
+    if not bounds and len(levels) > 1 and anchor == "proximal":
+        raise ConfigError(
+            "algorithm.correction: with algorithm.anchor=proximal the loss needs one importance "
+            f"weight, and {', '.join(names[i] for i in others)} speak of several "
+            f"({', '.join(levels)}). Add the one that is meant, such as {{truncate: {{cap: 5.0}}}}."
+        )
+    return next(iter([*bounds, *others, 0]))
+
+
+def level_of(choice: Choice) -> str:
+    """Level of a correction's importance weight; the name itself of a user's own."""
+    name = name_of(choice)
+    if is_own(name):
+        return name
+    given = {} if isinstance(choice, str) else choice[name] or {}
+    named = LEVELS.get(name, "token")
+    return str((defaults_of(correction[name]) | given).get("level", named))
 
 
 # --- the menu: what to do, at which level ---------------------------------------------------------
@@ -93,14 +165,13 @@ def none(x: TokenInputs) -> Correction:
 
 
 @correction
-def truncate(x: TokenInputs, *, cap: float = 2.0, level: Level = "token") -> Correction:
+def truncate(x: TokenInputs, *, cap: AtLeast1 = 2.0, level: Level = "token") -> Correction:
     """min(w, cap) / w: the corrected weight is min(w, cap). cap >= 1.
 
     Ionides 2008; Espeholt et al. 2018 (IMPALA, arXiv:1802.01561), eq. 1 with rho-bar = cap; for
     language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     RL training".
     """
-    _check_band("truncate", 0.0, cap)
     logs = level_log_ratio(x, level)
     excess = logs - math.log(cap)  # logs: exact also where w is huge
     return _correct(x, jnp.exp(-jnp.maximum(excess, 0.0)), excess > 0, logs)
@@ -108,14 +179,13 @@ def truncate(x: TokenInputs, *, cap: float = 2.0, level: Level = "token") -> Cor
 
 @correction
 def mask(
-    x: TokenInputs, *, low: float = 0.0, cap: float = 2.0, level: Level = "token"
+    x: TokenInputs, *, low: Share = 0.0, cap: AtLeast1 = 2.0, level: Level = "token"
 ) -> Correction:
     """1 where low <= w <= cap, else 0. low <= 1 <= cap.
 
     Masked importance sampling: Liu et al. 2025, "When speed kills stability: demystifying RL
     collapse from the training-inference mismatch".
     """
-    _check_band("mask", low, cap)
     logs = level_log_ratio(x, level)
     outside = _outside(logs, low, cap)
     return _correct(x, jnp.where(outside, 0.0, 1.0), outside, logs)
@@ -123,13 +193,12 @@ def mask(
 
 @correction
 def band(
-    x: TokenInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
+    x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "token"
 ) -> Correction:
     """clip(w, low, high) / w: the corrected weight is clip(w, low, high). low <= 1 <= high.
 
     The one correction whose factor may exceed 1: where w < low.
     """
-    _check_band("band", low, high)
     logs = level_log_ratio(x, level)
     clipped = jnp.clip(logs, _log(low), _log(high))
     return _correct(x, jnp.exp(clipped - logs), _outside(logs, low, high), logs)
@@ -137,14 +206,13 @@ def band(
 
 @correction
 def reject(
-    x: TokenInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "geometric"
+    x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "geometric"
 ) -> Correction:
     """0 for all tokens of a sequence with low <= w <= high broken, else 1. low <= 1 <= high.
 
     level token: broken by any of its tokens; else by the sequence's own w. Rejection of sequences
     by their geometric mean: Liu et al. 2025 (see mask).
     """
-    _check_band("reject", low, high)
     logs = level_log_ratio(x, level)
     broken = sequence_any(_outside(logs, low, high), x.mask, x.segment_ids)
     return _correct(x, jnp.where(broken, 0.0, 1.0), broken, logs)
@@ -154,48 +222,47 @@ def reject(
 
 
 @correction
-def truncate_token(x: TokenInputs, *, cap: float = 2.0) -> Correction:
+def truncate_token(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """min(1, cap / w): `truncate` at level token.
 
     With anchor=behavior a gradient r A d log policy becomes min(r, cap) A d log policy. With
     ppo_clip it matters where A < 0, since there r is not clipped from above.
     """
-    _check_band("truncate_token", 0.0, cap)
     return truncate(x, cap=cap)
 
 
 @correction
-def tis(x: TokenInputs, *, cap: float = 2.0) -> Correction:
+def tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Truncated importance sampling: `truncate` at level token."""
     return truncate(x, cap=cap)
 
 
 @correction
-def mis(x: TokenInputs, *, cap: float = 2.0) -> Correction:
+def mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Masked importance sampling: `mask` at level token, from above."""
     return mask(x, cap=cap)
 
 
 @correction
-def seq_tis(x: TokenInputs, *, cap: float = 2.0) -> Correction:
+def seq_tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Truncated importance sampling of whole sequences: `truncate` at level sequence."""
     return truncate(x, cap=cap, level="sequence")
 
 
 @correction
-def seq_mis(x: TokenInputs, *, cap: float = 2.0) -> Correction:
+def seq_mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Masked importance sampling of whole sequences: `mask` at level sequence."""
     return mask(x, cap=cap, level="sequence")
 
 
 @correction
-def geo_mis(x: TokenInputs, *, low: float = 0.99, cap: float = 1.01) -> Correction:
+def geo_mis(x: TokenInputs, *, low: Share = 0.99, cap: AtLeast1 = 1.01) -> Correction:
     """Sequences whose geometric mean of w leaves a narrow band are out, whatever their length."""
     return mask(x, low=low, cap=cap, level="geometric")
 
 
 @correction
-def icepop(x: TokenInputs, *, low: float = 0.5, cap: float = 5.0) -> Correction:
+def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correction:
     """Tokens are masked on both sides: 1 where low <= w <= cap, else 0.
 
     IcePop, Ling Team 2025 (Ring-1T, arXiv:2510.18855), with alpha = low and beta = cap; as there,
@@ -208,7 +275,7 @@ def icepop(x: TokenInputs, *, low: float = 0.5, cap: float = 5.0) -> Correction:
 
 
 @correction
-def opsm(x: TokenInputs, *, delta: float = 0.1) -> Correction:
+def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     """0 where A < 0 and the mean over the sequence of log(behavior / policy) exceeds delta, nats.
 
     Off-policy sequence masking: a bad answer that the policy would hardly give any more teaches
@@ -220,16 +287,14 @@ def opsm(x: TokenInputs, *, delta: float = 0.1) -> Correction:
 
 
 @correction
-def age_limit(x: TokenInputs, *, max_age: int = 4) -> Correction:
+def age_limit(x: TokenInputs, *, max_age: Annotated[int, Field(ge=0)] = 4) -> Correction:
     """0 for tokens drawn more than max_age versions ago, else 1: each token by its own version."""
     return _filter(x, jnp.where(_ages(x) > max_age, 0.0, 1.0))
 
 
 @correction
-def age_decay(x: TokenInputs, *, half_life: float = 4.0) -> Correction:
+def age_decay(x: TokenInputs, *, half_life: Above0 = 4.0) -> Correction:
     """0.5^(age / half_life): a token counts half as much for each half_life versions of age."""
-    if not half_life > 0:
-        raise ConfigError(f"correction 'age_decay': half_life must be above 0, not {half_life}.")
     return _filter(x, jnp.exp2(-_ages(x) / half_life))
 
 
@@ -238,10 +303,6 @@ def age_decay(x: TokenInputs, *, half_life: float = 4.0) -> Correction:
 
 def level_log_ratio(x: TokenInputs, level: Level) -> Array:
     """log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
-    if level not in get_args(Level):
-        raise ConfigError(
-            f"a correction's level is one of {', '.join(get_args(Level))}, not {level!r}."
-        )
     logs = mismatch(x)
     if level == "sequence":
         total = sequence_sum(logs, x.mask, x.segment_ids)
@@ -267,15 +328,6 @@ def _ages(x: TokenInputs) -> Array:
     """Versions, at least 0; 0 outside the mask."""
     ages = jnp.zeros(x.mask.shape, jnp.int32) if x.ages is None else x.ages
     return jnp.where(x.mask, jnp.maximum(ages, 0), 0).astype(jnp.float32)
-
-
-def _check_band(name: str, low: float, high: float) -> None:
-    """What a band leaves alone must hold 1, or on-policy tokens would be corrected."""
-    if not high >= 1:
-        bound = "high" if name in ("band", "reject") else "cap"
-        raise ConfigError(f"correction {name!r}: {bound} must be at least 1, not {high}.")
-    if not 0 <= low <= 1:
-        raise ConfigError(f"correction {name!r}: low must be from 0 to 1, not {low}.")
 
 
 def _log(value: float) -> float:

@@ -17,7 +17,7 @@ KLFn = Callable[
     ..., Array
 ]  # (TokenInputs, **settings) -> [rows, length] float32, 0 outside the mask
 
-kl: Registry[KLFn] = Registry("kl estimator")
+kl: Registry[KLFn] = Registry("kl estimator", "algorithm.kl")
 
 
 @kl

@@ -11,14 +11,22 @@ own, and any loss here can be decoupled.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from pydantic import Field
 
-from jaxrl_async.errors import ConfigError
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import (
+    Above0,
+    AtLeast0,
+    AtLeast1,
+    Registry,
+    Share,
+    UpTo1,
+    rule,
+)
 from jaxrl_async.trainer.segments import sequence_mean, sequence_sum
 
 MAX_LOG_RATIO = 40.0
@@ -68,8 +76,34 @@ class TokenLoss(NamedTuple):
 
 TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 
-token_loss: Registry[TokenLossFn] = Registry("token loss")
-supervised_loss: Registry[TokenLossFn] = Registry("supervised loss")
+token_loss: Registry[TokenLossFn] = Registry("token loss", "algorithm.loss")
+supervised_loss: Registry[TokenLossFn] = Registry("supervised loss", "run.job")
+
+
+class Asked(NamedTuple):
+    """The correction of a loss where algorithm.correction is null, by algorithm.anchor."""
+
+    behavior: str = "truncate_token"
+    proximal: str = "truncate_token"
+
+
+OPEN_RATIO = Asked()
+"""The loss's ratio has no bound on one side of A at least: the correction bounds it."""
+OWN_BOUND = Asked(behavior="none")
+"""The loss bounds its whole ratio. Against the proximal policy what lies before is not in it, and
+is the correction's matter."""
+NO_RATIO = Asked(behavior="none", proximal="none")
+"""The loss does without importance weights, whatever drew the token."""
+
+
+def asks_for(asked: Asked) -> Callable[[TokenLossFn], TokenLossFn]:
+    """Say of the loss below which correction goes with it by default."""
+
+    def attach(function: TokenLossFn) -> TokenLossFn:
+        function.__dict__["asked"] = asked
+        return function
+
+    return attach
 
 
 def log_ratio(x: TokenInputs) -> Array:
@@ -99,8 +133,10 @@ def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
 
 
 @token_loss
+@asks_for(OPEN_RATIO)
+@rule("dual_clip must be 0 or above 1", lambda dual_clip: dual_clip == 0 or dual_clip > 1)
 def ppo_clip(
-    x: TokenInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0
+    x: TokenInputs, *, clip_low: UpTo1 = 0.2, clip_high: Above0 = 0.2, dual_clip: AtLeast0 = 0.0
 ) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = policy / anchor.
 
@@ -108,8 +144,6 @@ def ppo_clip(
     dual_clip > 1 also bounds it where A < 0, to max(that minimum, dual_clip A): Ye et al. 2020
     (arXiv:1912.09729), dual-clip PPO. 0: off.
     """
-    if dual_clip and not dual_clip > 1:
-        raise ConfigError(f"token loss 'ppo_clip': dual_clip must be 0 or above 1: {dual_clip}.")
     advantages = _advantages(x)
     objective, clipped = _surrogate(jnp.exp(log_ratio(x)), advantages, clip_low, clip_high)
     if dual_clip:
@@ -121,7 +155,8 @@ def ppo_clip(
 
 
 @token_loss
-def gspo(x: TokenInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r).
 
     Each token has its sequence's ratio s, so a sequence is clipped as a whole. The gradient of the
@@ -135,7 +170,8 @@ def gspo(x: TokenInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
 
 
 @token_loss
-def gspo_token(x: TokenInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """As gspo, with s_t = stop_gradient(s) policy / stop_gradient(policy): gradient -s A_t.
 
     For advantages that differ within a sequence. GSPO (arXiv:2507.18071), eq. 13 and 14.
@@ -148,7 +184,8 @@ def gspo_token(x: TokenInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-
 
 
 @token_loss
-def geo_mean(x: TokenInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4) -> TokenLoss:
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
 
@@ -162,7 +199,8 @@ def geo_mean(x: TokenInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -
 
 
 @token_loss
-def sapo(x: TokenInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+@asks_for(OWN_BOUND)
+def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg.
 
     A soft gate instead of clipping: its slope is 1 at r = 1, so the gradient there is -A. Soft
@@ -175,7 +213,8 @@ def sapo(x: TokenInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Toke
 
 
 @token_loss
-def dppo_tv(x: TokenInputs, *, low: float = 0.2, high: float = 0.2) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss:
     """-r A; 0 where A > 0 and policy - anchor > high, or A < 0 and policy - anchor < -low.
 
     The trust region is one of probabilities, not ratios: |policy - anchor| of the drawn token is
@@ -187,7 +226,8 @@ def dppo_tv(x: TokenInputs, *, low: float = 0.2, high: float = 0.2) -> TokenLoss
 
 
 @token_loss
-def dppo_kl(x: TokenInputs, *, low: float = 0.05, high: float = 0.05) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> TokenLoss:
     """-r A; 0 where A > 0, r > 1 and D > high, or A < 0, r < 1 and D > low.
 
     D = q log(q/p) + (1 - q) log((1 - q)/(1 - p)), nats: KL(anchor || policy) of "the drawn token or
@@ -199,7 +239,10 @@ def dppo_kl(x: TokenInputs, *, low: float = 0.05, high: float = 0.05) -> TokenLo
 
 
 @token_loss
-def ipo(x: TokenInputs, *, low: float = 0.2, high: float = 0.2, penalty: float = 1e-3) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def ipo(
+    x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2, penalty: AtLeast0 = 1e-3
+) -> TokenLoss:
     """dppo_tv's loss + penalty (log r)^2, which has no gradient on-policy.
 
     The penalty also holds tokens that the trust region masked. PRIME-RL's policy loss, with the
@@ -210,8 +253,13 @@ def ipo(x: TokenInputs, *, low: float = 0.2, high: float = 0.2, penalty: float =
 
 
 @token_loss
+@asks_for(OPEN_RATIO)
 def clip_cov(
-    x: TokenInputs, *, share: float = 2e-4, clip_low: float = 0.2, clip_high: float = 0.2
+    x: TokenInputs,
+    *,
+    share: Annotated[float, Field(gt=0, lt=1)] = 2e-4,
+    clip_low: UpTo1 = 0.2,
+    clip_high: Above0 = 0.2,
 ) -> TokenLoss:
     """ppo_clip, and 0 for the share of tokens whose log-prob and advantage covary most.
 
@@ -227,7 +275,8 @@ def clip_cov(
 
 
 @token_loss
-def kl_cov(x: TokenInputs, *, share: float = 2e-3, penalty: float = 1.0) -> TokenLoss:
+@asks_for(OPEN_RATIO)
+def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> TokenLoss:
     """-r A, + penalty |log r| for the share of tokens with the largest covariance (see clip_cov).
 
     Cui et al. 2025 (arXiv:2505.22617), KL-Cov. Nothing is clipped.
@@ -241,6 +290,7 @@ def kl_cov(x: TokenInputs, *, share: float = 2e-3, penalty: float = 1.0) -> Toke
 
 
 @token_loss
+@asks_for(OPEN_RATIO)
 def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = policy / anchor: gradient -r A d log policy.
 
@@ -251,13 +301,15 @@ def reinforce(x: TokenInputs) -> TokenLoss:
 
 
 @token_loss
+@asks_for(NO_RATIO)
 def gpg(x: TokenInputs) -> TokenLoss:
     """-A log policy, whatever drew the token: no ratio. GPG, Chu et al. 2025 (arXiv:2504.02546)."""
     return _score(x, jnp.ones(x.mask.shape, jnp.float32), jnp.zeros_like(x.mask))
 
 
 @token_loss
-def cispo(x: TokenInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
+@asks_for(OWN_BOUND)
+def cispo(x: TokenInputs, *, clip_low: Share = 1.0, clip_high: AtLeast0 = 4.0) -> TokenLoss:
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: no token is dropped.
 
     MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; it has no lower bound (clip_low 1) either.
@@ -268,7 +320,8 @@ def cispo(x: TokenInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> T
 
 
 @token_loss
-def aipo(x: TokenInputs, *, rho: float = 4.0) -> TokenLoss:
+@asks_for(OWN_BOUND)
+def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     """-stop_gradient(min(r, rho)) A log policy.
 
     Asynchronous importance weighted policy optimization of LlamaRL, Wu et al. 2025
@@ -279,11 +332,12 @@ def aipo(x: TokenInputs, *, rho: float = 4.0) -> TokenLoss:
 
 
 @token_loss
+@asks_for(OWN_BOUND)
 def topr(x: TokenInputs) -> TokenLoss:
     """-w A log policy; w = 1 where A >= 0, else stop_gradient(min(R, 1)), R the sequence's ratio.
 
     R is the product of r over the sequence. Tapered off-policy REINFORCE, Le Roux et al. 2025
-    (arXiv:2503.14286). Already corrected: use correction=none.
+    (arXiv:2503.14286).
     """
     negative = _advantages(x) < 0
     logs = sequence_log_ratio(x)
@@ -292,13 +346,14 @@ def topr(x: TokenInputs) -> TokenLoss:
 
 
 @token_loss
+@asks_for(OWN_BOUND)
 def vespo(
     x: TokenInputs,
     *,
-    power_pos: float = 2.0,
-    rate_pos: float = 3.0,
-    power_neg: float = 3.0,
-    rate_neg: float = 2.0,
+    power_pos: AtLeast0 = 2.0,
+    rate_pos: Above0 = 3.0,
+    power_neg: AtLeast0 = 3.0,
+    rate_neg: Above0 = 2.0,
 ) -> TokenLoss:
     """-stop_gradient(R^k exp(lambda (1 - R))) A log policy, R the sequence's ratio.
 

@@ -16,7 +16,7 @@ from jax import Array
 from jaxrl_async.config import schema
 from jaxrl_async.metrics.metric import Mean, merge, metric_of
 from jaxrl_async.trainer.aggregate import mean_of
-from jaxrl_async.trainer.corrections import CorrectionFn, combined
+from jaxrl_async.trainer.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.trainer.entropy import clipped_entropy_bonus, entropy_bonus
 from jaxrl_async.trainer.kl import KLFn, k3_of, kl
 from jaxrl_async.trainer.losses import (
@@ -73,7 +73,7 @@ def make_recipe(algorithm: schema.Algorithm, teacher: schema.Teacher | None = No
     distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
     return Recipe(
         loss=own_loss(token_loss.resolve(algorithm.loss), algorithm),
-        correction=combined(algorithm.correction),
+        correction=combined(correction_of(algorithm), algorithm.anchor),
         kl=kl.resolve(algorithm.kl),
         coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
         anchor=algorithm.anchor,

@@ -6,15 +6,16 @@ finite; `summed` leaves it out.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from pydantic import Field
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.objective import Totals
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import Above0, AtLeast0, Registry
 
 MAX_MEAN_LOGPROB = -1e-6
 """Mean log-probs above it count as this in orpo: the odds p / (1 - p) stay finite."""
@@ -43,11 +44,16 @@ class PairLoss(NamedTuple):
 
 PreferenceLossFn = Callable[..., PairLoss]  # (PairInputs, **settings) -> PairLoss
 
-preference_loss: Registry[PreferenceLossFn] = Registry("preference loss")
+preference_loss: Registry[PreferenceLossFn] = Registry("preference loss", "preference.loss")
 
 
 @preference_loss
-def dpo(x: PairInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
+def dpo(
+    x: PairInputs,
+    *,
+    beta: Above0 = 0.1,
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0,
+) -> PairLoss:
     """-(1 - e) log s(beta h) - e log s(-beta h), h = chosen - rejected log-ratio, s the sigmoid.
 
     Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; e: Mitchell 2023, "A note on DPO with noisy
@@ -61,7 +67,7 @@ def dpo(x: PairInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Pa
 
 
 @preference_loss
-def ipo(x: PairInputs, *, beta: float = 0.1) -> PairLoss:
+def ipo(x: PairInputs, *, beta: Above0 = 0.1) -> PairLoss:
     """(h - 1 / (2 beta))^2, h = chosen - rejected log-ratio.
 
     Azar et al. 2023 (arXiv:2310.12036), eq. 17, whose tau is beta.
@@ -70,7 +76,7 @@ def ipo(x: PairInputs, *, beta: float = 0.1) -> PairLoss:
 
 
 @preference_loss
-def ipo_average(x: PairInputs, *, beta: float = 0.1) -> PairLoss:
+def ipo_average(x: PairInputs, *, beta: Above0 = 0.1) -> PairLoss:
     """ipo with each log-ratio divided by its answer's length, as TRL's `ipo` does."""
     chosen, rejected = log_ratios(x)
     return _ipo(_mean(chosen, x.chosen_lengths), _mean(rejected, x.rejected_lengths), beta)
@@ -85,9 +91,9 @@ def _ipo(chosen: Array, rejected: Array, beta: float) -> PairLoss:
 def kto(
     x: PairInputs,
     *,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    beta: Above0 = 0.1,
+    desirable_weight: AtLeast0 = 1.0,
+    undesirable_weight: AtLeast0 = 1.0,
 ) -> PairLoss:
     """Half of l_D (1 - s(beta (r_chosen - z0))) + l_U (1 - s(beta (z0 - r_rejected))).
 
@@ -106,7 +112,7 @@ def kto(
 
 
 @preference_loss
-def simpo(x: PairInputs, *, beta: float = 2.0, gamma: float = 1.0) -> PairLoss:
+def simpo(x: PairInputs, *, beta: Above0 = 2.0, gamma: AtLeast0 = 1.0) -> PairLoss:
     """-log s(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma); needs no reference.
 
     Meng et al. 2024 (arXiv:2405.14734), eq. 6.
@@ -117,7 +123,7 @@ def simpo(x: PairInputs, *, beta: float = 2.0, gamma: float = 1.0) -> PairLoss:
 
 
 @preference_loss
-def orpo(x: PairInputs, *, beta: float = 0.1) -> PairLoss:
+def orpo(x: PairInputs, *, beta: Above0 = 0.1) -> PairLoss:
     """-m_w - beta log s(log odds(m_w) - log odds(m_l)), m the mean log-prob of an answer's tokens
     and log odds(m) = m - log(1 - exp m); needs no reference.
 

@@ -1,17 +1,69 @@
-"""Names for functions: what a configuration can choose from, and what a contract test runs over."""
+"""Names for functions: what a configuration can choose from, and what a contract test runs over.
+
+A function's keyword-only arguments are its settings. Each says its range in its type, and what
+must hold between several of them is a rule:
+
+    @shaping
+    @rule("low must be below high", lambda low, high: low < high)
+    def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped: ...
+
+    def aipo(x: TokenInputs, *, rho: Annotated[float, Field(ge=1)] = 4.0) -> TokenLoss: ...
+
+A user's own function may leave both out, and types, too.
+"""
 
 import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 
 from jaxrl_async.config.schema import Choice
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+"""Any number: below 0, too."""
+Share = Annotated[float, Field(ge=0, le=1)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+AtLeast1 = Annotated[float, Field(ge=1)]
+Above0 = Annotated[float, Field(gt=0)]
+Whole = Annotated[int, Field(ge=1)]
+UpTo1 = Annotated[float, Field(gt=0, le=1)]
+"""Above 0 and at most 1."""
+
+
+class Rule(NamedTuple):
+    """What must hold between several arguments of a function, or with the run's settings."""
+
+    says: str
+    holds: Callable[..., bool]  # of arguments, and of settings such as group_size, by their names
+
+    def needs(self) -> list[str]:
+        """Names of what it looks at."""
+        return list(inspect.signature(self.holds).parameters)
+
+
+def rule(says: str, holds: Callable[..., bool]) -> Callable[[F], F]:
+    """Attach a rule to the function below; `Registry.resolve` checks it where all is known."""
+
+    def attach(function: F) -> F:
+        function.__dict__["rules"] = [*rules_of(function), Rule(says, holds)]
+        return function
+
+    return attach
+
+
+def rules_of(function: Callable[..., Any]) -> list[Rule]:
+    """The function's rules."""
+    return list(getattr(function, "rules", ()))
 
 
 class Registry(Generic[F]):
@@ -21,8 +73,9 @@ class Registry(Generic[F]):
     gives the function with them bound. Iterating gives the names.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, setting: str) -> None:
+        """kind: what one such function is called; setting: the key that chooses it."""
+        self.kind, self.setting = kind, setting
         self._functions: dict[str, F] = {}
 
     def __call__(self, function: F) -> F:
@@ -52,16 +105,21 @@ class Registry(Generic[F]):
             )
         return self._functions[name]
 
-    def resolve(self, choice: Choice) -> F:
-        """The chosen function with settings bound. ConfigError on an unknown name or argument."""
+    def resolve(self, choice: Choice, **facts: Any) -> F:
+        """The chosen function with settings bound.
+
+        facts: settings of the run that a rule may look at, by name. ConfigError on an unknown name
+        or argument, one outside its range, and a broken rule.
+        """
         name, arguments = _parse(self.kind, choice)
         function = self[name]
         self._check(name, function, arguments)
+        self._check_rules(name, function, facts | defaults_of(function) | arguments)
         return functools.partial(function, **arguments) if arguments else function  # type: ignore[return-value]
 
     def _check(self, name: str, function: F, arguments: dict[str, Any]) -> None:
-        parameters = inspect.signature(function).parameters.values()
-        settings = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+        settings = settings_of(function)
+        types = types_of(function)
         for key, value in arguments.items():
             if key not in settings:
                 known = ", ".join(settings) or "none"
@@ -69,16 +127,77 @@ class Registry(Generic[F]):
                     f"{self.kind} {name!r} has no argument {key!r}{_nearest(key, settings)} "
                     f"(it takes: {known})."
                 )
-            if not _fits(value, settings[key].annotation):
-                wanted = settings[key].annotation.__name__
+            if not _fits(value, types[key]):
                 given = "a very long number" if _is_long(value) else repr(value)
-                raise ConfigError(f"{self.kind} {name!r}: {key} must be {wanted}, not {given}.")
+                raise ConfigError(
+                    f"{self.setting}: {self.kind} {name!r}: {key} must be "
+                    f"{range_of(types[key])}, not {given}."
+                )
         missing = [k for k, p in settings.items() if p.default is p.empty and k not in arguments]
         if missing:
             example = ", ".join(f"{k}: ..." for k in missing)
             raise ConfigError(
                 f"{self.kind} {name!r} needs {', '.join(missing)}: write {{{name}: {{{example}}}}}."
             )
+
+    def _check_rules(self, name: str, function: F, known: dict[str, Any]) -> None:
+        for one in rules_of(function):
+            seen = {key: known[key] for key in one.needs() if key in known}
+            if len(seen) == len(one.needs()) and not one.holds(**seen):
+                told = ", ".join(f"{key} is {value}" for key, value in seen.items())
+                raise ConfigError(f"{self.setting}: {self.kind} {name!r}: {one.says}; {told}.")
+
+
+def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The arguments that a configuration can set."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Those of them that have a default."""
+    return {k: p.default for k, p in settings_of(function).items() if p.default is not p.empty}
+
+
+def types_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Their types, with ranges; Any where a user's function has none that can be read."""
+    settings = settings_of(function)
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, TypeError, SyntaxError, AttributeError):
+        signature = inspect.signature(function)
+    of_all = {k: p.annotation for k, p in signature.parameters.items()}
+    return {k: Any if of_all[k] is inspect.Parameter.empty else of_all[k] for k in settings}
+
+
+def range_of(kind: Any) -> str:
+    """A type with its range in words: "float > 0 and <= 1"."""
+    if get_origin(kind) is Annotated:
+        signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+        limits = [limit for note in kind.__metadata__ for limit in _limits(note)]
+        told = [f"{signs[k]} {getattr(x, k)}" for x in limits for k in signs if hasattr(x, k)]
+        return " ".join([range_of(get_args(kind)[0]), " and ".join(told)]).strip()
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is Mapping:
+        return f"{{name: {range_of(get_args(kind)[1])}}}"
+    if get_args(kind):
+        return " or ".join(map(range_of, get_args(kind)))
+    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def has_range(kind: Any) -> bool:
+    """Whether a type says which of its values are meant: a number needs a range for it."""
+    if get_origin(kind) is Annotated:
+        return any(_limits(note) for note in kind.__metadata__)
+    inner = [k for k in get_args(kind) if k is not ...]
+    if get_origin(kind) is Literal or not inner:
+        return get_origin(kind) is Literal or kind in (bool, str, type(None))
+    return all(has_range(k) for k in inner)
+
+
+def _limits(note: Any) -> list[Any]:
+    return list(note.metadata) if isinstance(note, FieldInfo) else [note]
 
 
 def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
@@ -94,15 +213,22 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
     return name, dict(arguments or {})
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value from a configuration can be this argument; only numbers are checked."""
-    if annotation is float:
-        return (type(value) is float and not math.isnan(value)) or _is_whole(value)
-    return _is_whole(value) if annotation is int else True
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from a configuration can be this argument; a type that pydantic does not
+    know is not checked."""
+    if _is_long(value) or (isinstance(value, float) and not math.isfinite(value)):
+        return False
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    except PydanticUserError:
+        return True
+    return True
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and not _is_long(value)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
 def _is_long(value: Any) -> bool:

@@ -12,14 +12,16 @@ Below them: which groups have a signal at all.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from jaxrl_async.trainer.advantages import Doubles, StepData
-from jaxrl_async.trainer.registry import Registry
-from jaxrl_async.types import BoolArray, EpisodeGroup, Score, StopReason
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.trainer.advantages import Doubles, StepData, returns_of, step_data
+from jaxrl_async.trainer.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
+from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ class Shaped:
 
 ShapingFn = Callable[..., Shaped]  # (Shaped, **settings) -> Shaped
 
-shaping: Registry[ShapingFn] = Registry("shaping")
+shaping: Registry[ShapingFn] = Registry("shaping", "algorithm.shaping")
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
@@ -63,8 +65,12 @@ def soft_overlong_penalty(length: int, max_tokens: int, cache_tokens: int) -> fl
 
 
 @shaping
+@rule(
+    "cache_tokens must be at most max_tokens",
+    lambda max_tokens, cache_tokens: cache_tokens <= max_tokens,
+)
 def soft_overlong(
-    shaped: Shaped, *, max_tokens: int, cache_tokens: int, weight: float = 1.0
+    shaped: Shaped, *, max_tokens: Whole, cache_tokens: Whole, weight: Above0 = 1.0
 ) -> Shaped:
     """Add weight * soft_overlong_penalty(drawn tokens) to each reward. DAPO, eq. 13."""
     penalties = [
@@ -76,7 +82,8 @@ def soft_overlong(
 
 
 @shaping
-def cap(shaped: Shaped, *, low: float, high: float) -> Shaped:
+@rule("low must be below high", lambda low, high: low < high)
+def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
     """Rewards into [low, high]: one wild score cannot set a whole group's baseline."""
     rewards = [np.clip(r, low, high) for r in shaped.data.rewards]
     changed = [a != b for a, b in zip(rewards, shaped.data.rewards, strict=True)]
@@ -84,7 +91,7 @@ def cap(shaped: Shaped, *, low: float, high: float) -> Shaped:
 
 
 @shaping
-def concise(shaped: Shaped, *, alpha: float = 0.05, threshold: float = 0.5) -> Shaped:
+def concise(shaped: Shaped, *, alpha: AtLeast0 = 0.05, threshold: Finite = 0.5) -> Shaped:
     """exp(-alpha z) where right, -1 where wrong; z is the length, standardised among the right.
 
     Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), length-dependent accuracy reward. Right is a
@@ -105,7 +112,7 @@ def _concise(lengths: Doubles, right: NDArray[np.bool_], alpha: float) -> Double
 
 
 @shaping
-def length_reward(shaped: Shaped, *, weight: float = 1.0, threshold: float = 0.5) -> Shaped:
+def length_reward(shaped: Shaped, *, weight: Above0 = 1.0, threshold: Finite = 0.5) -> Shaped:
     """Add weight * x, x = 0.5 - (length - min) / (max - min) where right, min(0, x) where wrong.
 
     Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.3: minimum and maximum are the group's;
@@ -139,7 +146,7 @@ def mask_truncated(shaped: Shaped) -> Shaped:
 
 
 @shaping
-def overlong_filter(shaped: Shaped, *, max_tokens: int) -> Shaped:
+def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
     """Learn nothing from an episode of more than `max_tokens` drawn tokens, however it ended.
 
     DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4) with a limit below the sampler's own.
@@ -152,13 +159,17 @@ def overlong_filter(shaped: Shaped, *, max_tokens: int) -> Shaped:
 
 
 @shaping
+@rule(
+    "keep must be below algorithm.group_size, or nothing is left out",
+    lambda keep, group_size: keep < group_size,
+)
 def downsample(
     shaped: Shaped,
     *,
-    keep: int,
+    keep: Annotated[int, Field(ge=2)],
     penalty: str = "penalty",
-    threshold: float = 0.5,
-    seed: int = 0,
+    threshold: Finite = 0.5,
+    seed: Annotated[int, Field(ge=0)] = 0,
 ) -> Shaped:
     """Resample on correct: draw many answers, learn from `keep` of them; the others are left out.
 
@@ -185,7 +196,7 @@ def _resampled(
         return list(range(size))
     rng = np.random.default_rng([seed, group.prompt.prompt_id, group.ticket.group])
     num_right = round(keep * np.count_nonzero(right) / size)
-    if keep > 1 and 0 < np.count_nonzero(right) < size:
+    if 0 < np.count_nonzero(right) < size:
         num_right = min(max(num_right, 1), keep - 1)
     penalties = np.array([s.parts.get(penalty, 0.0) for s in group.scores])
     weights = np.where(right, 1 / (np.maximum(penalties, 0.0) + 1e-3), 1.0)
@@ -251,17 +262,22 @@ def _lengths(group: EpisodeGroup) -> Doubles:
 # ---- which groups
 
 
-def has_signal(group: EpisodeGroup, *, metric: str = "", least: float = 0.0) -> bool:
-    """Whether the group's rewards differ: the variance is above `least`.
+def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float = 0.0) -> bool:
+    """Whether the group's returns differ: their standard deviation is above `least_std`.
 
     Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.2, dynamic sampling: prompts with accuracy 0 or
-    1 have no gradient. metric: a named part of the reward to look at; "": the reward itself.
+    1 have no gradient. part: a named part of the reward to look at alone; None: reward and what
+    tokens earned. Equal ones never differ, whatever their rounding; a score without the part has 0
+    of it.
     """
-    values = np.array([_metric(s, metric) for s in group.scores], np.float64)
+    values = _judged(group, part)
     if not len(values) or np.all(values == values[0]):
         return False
-    return bool(values.var() > least)
+    return bool(values.std() > least_std)
 
 
-def _metric(score: Score, name: str) -> float:
-    return score.parts.get(name, 0.0) if name else score.reward
+def _judged(group: EpisodeGroup, part: str | None) -> Doubles:
+    """The numbers that decide on the group's signal, [episodes]."""
+    if part is None:
+        return returns_of(step_data([group]))[0]
+    return np.array([s.parts.get(part, 0.0) for s in group.scores], np.float64)

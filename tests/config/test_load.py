@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config.load import _all_paths, dump, help_text, load
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import COMPARED_IN_GROUP, DIVIDED_IN_GROUP, Config
 from jaxrl_async.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -351,8 +351,8 @@ def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overr
     ("overrides", "told"),
     [
         (["algorithm.kl_target=0.1"], "kl_coefficient by factors, and that is 0"),
-        (["reference.ema=0.9"], "kl_coefficient=0 keeps none"),
-        (["critic.path=somewhere"], "has no critic"),
+        (["reference.ema=0.9"], "reference.ema (0.9) is read by nothing without algorithm.kl_c"),
+        (["critic.path=somewhere"], "read by nothing without algorithm.advantage=gae"),
         (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
         (
             ["algorithm.supervised_coefficient=0.1", "sampler.temperature=0.7"],
@@ -391,3 +391,162 @@ def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overr
 )
 def test_settings_that_would_silently_do_nothing_are_refused(overrides, told):
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
+
+
+UNREAD = [
+    (["algorithm.max_resampled=5"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.signal_std=0.1"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.signal_part=length"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.entropy_clip=1"], "algorithm.entropy_coefficient or entropy_target"),
+    (["algorithm.entropy_step=0.1"], "algorithm.entropy_target"),
+    (["algorithm.kl=k3"], "algorithm.kl_coefficient above 0"),  # the default, and set
+    (["algorithm.kl_in=loss"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl_coefficient=0.1", "algorithm.kl_horizon=5"], "algorithm.kl_target"),
+    (["algorithm.supervised_batch=4"], "algorithm.supervised_coefficient above 0"),
+    (["critic.warmup_steps=3"], "algorithm.advantage=gae"),
+    (["critic.learning_rate=1e-5"], "algorithm.advantage=gae"),
+    (["critic.clip=null"], "algorithm.advantage=gae"),
+    (["reference.refresh_every=3"], "algorithm.kl_coefficient above 0"),
+    (["teacher.kind=js"], "teacher.source"),
+    (["teacher.coefficient=1"], "teacher.source"),
+    (["teacher.source=self", "teacher.kind=reverse"], "teacher.form=loss"),
+    (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
+    (
+        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.5"],
+        "teacher.form=loss and kind=js",
+    ),
+    (["teacher.source=path", "teacher.path=x", "teacher.refresh_every=3"], "teacher.source=self"),
+    (["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], "teacher.rewards above 0"),
+    (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
+    (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
+    (["data.curriculum_pool=8"], "data.curriculum"),
+    (["data.jsonl.path=x"], "data.source=jsonl"),
+    (["warm_start.steps=0", "warm_start.path=x"], "warm_start.steps above 0"),
+    (["weights.probe=false", "weights.probe_tolerance=1"], "weights.probe=true"),
+    (["reward.model_weight=0.5"], "reward.model"),
+    (["sft.batch_size=4"], "another run.job"),
+    (["preference.loss=ipo"], "another run.job"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "wanted"), UNREAD, ids=[words[-1] for words, _ in UNREAD])
+def test_what_nothing_reads_is_refused_with_what_would_make_it_read(overrides, wanted):
+    message = refusal(CONFIGS / "addition.yaml", *overrides)
+    key = overrides[-1].partition("=")[0]
+    if key == "teacher.rewards":
+        key = "algorithm.advantage"
+    assert f"{key} (" in message and f"is read by nothing without {wanted}" in message
+    assert f"leave {key} out" in message
+
+
+READ = [
+    ["algorithm.dynamic_sampling=true", "algorithm.max_resampled=5", "algorithm.signal_std=0.1"],
+    ["algorithm.entropy_target=1", "algorithm.entropy_clip=1", "algorithm.entropy_step=0.1"],
+    ["algorithm.kl_coefficient=0.1", "algorithm.kl=k3", "algorithm.kl_target=0.1",
+     "algorithm.kl_horizon=5", "reference.refresh_every=3"],
+    ["algorithm.advantage=gae", "critic.warmup_steps=3", "critic.learning_rate=1e-5"],
+    ["teacher.source=self", "teacher.form=loss", "teacher.kind=js", "teacher.beta=0.5"],
+    ["staleness.when_too_old=drop", "staleness.overcommit=2"],
+    ["staleness={adapt: ess, max_staleness: 2}", "staleness.ess_target=0.5"],
+    ["warm_start.steps=0", "algorithm.supervised_coefficient=0.1", "warm_start.path=x"],
+    ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl=k1",
+     "algorithm.advantage={group_normalized: {floor: 0.1}}"],
+    ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
+    ["algorithm.group_size=1", "teacher.source=self", "teacher.rewards=0"],
+    ["trainer.warmup_steps=120"],
+    ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", READ, ids=lambda words: words[-1])
+def test_the_same_settings_are_taken_where_something_reads_them(overrides):
+    load(CONFIGS / "addition.yaml", overrides)
+
+
+NOTHING_LEARNT = [
+    *(
+        (["algorithm.group_size=1", f"algorithm.advantage={name}"], "all advantages would be 0")
+        for name in COMPARED_IN_GROUP
+    ),
+    (["algorithm.group_size=1", "teacher.source=self"], "for distillation alone teacher.rewards=0"),
+    (["sampler.temperature=0"], "leave one token to draw"),
+    (["sampler.top_k=1"], "leave one token to draw"),
+    (["algorithm.kl=k1", "algorithm.kl_coefficient=0.1"], "expected gradient of 0"),
+    (["trainer.warmup_steps=121"], "more than all updates of the run (120"),
+    (["algorithm.advantage=gae", "critic.warmup_steps=120"], "leaves the policy none"),
+    (["teacher.source=self", "teacher.coefficient=0"], "learns nothing from teacher.source=self"),
+    (
+        ["teacher.source=self", "teacher.rewards=0", "algorithm.dynamic_sampling=true"],
+        "does not learn from",
+    ),
+    (["algorithm.shaping=[{overlong_filter: {max_tokens: 48}}]"], "it would never act"),
+    (
+        ["algorithm.shaping=[{soft_overlong: {max_tokens: 60, cache_tokens: 12}}]"],
+        "more than 48 tokens, and sampler.max_new_tokens allows 48",
+    ),
+    *(
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", f"algorithm.advantage={n}"],
+            "blows the KL of a group of equal rewards up",
+        )
+        for n in DIVIDED_IN_GROUP
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"), NOTHING_LEARNT, ids=["-".join(words) for words, _ in NOTHING_LEARNT]
+)
+def test_settings_with_which_nothing_or_noise_is_learnt_are_refused(overrides, told):
+    assert told in refusal(CONFIGS / "addition.yaml", *overrides)
+
+
+def test_all_broken_rules_are_told_at_once(write):
+    path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
+    message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
+    assert message.startswith("5 problems:")
+    for told in (
+        "entropy_clip",
+        "group_size=1",
+        "temperature",
+        "buffer.select=recent",
+        "reference.ema",
+    ):
+        assert told in message
+
+
+@pytest.mark.parametrize(
+    ("job", "setting"),
+    [
+        ("sft", "algorithm.kl_coefficient=0.1"),
+        ("sft", "preference.batch_size=2"),
+        ("preference", "teacher.source=self"),
+        ("preference", "preference.margin=0.1"),
+        ("preference", "sft.batch_size=2"),
+        ("reward_model", "preference.loss=ipo"),
+        ("reward_model", "algorithm.loss=cispo"),
+        ("sft", "critic.clip=1"),
+    ],
+)
+def test_what_another_job_would_read_is_refused(write, job, setting):
+    assert f"{setting.partition('=')[0]} (" in refusal(write(""), f"run.job={job}", setting)
+
+
+def test_a_reference_is_refused_beside_a_preference_loss_without_one(write):
+    words = ["run.job=preference", "preference.reference=x"]
+    load(write(""), words)
+    assert "preference.reference (x)" in refusal(write(""), *words, "preference.loss=simpo")
+
+
+def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write):
+    """As --print-config prints it, and a run's config.yaml holds it."""
+    whole = Config().model_dump()
+    assert load(write(yaml.safe_dump(whole))) == Config()
+    whole["critic"]["warmup_steps"] = 3
+    assert "critic.warmup_steps (3)" in refusal(write(yaml.safe_dump(whole)))
+
+
+def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write):
+    shared = ["sampler.slots=4", "staleness.max_staleness=2", "algorithm.group_size=2"]
+    for job in ("sft", "preference", "reward_model"):
+        load(write(""), [f"run.job={job}", *shared])

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrl_async.config.schema import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
 from jaxrl_async.trainer.advantages import StepData, advantage, step_data
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -85,6 +86,27 @@ def test_equal_rewards_give_exactly_nothing(name, reward):
 def test_a_group_of_one_gives_nothing_and_is_finite(name):
     ((only,),) = per_group(name, group_of([2.0]))
     assert (only == 0).all()
+
+
+def test_the_configuration_knows_which_give_nothing_to_a_group_of_one_whatever_its_tokens_earned():
+    """Beside a larger group, and with a reward for one of its tokens."""
+    lone, others = group_of([2.0]), group_of([1.0, 0.0], 1)
+    earned = np.linspace(0, 1, len(lone.episodes[0].token_ids)).astype(np.float32)
+    data = step_of(lone, others, value=0.1)
+    data = dataclasses.replace(data, token_rewards=((earned,), (None, None)))
+    nothing = {n for n in NAMES if (advantage[n](data).advantages[0][0] == 0).all()}
+    # centred in its group and then over the step, it is minus the step's mean, which is rarely 0
+    assert nothing | {"reinforce_pp_baseline", "gdpo"} == set(COMPARED_IN_GROUP)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configuration_knows_which_blow_small_differences_up(name):
+    """Rewards that differ by 1e-4, beside a group where they differ by 1: as for a KL in them."""
+    small, large = group_of([1e-4, 0.0, 2e-4]), group_of([1.0, 0.0, 0.0], 1)
+    of_small = advantage[name](step_of(small, large)).advantages[0]
+    blown = max(np.abs(a).max() for a in of_small) > 0.5
+    others = {"reinforce_pp", "reinforce_pp_baseline", "discounted_batch", "gae"}  # over the step
+    assert blown == (name in DIVIDED_IN_GROUP) or name in others
 
 
 @pytest.mark.parametrize("name", sorted(set(RELATIVE) - BINARY - OF_SCALE))

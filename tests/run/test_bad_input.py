@@ -124,7 +124,7 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
         (["algorithm.loss.ppo_clip.clip_low=.nan"], "clip_low must be float"),
         (["algorithm.loss.ppo_clip.clip_low=1" + "0" * 400], "clip_low must be float"),
         (["algorithm.loss.ppo_clip.dual_clip=0.5"], "dual_clip must be 0 or above 1"),
-        (["algorithm.correction.truncate.level=word"], "level is one of"),
+        (["algorithm.correction.truncate.level=word"], "level must be one of token, seq"),
         (["algorithm.advantage=best"], "unknown advantage"),
         (["algorithm.shaping=[soft]"], "unknown shaping"),
         (["algorithm.shaping=[cap]"], "shaping 'cap' needs low, high"),

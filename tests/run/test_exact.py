@@ -173,7 +173,6 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
         ({"top_k": 5}, False, False, "the ratio is biased"),
         ({"top_p": 0.9}, False, False, "Set algorithm.keep_sampling_mask=true"),
         ({}, True, False, "algorithm.keep_sampling_mask does nothing here"),
-        ({"min_p": 0.1, "temperature": 0.0}, True, False, "sampler.temperature is 0"),
         ({}, False, False, None),
     ],
 )

@@ -29,8 +29,6 @@ TINY = (
     "sampler.max_length=32",
     "trainer={row_length: 32, micro_batch_tokens: 256}",
     "algorithm.learning_rate=1e-2",
-    "sft.batch_size=8",
-    "preference.batch_size=8",
     "run.steps=4",
     "eval.every=2",
     "checkpoint.every=0",
@@ -48,7 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, *overrides: str) -> Config:
     empty = folder / "empty.yaml"
     empty.write_text("")
-    return load(empty, [*TINY, f"run.dir={folder}", *overrides])
+    pairs = any(word.startswith(("run.job=pref", "run.job=rew")) for word in overrides)
+    size = "preference.batch_size=8" if pairs else "sft.batch_size=8"
+    return load(empty, [*TINY, size, f"run.dir={folder}", *overrides])
 
 
 def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray]]:

@@ -34,6 +34,7 @@ SMALL = (
     "sampler.max_new_tokens=16",
     "algorithm.groups_per_step=4",
     "trainer.micro_batch_tokens=512",
+    "trainer.warmup_steps=1",
     "run.steps=3",
     "eval.every=0",
     "checkpoint.every=2",

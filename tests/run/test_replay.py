@@ -24,7 +24,7 @@ JOIN_S = 60.0
 
 
 def config(*overrides):
-    return load(CONFIG, list(overrides))
+    return load(CONFIG, ["trainer.warmup_steps=1", *overrides])
 
 
 def recorded(*events, ended=True):

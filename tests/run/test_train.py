@@ -37,6 +37,7 @@ TINY = (
     "algorithm.groups_per_step=4",
     "algorithm.learning_rate=1e-3",
     "trainer.micro_batch_tokens=512",
+    "trainer.warmup_steps=2",
     "run.steps=4",
     "eval.every=2",
     "checkpoint.every=2",

@@ -266,3 +266,138 @@ def test_step_data_knows_token_rewards_only_where_a_score_has_some():
     told = np.ones(2, np.float32)
     data = step_data([group_of([1.0, 2.0], token_rewards=[told, None])])
     assert data.token_rewards == ((told, None),)
+
+
+# --- what tokens earned, and what constants and comparisons decide ------------------------------
+
+
+EARNED = [
+    np.array([7.0, 0.5], np.float32),  # on the prompt: earned by nobody
+    np.array([0.0, 0.5, 0.25], np.float32),
+    None,
+    np.array([0.0, 1.0, -0.5, 0.0, 0.25], np.float32),
+]
+RETURNS = [1.5, 0.75, 0.25, 4.25]
+PER_TOKEN = {"reinforce_pp", "discounted", "discounted_batch", "gae"}
+
+
+@pytest.mark.parametrize("name", sorted(set(adv.advantage) - PER_TOKEN))
+def test_a_sequences_return_is_its_reward_and_what_its_tokens_earned(name):
+    """As if the scorer had given the sum as one reward."""
+    data = step_data([group_of(REWARDS, token_rewards=EARNED), group_of(OTHERS)])
+    same = step_data([group_of(RETURNS), group_of(OTHERS)])
+    np.testing.assert_array_equal(adv.returns_of(data)[0], RETURNS)
+    function = adv.advantage.resolve({name: {"k": 1} if name == "pass_at_k" else {}})
+    got, wanted = (function(d).advantages for d in (data, same))
+    if name != "gdpo":  # there it is one more part
+        for a, b in zip(sum(got, ()), sum(wanted, ()), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert max(np.abs(a).max() for a in got[0]) > 0
+
+
+def test_process_rewards_alone_are_learnt_from():
+    """Equal rewards of the sequences: before, all advantages were 0."""
+    equal = step_data([group_of([1.0] * 4, token_rewards=EARNED)])
+    r = np.array([0.5, 0.75, 0.0, 0.75])
+    expected = (r - r.mean()) / (r.std() + 1e-6)
+    np.testing.assert_allclose(values(adv.group_normalized(equal)), expected, rtol=1e-6)
+
+
+def test_gdpo_takes_what_tokens_earned_as_a_part_of_its_own():
+    data = step_data([group_of([1.0, 0.0, 0.0, 0.0], token_rewards=EARNED)])
+
+    def z(x):
+        return (x - np.mean(x)) / (np.std(x) + 1e-6)
+
+    sums = z(np.array([1.0, 0, 0, 0])) + 0.5 * z(np.array([0.5, 0.75, 0.0, 0.75]))
+    got = adv.gdpo(data, weights={"tokens": 0.5})
+    np.testing.assert_allclose(values(got), z(sums), rtol=1e-5)
+
+
+def test_the_floor_keeps_small_differences_small():
+    """Wrong answers whose rewards differ by 0.001 a token, beside a group with a right one."""
+    small, large = [-0.001, -0.002, -0.003, -0.004], [1.0, 0.0, 0.0, 0.0]
+    for rewards in (small, large):
+        r = np.array(rewards)
+        for floor in (0.0, 0.1):
+            got = values(adv.group_normalized(step(rewards), floor=floor))
+            expected = (r - r.mean()) / (max(r.std(), floor) + 1e-6)
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert max(values(adv.group_normalized(step(small), floor=0.1))) < 0.02
+
+
+TINY = [3e-7, 1e-7, 2e-7, 6e-7]
+"""Rewards whose standard deviation is as small as epsilon: a default shows in the fourth digit."""
+
+
+def z(x, epsilon):
+    x = np.asarray(x, np.float64)
+    return (x - x.mean()) / (x.std() + epsilon)
+
+
+@pytest.mark.parametrize(
+    ("name", "epsilon"),
+    [("group_normalized", 1e-6), ("discounted", 1e-6), ("discounted_batch", 1e-6),
+     ("reinforce_pp", 1e-8), ("reinforce_pp_baseline", 1e-8)],
+)  # fmt: skip
+def test_what_is_added_to_a_tiny_standard_deviation(name, epsilon):
+    """One token each, so that tokens and sequences are the same."""
+    group = group_of(TINY, [[0, 1]] * 4)
+    (got,) = adv.advantage[name](step_data([group])).advantages
+    np.testing.assert_allclose([a[1] for a in got], z(TINY, epsilon), rtol=1e-5)
+
+
+def test_what_grpo_lead_gdpo_and_gae_add_to_a_tiny_standard_deviation():
+    group = group_of(TINY, [[0, 1]] * 4)
+    weight = 0.4 + 1.1 / (1 + exp(10 * (np.where(z(TINY, 1) > 0, 0.0, 1.0)[0] - 0.75)))
+    got = values(adv.grpo_lead(step_data([group])))
+    assert got[0] == pytest.approx(z(TINY, 1e-6)[0] * weight, rel=1e-5)
+    twice = z(z(TINY, 1e-6), 1e-6)
+    np.testing.assert_allclose(values(adv.gdpo(step_data([group]))), twice, rtol=1e-5)
+    nothing = [[np.zeros(2, np.float32)] * 4]
+    got = values(adv.gae(step_data([group], nothing)))
+    np.testing.assert_allclose(got, z(TINY, 1e-8), rtol=1e-5)
+
+
+def test_a_reward_of_exactly_the_threshold_is_not_right():
+    rewards = [0.5, 1.0, 0.0, 0.0]
+    binary = [0.0, 1.0, 0.0, 0.0]
+    for k in (1, 2):
+        got, wanted = (values(adv.pass_at_k(step(r), k=k)) for r in (rewards, binary))
+        assert got == wanted
+    got = values(adv.grpo_lead(step(rewards)))
+    plain, rho = z(rewards, 1e-6), 0.25
+    rates = np.where(plain > 0, rho, 1 - rho)
+    expected = plain * (0.4 + 1.1 / (1 + np.exp(10 * (rates - 0.75))))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_pass_at_k_of_a_group_smaller_than_k_is_that_of_its_own_size():
+    rewards = [1.0, 0.0, 0.0]
+    assert values(adv.pass_at_k(step(rewards), k=3)) == values(adv.pass_at_k(step(rewards), k=4))
+
+
+def test_maxrl_of_a_mean_that_is_not_above_0_is_nothing():
+    assert values(adv.maxrl(step([1.0, -1.0]))) == [0.0, 0.0]
+    np.testing.assert_allclose(values(adv.maxrl(step([0.25, 0.0]))), [1.0, -1.0], rtol=1e-6)
+
+
+def test_opo_of_answers_without_a_token_is_less_the_plain_mean():
+    group = group_of([1.0, 0.0, 0.5], [[0, 0], [0, 0], [0, 0]])
+    assert all((a == 0).all() for a in adv.opo(step_data([group])).advantages[0])
+
+
+def test_a_turn_begins_where_a_token_between_was_not_drawn():
+    """Two drawn tokens side by side are one turn; one reply token between makes two."""
+    group = group_of([1.0, 1.0], [[0, 1, 1], [0, 1, 0, 1]])
+    data = step_data([group])
+    ((a, b),) = adv.discounted_batch(data, gamma=0.5, turn_gamma=0.5, epsilon=1e-12).advantages
+    raw = np.array([0.5, 1.0, 0.25, 1.0])
+    np.testing.assert_allclose([*a[1:], b[1], b[3]], z(raw, 1e-12), rtol=1e-5)
+
+
+def test_the_returns_of_gae_are_not_whitened():
+    group = group_of([1.0, 0.0], [[0, 1], [0, 1]])
+    critic = [[np.full(2, 0.25, np.float32)] * 2]
+    found = adv.gae(step_data([group], critic), gamma=0.9, lam=0.8)
+    assert [float(a[1]) for a in found.returns[0]] == pytest.approx([1.0, 0.0])

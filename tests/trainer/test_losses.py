@@ -281,9 +281,9 @@ def test_a_loss_is_against_its_anchor(packed, name):
     np.testing.assert_array_equal(token_loss[name](anchored).loss, token_loss[name](drawn).loss)
 
 
-def test_a_dual_clip_that_would_cut_on_policy_tokens_is_refused(packed):
+def test_a_dual_clip_that_would_cut_on_policy_tokens_is_refused():
     with pytest.raises(ConfigError, match="dual_clip must be 0 or above 1"):
-        ppo_clip(packed, dual_clip=0.5)
+        token_loss.resolve({"ppo_clip": {"dual_clip": 0.5}})
 
 
 def test_ratio_and_mismatch_meet_at_the_proximal_policy(packed):

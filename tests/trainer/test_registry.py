@@ -1,12 +1,12 @@
 import pytest
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.trainer.registry import Registry
+from jaxrl_async.trainer.registry import AtLeast0, Registry, rule
 
 
 @pytest.fixture
 def shapes() -> Registry:
-    registry: Registry = Registry("shape")
+    registry: Registry = Registry("shape", "draw.shape")
 
     @registry
     def circle(x: float, *, radius: float = 1.0, sides: int = 0) -> float:
@@ -16,12 +16,22 @@ def shapes() -> Registry:
     def square(x: float, *, side: float) -> float:
         return x * side
 
+    @registry
+    @rule("inner must be below outer", lambda inner, outer: inner < outer)
+    @rule("outer must fit the page", lambda outer, page: outer <= page)
+    def ring(x: float, *, inner: AtLeast0 = 1.0, outer: float = 2.0) -> float:
+        return x * (outer - inner)
+
+    @registry
+    def free(x, *, anything=None, odd: "NoSuchType" = 0):
+        return x
+
     return registry
 
 
 def test_names_are_the_functions_names(shapes):
-    assert sorted(shapes) == ["circle", "square"]
-    assert len(shapes) == 2
+    assert sorted(shapes) == ["circle", "free", "ring", "square"]
+    assert len(shapes) == 4
 
 
 def test_a_name_resolves_to_the_function_with_its_defaults(shapes):
@@ -35,7 +45,8 @@ def test_arguments_are_bound(shapes):
 
 def test_an_unknown_name_names_the_nearest_and_all_known(shapes):
     with pytest.raises(
-        ConfigError, match=r"unknown shape 'circl'; did you mean 'circle'\?.*circle, square"
+        ConfigError,
+        match=r"unknown shape 'circl'; did you mean 'circle'\?.*circle, free, ring, square",
     ):
         shapes.resolve("circl")
 
@@ -71,3 +82,21 @@ def test_a_missing_argument_shows_how_to_write_it(shapes):
 def test_two_choices_at_once_are_refused(shapes):
     with pytest.raises(ConfigError, match="keep one"):
         shapes.resolve({"circle": {}, "square": {"side": 1.0}})
+
+
+def test_a_number_out_of_its_range_is_told_with_setting_and_range(shapes):
+    with pytest.raises(ConfigError, match=r"draw.shape: shape 'ring': inner must be float >= 0"):
+        shapes.resolve({"ring": {"inner": -0.5}})
+    assert shapes.resolve({"ring": {"inner": 0}})(3.0) == 6.0
+
+
+def test_rules_hold_between_arguments_and_with_what_is_known_of_the_run(shapes):
+    with pytest.raises(ConfigError, match=r"inner must be below outer; inner is 2.0, outer is 2.0"):
+        shapes.resolve({"ring": {"inner": 2.0}})
+    assert shapes.resolve({"ring": {"outer": 9.0}})(1.0) == 8.0
+    with pytest.raises(ConfigError, match=r"outer must fit the page; outer is 9.0, page is 8"):
+        shapes.resolve({"ring": {"outer": 9.0}}, page=8)
+
+
+def test_a_function_without_types_takes_what_it_is_given(shapes):
+    assert shapes.resolve({"free": {"anything": [1], "odd": "x"}})(3.0) == 3.0

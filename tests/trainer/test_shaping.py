@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.advantages import step_data
 from jaxrl_async.trainer.shaping import (
@@ -175,7 +176,7 @@ def test_shapings_are_applied_in_order_and_their_counts_kept():
 @settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=20),
-    st.integers(1, 20),
+    st.integers(2, 20),
     st.integers(0, 9),
 )
 def test_downsampling_keeps_shares_order_and_no_more_than_asked_for(rewards, keep, number):
@@ -187,7 +188,7 @@ def test_downsampling_keeps_shares_order_and_no_more_than_asked_for(rewards, kee
     if keep < len(rewards):
         share, right = keep * sum(rewards) / len(rewards), sum(s.reward for s in small.scores)
         assert abs(right - share) <= 1
-        if keep > 1 and 0 < sum(rewards) < len(rewards):
+        if 0 < sum(rewards) < len(rewards):
             assert 0 < right < keep, "a signal stays a signal"
 
 
@@ -222,7 +223,66 @@ def test_downsampling_takes_token_rewards_and_values_along():
 
 def test_a_signal_is_a_difference_of_rewards_or_of_a_named_part():
     assert has_signal(group([1.0, 0.0])) and not has_signal(group([0.1, 0.1, 0.1]))
-    assert not has_signal(group([1.0])) and not has_signal(group([1.0, 0.0]), least=0.25)
+    assert not has_signal(group([1.0]))
     parted = group([1.0, 1.0], penalties=[0.0, 1.0])
-    assert not has_signal(parted) and has_signal(parted, metric="penalty")
-    assert not has_signal(group([1.0, 0.0]), metric="missing")
+    assert not has_signal(parted) and has_signal(parted, part="penalty")
+    assert not has_signal(parted, part="missing")
+
+
+def test_differences_up_to_the_least_standard_deviation_are_no_signal():
+    """Wrong answers with -0.001 a token; a population's standard deviation of exactly 0.5."""
+    assert has_signal(group([-0.01, -0.02])) and not has_signal(
+        group([-0.01, -0.02]), least_std=0.1
+    )
+    assert not has_signal(group([1.0, 0.0]), least_std=0.5)
+    assert has_signal(group([1.0, 0.0]), least_std=0.49999)
+
+
+def test_what_tokens_earned_is_a_signal():
+    plain = group([1.0, 1.0], [2, 3])
+    scores = tuple(
+        dataclasses.replace(s, token_rewards=np.full(n + 1, r, np.float32))
+        for s, n, r in zip(plain.scores, (2, 3), (0.0, 1.0), strict=True)
+    )
+    assert has_signal(dataclasses.replace(plain, scores=scores))
+    before = tuple(
+        dataclasses.replace(s, token_rewards=np.eye(1, n + 1, dtype=np.float32)[0] * r)
+        for s, n, r in zip(plain.scores, (2, 3), (0.0, 1.0), strict=True)
+    )
+    assert not has_signal(dataclasses.replace(plain, scores=before)), "the prompt earns nothing"
+
+
+def test_limits_of_length_and_reward_belong_to_what_is_left_alone():
+    kept = [m.sum() for m in shaped_by("overlong_filter", group([1.0] * 3, [3, 4, 5])).masks[0]]
+    assert kept == [3, 4, 0]
+    penalties = [soft_overlong_penalty(n, 6, 3) for n in (3, 4, 6, 7, 9)]
+    np.testing.assert_allclose(penalties, [0.0, -1 / 3, -1.0, -1.0, -1.0])
+    capped = shaped_by("cap", group([0.0, 0.5, 0.6, -0.1]))
+    assert capped.data.rewards[0].tolist() == [0.0, 0.5, 0.5, 0.0]
+    assert capped.counts == {"shaping/capped": 2}
+
+
+def test_a_reward_of_exactly_the_threshold_is_not_right_here_either():
+    concise = shaped_by("concise", group([0.5, 1.0], [2, 2])).data.rewards[0]
+    np.testing.assert_allclose(concise, [-1.0, 1.0])
+    by_length = shaped_by("length_reward", group([0.5, 1.0], [2, 4])).data.rewards[0]
+    np.testing.assert_allclose(by_length, [0.5, 0.5])  # the short one is wrong: no bonus
+    rest = shaped_by("downsample", group([0.5] * 6 + [1.0] * 2), keep=4).data.rewards[0]
+    assert sorted(rest.tolist()) == [0.5, 0.5, 0.5, 1.0]
+
+
+def test_concise_of_equal_lengths_or_nothing_right():
+    equal = shaped_by("concise", group([1.0, 1.0], [3, 3])).data.rewards[0]
+    assert equal.tolist() == [1.0, 1.0]
+    assert shaped_by("concise", group([0.0, 0.0])).data.rewards[0].tolist() == [-1.0, -1.0]
+
+
+def test_a_penalty_of_0_weighs_a_thousand_times_one_of_1():
+    """1 / (penalty + 1e-3): of 2 clean and 40 penalised right answers the clean ones stay."""
+    rewards, penalties = [1.0] * 42 + [0.0] * 42, [0.0, 0.0] + [1.0] * 40 + [0.0] * 42
+    stay = 0
+    for seed in range(100):
+        full = group(rewards, number=seed, penalties=penalties)
+        left = shaped_by("downsample", full, keep=4, seed=seed).data.groups[0]
+        stay += sum(p < 2 for p in places(left))
+    assert 170 <= stay < 200, "nearly always both, not always"

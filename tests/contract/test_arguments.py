@@ -1,0 +1,143 @@
+"""Every argument of every registered function has a range, and docs/algorithms.md tells it."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.aggregate import aggregate
+from jaxrl_async.trainer.corrections import correction
+from jaxrl_async.trainer.kl import kl
+from jaxrl_async.trainer.losses import supervised_loss, token_loss
+from jaxrl_async.trainer.preference import preference_loss
+from jaxrl_async.trainer.registry import (
+    defaults_of,
+    has_range,
+    range_of,
+    rules_of,
+    settings_of,
+    types_of,
+)
+from jaxrl_async.trainer.shaping import shaping
+
+DOCS = Path(__file__).parents[2] / "docs/algorithms.md"
+REGISTRIES = [
+    token_loss, supervised_loss, correction, advantage, shaping, kl, aggregate, preference_loss
+]  # fmt: skip
+ARGUMENTS = [
+    (registry, name, key)
+    for registry in REGISTRIES
+    for name in sorted(registry)
+    for key in settings_of(registry[name])
+]
+NEEDED = {"max_tokens": 8, "cache_tokens": 2, "low": 0, "high": 2, "keep": 2, "divisor": 8}
+
+each = pytest.mark.parametrize(
+    ("registry", "name", "key"), ARGUMENTS, ids=[f"{n}-{k}" for _, n, k in ARGUMENTS]
+)
+
+
+def with_needed(function, **given):
+    """These arguments, and something for each that has no default."""
+    needed = settings_of(function).keys() - defaults_of(function).keys()
+    return {key: NEEDED[key] for key in needed} | given
+
+
+def table() -> list[str]:
+    """One line of docs/algorithms.md for each function: its arguments with default and range."""
+    lines = [
+        "| setting | function | arguments: default, range | rules |",
+        "| --- | --- | --- | --- |",
+    ]
+    for registry in REGISTRIES:
+        if registry is supervised_loss:  # nothing to choose
+            continue
+        for name in sorted(registry):
+            function = registry[name]
+            defaults, types = defaults_of(function), types_of(function)
+            told = [
+                f"`{key}` {defaults.get(key, 'needed')!s}, {range_of(types[key])}" for key in types
+            ]
+            rules = "; ".join(rule.says for rule in rules_of(function))
+            lines.append(
+                f"| `{registry.setting}` | `{name}` | {'; '.join(told) or 'none'} | {rules} |"
+            )
+    return lines
+
+
+@each
+def test_an_argument_has_a_range_and_its_default_is_within(registry, name, key):
+    function = registry[name]
+    assert has_range(types_of(function)[key]), (
+        f"{registry.kind} {name}: give {key} a range, such as Annotated[float, Field(ge=0)]"
+    )
+    if key in defaults_of(function):
+        registry.resolve({name: with_needed(function, **{key: defaults_of(function)[key]})})
+
+
+BEYOND = {"gt": 0.0, "ge": -1.0, "lt": 0.0, "le": 1.0}
+"""From a bound to a value that it refuses."""
+
+
+@each
+def test_what_is_beyond_a_bound_is_refused_with_setting_argument_value_and_range(
+    registry, name, key
+):
+    function = registry[name]
+    kind = types_of(function)[key]
+    notes = getattr(kind, "__metadata__", ())
+    limits = [m for note in notes for m in note.metadata]
+    bad = [getattr(m, sign) + by for m in limits for sign, by in BEYOND.items() if hasattr(m, sign)]
+    bad += ["text", True, None, math.inf, math.nan] if notes else []
+    for value in bad:
+        with pytest.raises(ConfigError) as refused:
+            registry.resolve({name: with_needed(function, **{key: value})})
+        for part in (f"{registry.setting}: ", repr(name), f"{key} must be {range_of(kind)}"):
+            assert part in str(refused.value)
+        assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("registry", "choice", "told"),
+    [
+        (token_loss, {"ppo_clip": {"dual_clip": 1.0}}, "dual_clip must be 0 or above 1"),
+        (token_loss, {"ppo_clip": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
+        (shaping, {"soft_overlong": {"max_tokens": 4, "cache_tokens": 5}}, "at most max_tokens"),
+        (shaping, {"cap": {"low": 1, "high": 1}}, "low must be below high; low is 1, high is 1"),
+        (shaping, {"downsample": {"keep": 8}}, "below algorithm.group_size"),
+        (advantage, {"pass_at_k": {"k": 9}}, "k is 9, group_size is 8"),
+        (advantage, {"grpo_lead": {"lowest": 2}}, "lowest must be at most highest"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_rule_between_arguments_is_checked_with_the_defaults_and_the_runs_settings(
+    registry, choice, told
+):
+    with pytest.raises(ConfigError) as refused:
+        registry.resolve(choice, group_size=8)
+    assert told in str(refused.value) and registry.setting in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("registry", "choice"),
+    [
+        (token_loss, {"ppo_clip": {"dual_clip": 1.01}}),
+        (shaping, {"soft_overlong": {"max_tokens": 4, "cache_tokens": 4}}),
+        (shaping, {"downsample": {"keep": 7}}),
+        (advantage, {"pass_at_k": {"k": 8}}),
+        (advantage, {"grpo_lead": {"lowest": 1.5}}),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_what_a_rule_just_allows_is_taken(registry, choice):
+    registry.resolve(choice, group_size=8)
+
+
+def test_the_documentation_lists_every_argument_with_default_and_range():
+    text = DOCS.read_text(encoding="utf-8")
+    missing = [line for line in table() if line not in text.splitlines()]
+    assert not missing, "docs/algorithms.md lacks these lines:\n" + "\n".join(missing)
+    listed = [line for line in text.splitlines() if line.startswith(("| `algorithm.", "| `pref"))]
+    assert len(listed) == sum(map(len, REGISTRIES)) - len(supervised_loss)
