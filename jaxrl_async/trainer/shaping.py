@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.advantages import Doubles, StepData, returns_of, step_data
 from jaxrl_async.trainer.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
 from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason

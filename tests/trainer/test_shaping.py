@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.advantages import step_data
 from jaxrl_async.trainer.shaping import (
