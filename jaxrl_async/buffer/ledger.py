@@ -54,6 +54,6 @@ class Ledger:
 
     def close(self) -> None:
         """Idempotent; what is written afterwards is lost."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
