@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
+            importlib.import_module("jaxrl_async.run.start").check_names(config)
             print(dump(config), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.

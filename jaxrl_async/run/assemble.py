@@ -67,6 +67,7 @@ from jaxrl_async.run.resume import (
 )
 from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.run.warm_start import warm_start
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.sampler.router import Router
@@ -434,6 +435,7 @@ def claim_devices(config: Config) -> None:
     Without effect where an accelerator is the default backend, where XLA_FLAGS says how many, or
     where they would be too many to emulate: make_slices says so.
     """
+    skip_absent_tpu()
     if config.mesh.num_devices > MAX_CPU_DEVICES:
         return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):

@@ -49,6 +49,7 @@ from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.memory import limit_arenas
 from jaxrl_async.run.signals import Stop, preempted
+from jaxrl_async.run.start import check_paths
 from jaxrl_async.run.warm_start import forget_warm_start
 
 JOIN_S = 60.0
@@ -91,6 +92,7 @@ def train(config: Config) -> None:
         claim_devices(config)
     lockstep = Lockstep()
     config = look_together(config, lockstep)
+    check_paths(config)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
