@@ -63,7 +63,6 @@ from jaxrl_async.run.resume import (
     reopened,
     resuming_if_possible,
     save,
-    stream_place,
 )
 from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
@@ -200,24 +199,24 @@ def assemble(
         )
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
-    version, was, numbers = 0, NOTHING_YET, None
+    version, whole, was, numbers = 0, NOTHING_YET, NOTHING_YET, None
     if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
         check_resumed(saved, config, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
         assert saved.rollouts is not None, "every checkpoint of rl has them"
-        was = loads(saved.rollouts, ROLLOUT_KINDS)
+        whole = loads(saved.rollouts, ROLLOUT_KINDS)
         version, numbers = saved.step, saved.loop["trainer"]
-        prompts.restore(saved.loop["prompts"] | stream_place(was, lockstep))
+        was = local_share(whole, lockstep)
+        prompts.restore(saved.loop["prompts"][lockstep.index])
     recorder, ledger = None, Ledger()
     if lockstep.writes:
         recorder = make_recorder(config, paths, version if resume_asked else None)
         closing.callback(recorder.close)
         if warmed:
             recorder.log(0, warmed)
-        ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
+        ledger = reopened(paths.ledger, whole, version, resume_asked)
     closing.callback(ledger.close)
-    was = local_share(was, lockstep)
     kept = ledger if lockstep.count == 1 else Ledger(keep=True)
     recording = Recording(
         paths.schedule if lockstep.count == 1 else None, header_of(config, version)

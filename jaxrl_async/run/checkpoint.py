@@ -38,8 +38,8 @@ CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that say how a run is started: a resumed one may well have others."""
-SCHEMA = 2
-"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
+SCHEMA = 3
+"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
 
 log = logging.getLogger(__name__)
 

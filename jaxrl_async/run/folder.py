@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.metrics.report import WARM_START
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Paths:
     @property
     def warm_start(self) -> "Paths":
         """The supervised warm start's own metrics, TensorBoard events and checkpoints."""
-        return Paths(self.root / "warm_start")
+        return Paths(self.root / WARM_START)
 
     @property
     def policy(self) -> Path:

@@ -130,7 +130,7 @@ def train(config: Config) -> None:
 def look_together(config: Config, lockstep: Lockstep) -> Config:
     """Process 0 looks at the run's folder, and changes nothing; all learn whether it is resumed.
     Raises ConfigError."""
-    return _told_by_first(config, lockstep, lambda run: look(run) and None)
+    return _told_by_first(config, lockstep, look)
 
 
 def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tuple[Config, Paths]:
@@ -152,7 +152,7 @@ def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tu
     return config, paths
 
 
-def _told_by_first(config: Config, lockstep: Lockstep, act: Callable[[Run], None]) -> Config:
+def _told_by_first(config: Config, lockstep: Lockstep, act: Callable[[Run], object]) -> Config:
     """`act` on the settled run in process 0; its settled run.resume, or its error, in all."""
     found: dict[str, Any] = {}
     if lockstep.writes:

@@ -13,13 +13,12 @@ import jax
 from jaxrl_async.config.schema import Algorithm, Config, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
 from jaxrl_async.trainer.preference import preference_loss
 from jaxrl_async.trainer.trial import check_algorithm
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-TPU_FILES = ("/dev/accel0", "/dev/vfio")
-"""What a host with TPU chips has."""
 
 
 def check_names(config: Config) -> None:
@@ -103,7 +102,6 @@ def skip_absent_tpu() -> None:
     """Keep JAX from starting libtpu, which complains loudly, on a host without a TPU or any other
     accelerator. Without effect where JAX_PLATFORMS says what to use, or JAX has found chips."""
     plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
-    chips = any(Path(file).exists() for file in TPU_FILES)
-    asked = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ
-    if not (plugins or chips or asked):
+    asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
+    if not (plugins or asked or has_tpu()):
         jax.config.update("jax_platforms", "cpu")
