@@ -138,6 +138,13 @@ class Checkpoints:
         fresh = folder / (CHECKSUMS + ".tmp")
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(folder / CHECKSUMS)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """What orbax was to remove when the save after it failed: it does not try again."""
+        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        for step in steps[: -self._keep]:
+            shutil.rmtree(self.directory / str(step), ignore_errors=True)
 
     def _forget(self, step: int) -> None:
         """A save that failed: what it has written, and orbax's wish to tell of it again."""

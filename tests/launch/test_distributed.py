@@ -11,7 +11,7 @@ import pytest
 from jaxrl_async.config.schema import Config, Distributed
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
-from jaxrl_async.launch.distributed import find, from_tpu, start
+from jaxrl_async.launch.distributed import find, from_settings, from_tpu, start
 
 HERE = Distributed(coordinator="head:1234", num_processes=4, process_id=3)
 JAX = {

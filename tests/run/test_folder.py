@@ -20,7 +20,7 @@ def run(tmp_path, **values):
 
 def prepare(config):
     """The folder of a run that is over at once."""
-    with claimed(config.run) as paths:
+    with claimed(getattr(config, "run", config)) as paths:
         return paths
 
 
@@ -52,7 +52,7 @@ def test_overwriting_moves_each_old_run_aside(tmp_path):
         paths = prepare(run(tmp_path, overwrite=True))
         paths.metrics.write_text(text)
     paths = prepare(run(tmp_path, overwrite=True))
-    assert list(paths.root.iterdir()) == []
+    assert [p.name for p in paths.root.iterdir()] == ["lock"]
     runs = tmp_path / "runs"
     assert (runs / "demo.1" / "metrics.jsonl").read_text() == "first"
     assert (runs / "demo.2" / "metrics.jsonl").read_text() == "second"

@@ -144,6 +144,7 @@ class Buffer:
 
     def __init__(self, numbers: list[int], ledger: Ledger) -> None:
         self._numbers, self._ledger = iter(numbers), ledger
+        self.given_back = 0
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         number = next(self._numbers, None)
@@ -154,6 +155,9 @@ class Buffer:
             raise TimeoutError
         self._ledger.write("trained", group=number, version=version)
         return Draw(groups=(group(number),), dropped=(), waited_s=0.0)
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
 
 def of_two(tmp_path, work, numbers=((0, 1), (0, 1))):
