@@ -22,7 +22,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.assemble import make_learner, make_policy, make_tokenizer
+from jaxrl_async.run.assemble import check_model, make_learner, make_policy, make_tokenizer
 from jaxrl_async.run.checkpoint import Checkpoints
 from jaxrl_async.run.loop import train
 
@@ -86,7 +86,9 @@ def configuration(model: str, folder: str, updates: int) -> Config:
 def restored_s(config: Config, root: Path) -> float:
     """Seconds to read the newest checkpoint back onto the devices, checksums included."""
     tokenizer, slices = make_tokenizer(config), make_slices(config.mesh)
-    learner = make_learner(config, make_policy(config, tokenizer, slices), slices, tokenizer)
+    spec = check_model(config, tokenizer, slices)
+    policy = make_policy(config, spec, tokenizer, slices)
+    learner = make_learner(config, policy, slices, tokenizer)
     with Checkpoints(root / "checkpoints") as checkpoints:
         start = time.perf_counter()
         saved = checkpoints.restore(None, learner.tree())

@@ -29,6 +29,7 @@ class Rules:
     max_staleness: int
     groups_per_step: int
     reuse: int = 1
+    waits: bool = True  # for each group that is admitted (staleness.when_too_old=wait)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,17 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
     steps: Counter[int] = Counter()
     lags: Counter[int] = Counter()
     drops: dict[int, str] = {}  # group -> reason
+    admitted_at: dict[int, int] = {}  # group -> version
     last = -1
     for number, line in enumerate(lines, start=1):
         fate: str = line["fate"]
         if fate == "resumed":
-            again = line["next_group"]
-            admitted = {g for g in admitted if g < again}
-            for told in (ended, drops):
-                for anew in [g for g in told if g >= again]:
+            places = line.get("places") or [line["next_group"]]
+            old = {g for g in admitted if g // len(places) < places[g % len(places)]}
+            for told in (admitted_at, ended, drops):
+                for anew in [g for g in told if g not in old]:
                     del told[anew]
+            admitted &= old
             continue
         group: int = line["group"]
         where = f"line {number}: group {group}"
@@ -71,10 +74,11 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
             if group in admitted:
                 problems.append(f"{where} was admitted before")
             admitted.add(group)
+            admitted_at[group] = line["version"]
             continue
         if group not in admitted:
             problems.append(f"{where} is {fate} and was never admitted")
-        if group in ended:
+        if group in ended and fate != "returned":
             problems.append(f"{where} is {fate} after it was {ended[group]}")
         if fate == "trained":
             uses[group] += 1
@@ -92,6 +96,16 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
             last = max(last, version)
             if uses[group] == rules.reuse:
                 ended[group] = "trained on as often as it may be"
+        elif fate == "returned":
+            ended.pop(group, None)
+            for counts, key in (
+                (uses, group),
+                (steps, line["version"]),
+                (lags, line["version"] - line["oldest"]),
+            ):
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]
         elif fate == "dropped":
             drops[group] = line["reason"]
             ended[group] = f"dropped ({line['reason']})"
@@ -100,6 +114,14 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
         else:
             problems.append(f"line {number}: unknown fate {fate!r}")
     problems += _steps(steps, rules)
+    lost = sorted(
+        g
+        for g, version in admitted_at.items()
+        if g not in uses.keys() | ended.keys()
+        and version + rules.max_staleness < max(steps, default=0)
+    )
+    if lost and rules.waits and rules.reuse == 1:
+        problems.append(f"groups {_told(lost)} are lost: too old to be trained on, and not dropped")
     missing = sorted(set(range(max(admitted, default=-1) + 1)) - admitted)
     if missing:
         problems.append(f"groups {_told(missing)} were never admitted, and later ones were")
@@ -141,6 +163,7 @@ def audit_run(folder: Path) -> Audit:
         max_staleness=config["staleness"]["max_staleness"],
         groups_per_step=config["algorithm"]["groups_per_step"],
         reuse=config["buffer"]["reuse"],
+        waits=config["staleness"]["when_too_old"] == "wait",
     )
     lines = [x for x in read_lines(folder / "ledger.jsonl") if "fate" in x]
     found = audit(lines, rules)

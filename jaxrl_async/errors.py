@@ -82,5 +82,9 @@ class Preempted(JaxrlError, InterruptedError):
     """The run was told to end by SIGTERM; everything is saved, and a resumed run goes on."""
 
 
+class Stopped(JaxrlError, InterruptedError):
+    """The run was told to end by Ctrl-C before there was a policy to write; all else is saved."""
+
+
 class MissingExtraError(JaxrlError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""

@@ -163,6 +163,10 @@ class GroupSource(Protocol):
         """Block until one step's groups may be trained on at this version. Raises Closed."""
         ...
 
+    def give_back(self) -> None:
+        """No step came of the last draw: its groups are as before it. For a run that ends here."""
+        ...
+
     def pause(self) -> None:
         """Admit no further group until resume()."""
         ...

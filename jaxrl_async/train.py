@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
+            importlib.import_module("jaxrl_async.run.start").check_names(config)
             whole = importlib.import_module("jaxrl_async.trainer.trial").with_correction(config)
             print(dump(whole), end="")
             return 0

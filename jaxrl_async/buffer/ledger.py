@@ -3,6 +3,7 @@
 {"fate": "admitted", "group": 5, "version": 3}
 {"fate": "trained", "group": 5, "prompt": 17, "version": 4, "oldest": 3, "lengths": [12, 9],
  "use": 1}
+{"fate": "returned", "group": 5, "version": 4, "oldest": 3}
 {"fate": "dropped", "group": 6, "prompt": 18, "reason": "failed"}
 {"fate": "retired", "group": 5, "version": 6, "uses": 1}
 {"fate": "resumed", "version": 7, "next_group": 9}
@@ -10,9 +11,11 @@
 `version` is what was live at admission, or what the step improved; `oldest` is of the group's
 tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
 signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
-buffer.reuse; one that grows too old before is retired after so many `uses`. A resumed run moves
+buffer.reuse; one that grows too old before is retired after so many `uses`. A group is returned
+where the step that it was taken for was not made: that use does not count. A resumed run moves
 the lines from after its checkpoint to ledger.superseded.jsonl and goes on with `resumed`: the
-numbers from next_group on are given anew, and what was told of them before counts no more.
+numbers from next_group on are given anew, and what was told of them before counts no more; of
+several processes, where group k of process i of n is k n + i, those from places[i] on.
 `python -m jaxrl_async.audit RUN` adds everything up.
 """
 
@@ -30,8 +33,8 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, *, keep: bool = False) -> None:
         self._file: TextIO | None = None
-        self.lines = 0  # in the file
-        self._keep, self._lines = keep, list[dict[str, Any]]()
+        self.lines = 0  # in the file, or kept so far
+        self._keep, self._lines, self._given = keep, list[dict[str, Any]](), 0
         if path is not None:
             self._file = path.open("a+", encoding="utf-8", buffering=1)
             self._file.seek(0)
@@ -41,19 +44,22 @@ class Ledger:
         """One line: the fate (admitted, trained, dropped, retired) and its facts."""
         if self._keep:
             self._lines.append({"fate": fate, **facts})
+            self.lines += 1
         if self._file is not None:
             self._file.write(json.dumps({"fate": fate, **facts}) + "\n")
             self.lines += 1
 
-    def take(self) -> list[dict[str, Any]]:
-        """The lines kept since the last call, oldest first."""
-        count = len(self._lines)  # the buffer may append meanwhile: what it does waits
+    def take(self, until: int | None = None) -> list[dict[str, Any]]:
+        """The lines kept since the last call, oldest first; until: as `lines` was then."""
+        # The buffer may append meanwhile: what it does waits.
+        count = len(self._lines) if until is None else max(0, until - self._given)
         lines = self._lines[:count]
         del self._lines[:count]
+        self._given += len(lines)
         return lines
 
     def close(self) -> None:
         """Idempotent; what is written afterwards is lost."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

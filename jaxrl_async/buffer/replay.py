@@ -1,6 +1,7 @@
 """The replay buffer: a lock round the pure parts. Host side, bounded, and the gate on staleness.
 
         admit ──> in flight ──put──> ready ──draw──> taken ──set_live──> freed
+                                       ^── give_back ──┘  (no step came of it)
                      │ fail            │ stale,        └──> kept ──draw──> ... up to `reuse` times,
                      │ no signal       │ from the           │              or until it is too old
                      └──> freed        └──> dropped, freed  └──> retired, freed
@@ -139,6 +140,7 @@ class ReplayBuffer:
         self._kept: dict[int, EpisodeGroup] = {}  # trained on, with uses left
         self._uses: dict[int, int] = {}  # of those
         self._taken: dict[int, int] = {}  # version drawn at -> slots it holds
+        self._undo: Callable[[], None] = lambda: None  # the last draw
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._drops: Counter[str] = Counter()
         self._kept_tokens, self._dropped_tokens = _Mean(), _Mean()
@@ -223,6 +225,7 @@ class ReplayBuffer:
             if not complete:
                 raise TimeoutError(f"no {self._per_step} groups were ready within {timeout_s} s")
             fresh, again = self._selected(version)
+            self._undo = self._undo_of(version, fresh, again)
             groups = (
                 *(self._take(n, version) for n in fresh),
                 *(self._take_again(n, version) for n in again),
@@ -238,6 +241,40 @@ class ReplayBuffer:
                 dropped=[g.ticket.group for g, _ in dropped],
             )
             return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
+
+    def give_back(self) -> None:
+        """The last draw came to nothing: its groups are as before it, and the ledger says so.
+
+        For a run that ends here, so that a resumed one uses them. A second call does nothing.
+        """
+        with self._changed:
+            undo, self._undo = self._undo, lambda: None
+            undo()
+            self._changed.notify_all()
+
+    def _undo_of(
+        self, version: int, fresh: tuple[int, ...], again: tuple[int, ...]
+    ) -> Callable[[], None]:
+        """What makes a draw of these groups undone, read before it."""
+        ready = {number: self._ready[number] for number in fresh}
+        kept, uses = dict(self._kept), dict(self._uses)
+        next_untaken, lengths = self._next_untaken, self._kept_tokens.state
+
+        def undo() -> None:
+            for number in (*fresh, *again):
+                group = ready.get(number) or kept[number]
+                facts = {"version": version, "oldest": group.oldest_version}
+                self._ledger.write("returned", group=number, **facts)
+            tickets = {number: group.ticket for number, group in ready.items()}
+            self._pending = dict(sorted((self._pending | tickets).items()))
+            self._ready |= ready
+            self._kept, self._uses = kept, uses
+            self._trained -= len(fresh)
+            self._reused -= len(again)
+            self._next_untaken, self._kept_tokens = next_untaken, _Mean(*lengths)
+            self._taken[version] -= len(fresh) + len(again)
+
+        return undo
 
     def pause(self) -> None:
         """Admit nothing until resume()."""
@@ -286,7 +323,6 @@ class ReplayBuffer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._ledger.close()
 
     def stats(self) -> BufferStats:
         """A consistent reading."""

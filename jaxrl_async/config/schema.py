@@ -28,7 +28,7 @@ def name_of(choice: Choice) -> str:
 
 def arguments_of(choice: Choice) -> dict[str, Any]:
     """The arguments in a choice."""
-    return {} if isinstance(choice, str) else next(iter(choice.values()), None) or {}
+    return {} if isinstance(choice, str) else next(iter(choice.values()), {})
 
 
 COMPARED_IN_GROUP = (
@@ -39,6 +39,8 @@ COMPARED_IN_GROUP = (
 DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl")
 """Advantages that divide by the spread or the mean of a group's rewards, so that a group of equal
 rewards and a KL in them gets advantages of full size made of that KL alone."""
+GRADERS = {"exact", "gsm8k", "math"}
+"""Built-in rewards, which compare with the record's answer."""
 OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "rl": ("sft", "preference"),
     "sft": ("preference", "reference", "critic", "teacher"),
@@ -818,12 +820,12 @@ class Config(Section):
         jsonl = self.data.jsonl
         if self.data.source != "jsonl" or jsonl.answer_field is not None:
             return
-        function = self.reward.function
+        judges = sorted(GRADERS & self.reward.weights.keys())
         asking = {
             "run.job=sft": self.run.job == "sft",
             "warm_start.steps": bool(self.warm_start.steps) and self.run.job == "rl",
             "algorithm.supervised_coefficient": bool(self.algorithm.supervised_coefficient),
-            f"reward.function={function}": self.run.job == "rl" and function in ("exact", "gsm8k"),
+            f"reward.function={', '.join(judges)}": self.run.job == "rl" and bool(judges),
             "data.jsonl.answer_mark": jsonl.answer_mark is not None,
         }
         if needs := next((key for key, asks in asking.items() if asks), None):

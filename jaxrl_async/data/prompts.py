@@ -523,15 +523,13 @@ def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, Boo
     return np.concatenate([record.token_ids, answer]).astype(np.int32), mask
 
 
-def warm_start_pairs(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[IntArray, BoolArray]]:
+def warm_start_pairs(config: Config, tokenizer: Tokenizer) -> "FittingPairs":
     """Endless (token_ids, mask) for the supervised warm start, shuffled anew in each pass.
 
-    From warm_start.path where it is set, else from the training records. Pairs longer than a
-    training row are left out and counted. Raises DataError where none fits.
+    From warm_start.path where it is set, else from the training records. Raises DataError.
     """
     source = _warm_start_source(config, tokenizer)
-    dataset = shuffled(source, config.run.seed + 1)
-    return _fitting_pairs(dataset, len(source), tokenizer, config.row_length)
+    return FittingPairs(source, config.run.seed + 1, tokenizer, config.row_length)
 
 
 def _warm_start_source(config: Config, tokenizer: Tokenizer) -> Source:
@@ -543,27 +541,51 @@ def _warm_start_source(config: Config, tokenizer: Tokenizer) -> Source:
     return make_source(data, tokenizer, config.run.seed, "train", taught=True)
 
 
-def _fitting_pairs(
-    dataset: Any, num_records: int, tokenizer: Tokenizer, max_length: int
-) -> Iterator[tuple[IntArray, BoolArray]]:
-    left_out, place = 0, 0
-    while True:
-        _, record = dataset[place]
-        place += 1
-        token_ids, mask = supervised_pair(record, tokenizer)
-        if len(token_ids) <= max_length:
-            yield token_ids, mask
-            continue
-        left_out += 1
-        if left_out == num_records == place:
+class FittingPairs:
+    """Endless pairs of at most max_length tokens; longer ones are left out and counted.
+
+    What comes after `restore` is what came after `state`.
+    """
+
+    def __init__(self, source: Source, seed: int, tokenizer: Tokenizer, max_length: int) -> None:
+        self._dataset = shuffled(source, seed)
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._identity = {"seed": seed, "num_records": len(source)}
+        self._place = self._left_out = 0
+
+    def __iter__(self) -> "FittingPairs":
+        return self
+
+    def __next__(self) -> tuple[IntArray, BoolArray]:
+        """The next pair; never ends. Raises DataError where no record fits."""
+        while True:
+            _, record = self._dataset[self._place]
+            self._place += 1
+            token_ids, mask = supervised_pair(record, self._tokenizer)
+            if len(token_ids) <= self._max_length:
+                return token_ids, mask
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        self._left_out += 1
+        if self._left_out == self._identity["num_records"] == self._place:
             raise DataError(
-                f"no pair of the warm start fits a training row of {max_length} tokens. Raise "
-                "trainer.row_length or sampler.max_length."
+                f"no pair of the warm start fits a training row of {self._max_length} tokens. "
+                "Raise trainer.row_length or sampler.max_length."
             )
-        if left_out == 1 or left_out % 100 == 0:
+        if self._left_out == 1 or self._left_out % 100 == 0:
             log.warning(
                 "warm start: %d of %d pairs so far are longer than a row of %d tokens and left out",
-                left_out,
-                place,
-                max_length,
+                self._left_out,
+                self._place,
+                self._max_length,
             )
+
+    def state(self) -> dict[str, int]:
+        """How far the pairs have come, and which pairs they are; JSON."""
+        return {**self._identity, "next": self._place, "left_out": self._left_out}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken. Raises DataError where that was of other pairs."""
+        self._place = place_in(self._identity, state, "pairs")
+        self._left_out = state["left_out"]

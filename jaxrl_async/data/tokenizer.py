@@ -1,8 +1,10 @@
 """The one door to transformers and tokenizers: text to token ids, once, and back."""
 
 import contextlib
+import importlib
 import json
 import logging
+import os
 import string
 import threading
 from collections.abc import Iterator
@@ -12,12 +14,29 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
+
+
+def _without_advice(module: str) -> Any:
+    """The module, imported without transformers' advice to install PyTorch: nothing here uses it,
+    and it reads as if the run could not work. What it has to say later is said."""
+    before = os.environ.get(NO_ADVICE)
+    os.environ[NO_ADVICE] = "1"
+    try:
+        return importlib.import_module(module)
+    finally:
+        if before is None:
+            del os.environ[NO_ADVICE]
+        else:
+            os.environ[NO_ADVICE] = before
+
+
+NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+PreTrainedTokenizerFast: Any = _without_advice("transformers").PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 BARE = "{prompt}"

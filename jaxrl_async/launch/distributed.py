@@ -19,18 +19,16 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxrl_async.config.schema import Config, Distributed
 from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.run.host import has_tpu
 
 PORT = 8482
 """Of JAX's coordinator, where the environment names only its host."""
 METADATA_S = 5.0
 """Longest wait for the metadata server, seconds."""
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
-TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-"""What a host with TPU chips has."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ def start(config: Config) -> Config:
     The configuration that comes back says how many there are. Raises ConfigError where the settings
     are partial or contradict each other, MeshError where the others do not come.
     """
-    place = find(config.distributed, os.environ, ask_metadata if _has_tpu() else _nobody)
+    place = find(config.distributed, os.environ, ask_metadata if has_tpu() else _nobody)
     if place is None or place.num_processes == 1:
         log.info("one process")
         return config
@@ -92,7 +90,7 @@ def _wait_for(place: Place, wait_s: float) -> None:
     end, error = time.monotonic() + wait_s, ""
     while time.monotonic() < end:
         try:
-            socket.create_connection((host, int(port)), timeout=wait_s).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s).close()
             return
         except OSError as failure:
             error = str(failure)
@@ -207,12 +205,19 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> Place | None:
     count = len(hosts) * (slices or 1)
     return _checked(
         Place(
-            coordinator=f"{(address or hosts[0]).split(':')[0]}:{PORT}",
+            coordinator=f"{_host_of(address or hosts[0])}:{PORT}",
             num_processes=count,
             process_id=(slice_id or 0) * len(hosts) + worker,
             found_in=where,
         )
     )
+
+
+def _host_of(address: str) -> str:
+    """HOST of HOST, HOST:PORT, [IPv6] or [IPv6]:PORT; a bare IPv6 address in brackets."""
+    if address.startswith("["):
+        return address.partition("]")[0] + "]"
+    return f"[{address}]" if address.count(":") > 1 else address.partition(":")[0]
 
 
 def ask_metadata(name: str) -> str | None:
@@ -229,10 +234,6 @@ def ask_metadata(name: str) -> str | None:
 
 def _nobody(name: str) -> None:
     return None
-
-
-def _has_tpu() -> bool:
-    return any(Path(file).exists() for file in TPU_FILES)
 
 
 def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
@@ -316,7 +317,7 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 def main() -> int:
     """python -m jaxrl_async.launch.distributed: print how many processes make a run here."""
     try:
-        place = find(Distributed(), os.environ, ask_metadata if _has_tpu() else _nobody)
+        place = find(Distributed(), os.environ, ask_metadata if has_tpu() else _nobody)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ go on with some of them. Any other failure counts towards max_restarts. Every st
 run that is there (run.resume_or_start). The text goes to `kubectl apply -f -`.
 """
 
+import importlib
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -503,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         values = load_values(path)
         config = run_config(values, path.parent)
+        importlib.import_module("jaxrl_async.run.start").check_names(config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

@@ -243,8 +243,7 @@ METRICS: tuple[Metric, ...] = (
         ("eval/reward", "reward", "Mean reward on the held-out prompts."),
         ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
         ("eval/truncated_share", "share", "Held-out answers that ran into a length limit."),
-        ("warm/loss", "nats", "Cross entropy of the supervised warm start, a token of the answer."),
-        ("warm/accuracy", "share", "Accuracy on the held-out prompts after the warm start."),
+        ("warm/loss", "nats", "Of the warm start's last update, a token of the answer."),
     ),
     *_metrics(
         Max,
@@ -273,6 +272,7 @@ METRICS: tuple[Metric, ...] = (
         ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),
         ("train/tokens", "tokens", "Tokens that were learnt."),
         ("train/sequence_tokens", "tokens", "Tokens in the packed rows, prompts included."),
+        ("warm/updates", "updates", "Updates that the supervised warm start made."),
         ("train/flops", "FLOP", "Model FLOP of the step, forward and backward."),
         ("train/rows", "rows", "Packed rows, all micro-batches together."),
         ("train/micro_batches", "passes", "Forward and backward passes in the step."),
@@ -307,7 +307,7 @@ METRICS: tuple[Metric, ...] = (
         ("time/publish_s", "s", "Trainer's share of sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
         ("time/save_s", "s", "How long the trainer stood still for a checkpoint."),
-        ("time/warm_start_s", "s", "The supervised warm start."),
+        ("time/warm_start_s", "s", "All updates of the supervised warm start."),
         ("time/elapsed_s", "s", "Since the run (or its resumption) began."),
         ("trainer/idle_share", "share", "Step time in which the trainer did not learn."),
         ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
@@ -469,6 +469,9 @@ nothing to measure. JSON has no word for what is not finite: such a value is the
 
 A resumed run goes on in the same file. Lines of steps after the one it resumes from are moved to
 `metrics.superseded.jsonl` (samples: `samples.superseded.jsonl`): the run will make them again.
+
+A warm start has a `metrics.jsonl` of its own, in `warm_start/`, with one object an update: `step`
+is the update, from 1. TensorBoard shows it as a run of its own.
 
 *Kind* says how values of one step from several sources are merged. *timing* keys depend on wall
 time or on the machine; all others are equal for two runs with one seed at

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,15 +68,16 @@ class Recorder:
                 _append(self._samples, {"step": step, **record})
 
     def close(self) -> None:
-        """Flush to disk and close. A second call does nothing."""
-        with self._lock:
-            for file in (self._metrics, self._samples):
+        """Flush to disk and close, each whatever the one before raises. A second call does
+        nothing."""
+        with self._lock, ExitStack() as closing:
+            board, self._board = self._board, None
+            if board is not None:
+                closing.callback(board.close)
+            for file in (self._samples, self._metrics):
                 if not file.closed:
-                    os.fsync(file.fileno())
-                    file.close()
-            if self._board is not None:
-                self._board.close()
-                self._board = None
+                    closing.callback(file.close)
+                    closing.callback(os.fsync, file.fileno())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

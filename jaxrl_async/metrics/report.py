@@ -211,6 +211,15 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     ),
 )
 
+WARM_START = "warm_start"
+"""Folder of the warm start's own metrics, in the run's."""
+WARM_CHARTS = (
+    Chart("Loss", "nats", (("train/loss", "a token of the answer"),)),
+    Chart("Gradient norm", "norm", (("train/grad_norm", "before clipping"),), True),
+    Chart("Learning rate", "rate", (("train/learning_rate", "rate"),), True),
+    Chart("Time of an update", "s", (("time/step_s", "update"),), True),
+)
+
 
 def write_report(run_dir: Path) -> Path:
     """Write run_dir/report.html from metrics.jsonl, samples.jsonl and config.yaml; its path.
@@ -225,15 +234,23 @@ def write_report(run_dir: Path) -> Path:
     text = config.read_text("utf-8") if config.exists() else ""
     lines = read_lines(run_dir / METRICS_FILE)
     samples = read_lines(run_dir / SAMPLES_FILE)
+    warm = read_lines(run_dir / WARM_START / METRICS_FILE)
     path = run_dir / "report.html"
-    path.write_text(page(run_dir.absolute().name, lines, samples, text), "utf-8")
+    path.write_text(page(run_dir.absolute().name, lines, samples, text, warm), "utf-8")
     return path
 
 
-def page(name: str, lines: Sequence[Line], samples: Sequence[Line], config: str) -> str:
-    """The whole page."""
+def page(
+    name: str,
+    lines: Sequence[Line],
+    samples: Sequence[Line],
+    config: str,
+    warm: Sequence[Line] = (),
+) -> str:
+    """The whole page; warm: the warm start's own lines, by update."""
     sections = [
-        _section(title, [chart_svg(c, lines) for c in charts]) for title, charts in SECTIONS
+        _section("Warm start, by update", [chart_svg(chart, warm) for chart in WARM_CHARTS]),
+        *(_section(title, [chart_svg(c, lines) for c in charts]) for title, charts in SECTIONS),
     ]
     sections[-1] = _section(
         SECTIONS[-1][0], [histogram_svg(lines), *(chart_svg(c, lines) for c in SECTIONS[-1][1])]
@@ -243,7 +260,7 @@ def page(name: str, lines: Sequence[Line], samples: Sequence[Line], config: str)
         parts = Chart(
             "Parts of the reward", "reward", tuple((k, k.split("/", 1)[1]) for k in parts_key)
         )
-        sections.insert(1, _section("Reward", [chart_svg(parts, lines)]))
+        sections.insert(2, _section("Reward", [chart_svg(parts, lines)]))
     return _PAGE.format(
         title=escape(name),
         style=_STYLE,

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from jaxrl_async.codec import loads
 from jaxrl_async.config.schema import Config, Faults, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
-from jaxrl_async.data.prompts import PromptStream, eval_prompts, warm_start_pairs
+from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.mesh import (
@@ -50,7 +51,7 @@ from jaxrl_async.rollout.evaluate import EvalResult, evaluate
 from jaxrl_async.rollout.loop import RolloutLoop
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
 from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
-from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep, SharedSource
 from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.replay import OrderedPrompts, Replay, ReplayedBuffer
@@ -61,10 +62,11 @@ from jaxrl_async.run.resume import (
     reopened,
     resuming_if_possible,
     save,
-    stream_place,
 )
 from jaxrl_async.run.schedule import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.start import skip_absent_tpu
+from jaxrl_async.run.warm_start import warm_start
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
@@ -109,6 +111,10 @@ CACHE_FOLDER = ".jax_cache"
 """JAX's persistent compilation cache, beside the runs."""
 
 
+Claim = Callable[[Config], tuple[Config, Paths]]
+"""Makes or finds the run's folder, and holds it; the configuration with run.resume settled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything that a run consists of, introduced to each other."""
@@ -136,26 +142,30 @@ class Parts:
 
 
 def assemble(
-    config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep
+    config: Config,
+    claim: Claim,
+    stop: Stop,
+    console: Console,
+    lockstep: Lockstep,
+    closing: ExitStack,
 ) -> Parts:
-    """Build every part, warm-start the policy or restore it; nothing runs yet."""
+    """Build every part, warm-start the policy or restore it; nothing runs yet.
+
+    What can be looked at is looked at before the run's folder is claimed. closing: takes what is
+    to be closed on every way out.
+    """
     config = with_correction(config)
     claim_devices(config)
     file = config.run.replay_schedule
     recorded = None if file is None else read_schedule(Path(file), config)
-    if lockstep.writes:
-        write_config(config, paths)
-    keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
-    slices = make_slices(config.mesh)
     check_algorithm(config.algorithm, config.teacher)
+    tokenizer, faults = make_tokenizer(config), FaultCounts()
+    slices = make_slices(config.mesh)
+    spec = check_model(config, tokenizer, slices)
+    check_frozen(config)
     collective = config.reward.model is not None and slices.trainer.size > 1
     turns = Turns() if slices.colocated or collective else NO_TURNS
     saving = Turns() if lockstep.count > 1 else NO_TURNS
-    checkpoints = Checkpoints(
-        paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
-    )
-
-    tokenizer, faults = make_tokenizer(config), FaultCounts()
     held_out = eval_prompts(config.data, tokenizer)
     scorer, judge = (
         guarded(config.faults, one, faults)
@@ -167,11 +177,9 @@ def assemble(
         vocab_size=tokenizer.vocab_size,
         count=faults.add,
     )
-    policy = make_policy(config, tokenizer, slices)
-    check_routing(config, policy.spec)
+    check_routing(config, spec)
     keep_mask = keeps_masks(config)
-    check_frozen(config)
-    plan = kv_plan(policy.spec, config.sampler, jnp.dtype(config.model.dtype))
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     check_fits(
         plan.pages * plan.page_bytes,
         slices.sampler,
@@ -194,26 +202,37 @@ def assemble(
             "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )
     prompts = make_stream(config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count)
+    pairs = warm_start_pairs(config, tokenizer) if config.warm_start.steps else None
 
-    resume_asked = config.run.resume
+    config, paths = claim(config)
+    checkpoints = closing.enter_context(open_checkpoints(config, paths))
+    resume_asked, warmed = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)
-    if not config.run.resume:
-        policy = warm_start(config, policy, slices, tokenizer, console)
+    policy = make_policy(config, spec, tokenizer, slices)
+    if not config.run.resume and pairs is not None:
+        policy, warmed = warm_started(
+            config, policy, slices, pairs, paths, resume_asked, console, stop, lockstep
+        )
+    stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, keep_mask)
-    version, was, numbers = 0, NOTHING_YET, None
+    version, whole, was, numbers = 0, NOTHING_YET, NOTHING_YET, None
     if config.run.resume:
         saved = checkpoints.restore(None, learner.tree())
         check_resumed(saved, config, checkpoints.directory)
         learner.restore(saved.state, saved.loop["numbers"])
         assert saved.rollouts is not None, "every checkpoint of rl has them"
-        was = loads(saved.rollouts, ROLLOUT_KINDS)
+        whole = loads(saved.rollouts, ROLLOUT_KINDS)
         version, numbers = saved.step, saved.loop["trainer"]
-        prompts.restore(saved.loop["prompts"] | stream_place(was, lockstep))
+        was = local_share(whole, lockstep)
+        prompts.restore(saved.loop["prompts"][lockstep.index])
     recorder, ledger = None, Ledger()
     if lockstep.writes:
         recorder = make_recorder(config, paths, version if resume_asked else None)
-        ledger = reopened(paths.ledger, was.buffer, version, resume_asked)
-    was = local_share(was, lockstep)
+        closing.callback(recorder.close)
+        if warmed:
+            recorder.log(0, warmed)
+        ledger = reopened(paths.ledger, whole, version, resume_asked)
+    closing.callback(ledger.close)
     kept = ledger if lockstep.count == 1 else Ledger(keep=True)
     recording = Recording(
         paths.schedule if lockstep.count == 1 else None, header_of(config, version)
@@ -417,6 +436,12 @@ def reading(
     )
 
 
+def open_checkpoints(config: Config, paths: Paths) -> Checkpoints:
+    """Of the run itself; a warm start has its own."""
+    section = config.checkpoint
+    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify)
+
+
 def make_recorder(config: Config, paths: Paths, resume_step: int | None) -> Recorder:
     """What a run writes down; from this step on where it was resumed."""
     return Recorder(paths.root, tensorboard=config.metrics.tensorboard, resume_step=resume_step)
@@ -431,6 +456,7 @@ def claim_devices(config: Config) -> None:
     Without effect where an accelerator is the default backend, where XLA_FLAGS says how many, or
     where they would be too many to emulate: make_slices says so.
     """
+    skip_absent_tpu()
     if config.mesh.num_devices > MAX_CPU_DEVICES:
         return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
@@ -540,12 +566,14 @@ def make_tokenizer(config: Config) -> Tokenizer:
     return addition_tokenizer()
 
 
-def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
-    """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
+def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSpec:
+    """What the policy is, by its directory or the configuration, and whether it fits the devices
+    and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
     dtype = jnp.dtype(config.model.param_dtype)
     if config.model.path is not None:
         spec = load_spec(Path(config.model.path))
         check_lengths(config, spec, config.model.path)
+        check_params(config.model.path, spec)
     else:
         spec = ModelSpec.from_architecture(
             config.model.architecture,
@@ -558,19 +586,22 @@ def make_policy(config: Config, tokenizer: Tokenizer, slices: Slices) -> Policy:
         "the policy with AdamW's two moments",
         "Choose a smaller model, or give mesh.trainer more devices.",
     )
-    if config.model.path is not None:
-        policy = _load(config, config.model.path, slices, tokenizer)
-    else:
-        make = jax.jit(
-            functools.partial(init_params, spec, dtype=dtype),
-            out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
-        )
-        policy = Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
-    check_experts(policy.spec, slices.trainer, "mesh.trainer")
+    check_experts(spec, slices.trainer, "mesh.trainer")
     for mesh in slices.samplers:
-        check_experts(policy.spec, mesh, "mesh.sampler")
-    check_vocabulary(tokenizer, policy.spec.vocab, config.model.path or "model.architecture")
-    return policy
+        check_experts(spec, mesh, "mesh.sampler")
+    check_vocabulary(tokenizer, spec.vocab, config.model.path or "model.architecture")
+    return spec
+
+
+def make_policy(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices) -> Policy:
+    """The policy at the start, on the trainer's slice: from model.path, or with random weights."""
+    if config.model.path is not None:
+        return _load(config, config.model.path, slices, tokenizer)
+    make = jax.jit(
+        functools.partial(init_params, spec, dtype=jnp.dtype(config.model.param_dtype)),
+        out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
+    )
+    return Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
 
 
 def check_lengths(config: Config, spec: ModelSpec, where: str) -> None:
@@ -782,30 +813,39 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     return {"critic": critic, "critic_state": critic.init(params)}
 
 
-def warm_start(
-    config: Config, policy: Policy, slices: Slices, tokenizer: Tokenizer, console: Console
-) -> Policy:
-    """A short supervised training on worked answers; the policy unchanged where warm_start.steps
-    is 0."""
-    section = config.warm_start
-    if not section.steps:
-        return policy
-    console.phase("warm start", "compiling")
+def warm_started(
+    config: Config,
+    policy: Policy,
+    slices: Slices,
+    pairs: FittingPairs,
+    paths: Paths,
+    resume: bool,
+    console: Console,
+    stop: Stop,
+    lockstep: Lockstep,
+) -> tuple[Policy, dict[str, float]]:
+    """The policy after a short supervised training on worked answers, run.warm_start; what the
+    run's first line of metrics says of it."""
     step = SupervisedStep(
         policy.spec,
         slices.trainer,
         TRAINER_RULES,
-        learning_rate=section.learning_rate,
-        total_steps=section.steps,
+        learning_rate=config.warm_start.learning_rate,
+        total_steps=config.warm_start.steps,
         **learning(config),
     )
-    state = step.init(policy.params)
-    pairs = warm_start_pairs(config, tokenizer)
-    for number in range(1, section.steps + 1):
-        batch = step.pack([next(pairs) for _ in range(section.batch_size)])
-        state, stats = step.update(state, batch)
-        console.phase("warm start", f"{number}/{section.steps}, loss {stats['train/loss']:.3f}")
-    return policy.with_params(state.params)
+    params, told = warm_start(
+        config,
+        step,
+        pairs,
+        policy.params,
+        paths,
+        resume=resume,
+        console=console,
+        stop=stop,
+        lockstep=lockstep,
+    )
+    return policy.with_params(params), told
 
 
 def make_pacing(config: Config) -> Bounds | None:

@@ -38,8 +38,8 @@ CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that say how a run is started: a resumed one may well have others."""
-SCHEMA = 2
-"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts."""
+SCHEMA = 3
+"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +58,25 @@ class Checkpoints:
     """The checkpoints in one folder. One thread may use it at a time."""
 
     def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
-        """verify: compare checksums before a checkpoint is read."""
-        mend_orbax()
-        self.directory, self._verify = directory.absolute(), verify
-        self._orbax = v1.training.Checkpointer(
-            self.directory,
-            preservation_policy=v1.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
-        )
+        """verify: compare checksums before a checkpoint is read. The folder is made, and what a
+        killed run left half written is removed, when it is used first."""
+        self.directory, self._keep, self._verify = directory.absolute(), keep, verify
+        self._opened: Any = None
         self._pending: Future[None] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @property
+    def _orbax(self) -> Any:
+        """Orbax's own; it would sweep on a thread that nobody waits for."""
+        if self._opened is None:
+            mend_orbax()
+            if not jax.process_index():
+                sweep(self.directory)
+            self._opened = v1.training.Checkpointer(
+                self.directory,
+                preservation_policy=v1.training.preservation_policies.LatestN(self._keep),
+            )
+        return self._opened
 
     def save(
         self,
@@ -88,7 +97,7 @@ class Checkpoints:
         """
         failure = self._outcome()
         begin = functools.partial(
-            self._begin, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
+            self._begin, self._orbax, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
         )
         if jax.process_count() > 1:
             try:
@@ -103,6 +112,7 @@ class Checkpoints:
 
     def _begin(
         self,
+        orbax: Any,
         step: int,
         state: Any,
         loop: Mapping[str, Any],
@@ -111,7 +121,7 @@ class Checkpoints:
         items = {STATE: state, LOOP: loop}
         if rollouts is not None:
             items[ROLLOUTS] = {"bytes": rollouts()}
-        return self._orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
+        return orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """On a thread of its own: once orbax is done, add the checksums."""
@@ -128,14 +138,20 @@ class Checkpoints:
         fresh = folder / (CHECKSUMS + ".tmp")
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(folder / CHECKSUMS)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """What orbax was to remove when the save after it failed: it does not try again."""
+        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        for step in steps[: -self._keep]:
+            shutil.rmtree(self.directory / str(step), ignore_errors=True)
 
     def _forget(self, step: int) -> None:
         """A save that failed: what it has written, and orbax's wish to tell of it again."""
         with contextlib.suppress(Exception):
             self._orbax.wait()
         if not jax.process_index():
-            for folder in self.directory.glob(f"{step}.*tmp*"):
-                shutil.rmtree(folder, ignore_errors=True)
+            sweep(self.directory, str(step))
 
     def wait(self) -> None:
         """Block until the save under way lies on disk. Raises CheckpointError where it failed."""
@@ -197,8 +213,10 @@ class Checkpoints:
             self.wait()
         finally:
             self._finisher.shutdown()
+            opened, self._opened = self._opened, None
             try:
-                self._orbax.close()
+                if opened is not None:
+                    opened.close()
             except Exception as error:
                 raise self._write_error(error) from error
 
@@ -235,6 +253,12 @@ class Checkpoints:
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
             "Look whether the disk is full and the folder writable; earlier ones are untouched."
         )
+
+
+def sweep(directory: Path, step: str = "*") -> None:
+    """Remove what saves that did not end have left in a folder of checkpoints."""
+    for folder in directory.glob(f"{step}.*tmp*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checksums(folder: Path) -> dict[str, str]:

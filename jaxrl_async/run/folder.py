@@ -3,14 +3,16 @@
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, Run
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.metrics.report import WARM_START
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,11 @@ class Paths:
         return self.root / "checkpoints"
 
     @property
+    def warm_start(self) -> "Paths":
+        """The supervised warm start's own metrics, TensorBoard events and checkpoints."""
+        return Paths(self.root / WARM_START)
+
+    @property
     def policy(self) -> Path:
         """The final policy: a Hugging Face directory."""
         return self.root / "policy"
@@ -97,13 +104,12 @@ def settled(run: Run) -> Run:
     return run.model_copy(update={"resume": _holds_something(Path(run.dir) / run.name)})
 
 
-def prepare(config: Config | Run) -> Paths:
-    """Make the run's folder; find it with run.resume; with run.overwrite move an old one aside.
+def look(run: Run) -> Paths:
+    """The run's folder, untouched, where a run may be started or resumed in it.
 
-    Raises ConfigError where the folder holds a run and neither is set, where both are, where there
-    is nothing to resume, or where an entry of the folder leads out of it.
+    Raises ConfigError where the folder holds a run and neither run.resume nor run.overwrite is
+    set, where both are, where there is nothing to resume, or where an entry leads out of it.
     """
-    run = config.run if isinstance(config, Config) else config
     paths = Paths(Path(run.dir) / run.name)
     if run.resume and run.overwrite:
         raise ConfigError(
@@ -117,30 +123,86 @@ def prepare(config: Config | Run) -> Paths:
                 f"{run.name}). Leave out --resume to start one, or correct run.name."
             )
         check_links(paths.root)
-        return paths
-    if _holds_something(paths.root):
-        if not run.overwrite:
-            raise ConfigError(
-                f"{paths.root} holds a run already. Continue it with --resume, replace it with "
-                "run.overwrite=true (the old one is moved aside), or choose another run.name."
-            )
-        paths.root.rename(free_name(paths.root))
-    paths.root.mkdir(parents=True, exist_ok=True)
+    elif _holds_something(paths.root) and not run.overwrite:
+        raise ConfigError(
+            f"{paths.root} holds a run already. Continue it with --resume, replace it with "
+            "run.overwrite=true (the old one is moved aside), or choose another run.name."
+        )
     return paths
 
 
 @contextmanager
-def claimed(paths: Paths) -> Iterator[None]:
-    """Hold the run's folder: a second process that trains into it would spoil both.
+def claimed(run: Run) -> Iterator[Paths]:
+    """Make the run's folder, or find it with run.resume, and hold it: a second process that trains
+    into it would spoil both. With run.overwrite an old run is moved aside, unless somebody holds
+    it. Where an error comes before anything was made, everything is put back as it was.
 
-    Raises ConfigError where another process holds it. The lock goes with the process.
+    Raises ConfigError as `look` does, and where another process holds the folder. The lock goes
+    with the process.
     """
-    with (paths.root / "lock").open("w") as file:
+    with ExitStack() as held:
+        undo = held.enter_context(ExitStack())
+        with _one_at_a_time(_made(Path(run.dir), undo)):
+            paths = look(run)
+            if paths.root.is_dir():
+                undo.callback(_clear, paths.root, set(paths.root.iterdir()))
+                held.enter_context(_locked(paths.root))
+            if not run.resume and _holds_something(paths.root):
+                aside = paths.root.rename(free_name(paths.root))
+                undo.callback(aside.rename, paths.root)
+            if not paths.root.is_dir():
+                _made(paths.root, undo)
+                undo.callback(_clear, paths.root, set[Path]())
+                held.enter_context(_locked(paths.root))
+        try:
+            yield paths
+        except BaseException:
+            if run.resume or _holds_something(paths.root):
+                undo.pop_all()
+            raise
+        undo.pop_all()
+
+
+def _made(folder: Path, undo: ExitStack) -> Path:
+    """A folder that is there now; what had to be made for it goes again with `undo`."""
+    for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
+        missing.mkdir(exist_ok=True)
+        undo.callback(_remove_if_empty, missing)
+    return folder
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _clear(folder: Path, before: set[Path]) -> None:
+    """Remove what a folder holds that it did not hold before."""
+    for entry in set(folder.iterdir()) - before:
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Of all that start in this folder, where its file system can lock a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, wherever it is moved to. Raises ConfigError where another process does."""
+    with (folder / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{paths.root}: another process is training this run. Wait for it, stop it, or "
+                f"{folder}: another process is training this run. Wait for it, stop it, or "
                 "choose another run.name."
             ) from None
         except OSError as error:
@@ -175,7 +237,7 @@ def free_name(path: Path) -> Path:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a run began here: one refused before leaves config.yaml and what is empty."""
+    """Whether a run began here: one refused before leaves nothing but its beginnings."""
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; a run needs a folder there. Move it or change run.name."
@@ -183,9 +245,15 @@ def _holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard")
+"""What is written before anything is made."""
+
+
 def _is_left_over(path: Path) -> bool:
     if path.is_symlink():
         return False
+    if path.name in BEGINNINGS:
+        return True
     if path.is_dir():
-        return not any(path.iterdir())
-    return path.name == "config.yaml" or not path.stat().st_size
+        return all(_is_left_over(entry) for entry in path.iterdir())
+    return not path.stat().st_size

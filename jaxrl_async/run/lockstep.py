@@ -134,6 +134,7 @@ class SharedSource:
         self._kept, self._ledger, self._clock = kept, ledger, clock
         self._reason = ""  # for the stop that all have agreed on
         self.alone = False  # whether this process failed where the others may not have
+        self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
 
     def is_set(self) -> bool:
         """Whether any process had been asked to stop by the last draw. Exchanges nothing."""
@@ -158,10 +159,12 @@ class SharedSource:
             if mine is not None and all(ready for ready, _ in told):
                 break
             if self._reason:
-                self._give_up()
+                self._give_up(drawn=mine is not None)
         sent = dumps({"draw": mine, "ledger": self._kept.take()}).tobytes()
         shares = [read(message) for message in self._lockstep.gather(sent)]
-        self._write([share["ledger"] for share in shares])
+        lines = [share["ledger"] for share in shares]
+        self._trained = [[x for x in of if x["fate"] == "trained"] for of in lines]
+        self._write(lines)
         waited_s = self._clock() - start
         return replace(merged([share["draw"] for share in shares]), waited_s=waited_s)
 
@@ -174,15 +177,27 @@ class SharedSource:
             self.alone = True
             raise
 
-    def _give_up(self) -> NoReturn:
-        """What was drawn is not trained on after all: a resumed run plays it again."""
-        lines = [line for line in self._kept.take() if line["fate"] != "trained"]
+    def _give_up(self, *, drawn: bool) -> NoReturn:
+        """What was drawn is not trained on after all: it is in the buffer as before."""
+        if drawn:
+            self._buffer.give_back()
+        untold = ("trained", "returned")
+        lines = [line for line in self._kept.take() if line["fate"] not in untold]
         self._write(self._lockstep.gather_json(lines))
         raise Closed("asked to stop while a step's groups were not complete")
 
-    def settle(self) -> None:
-        """Write down what became of groups since the last draw."""
-        self._write(self._lockstep.gather_json(self._kept.take()))
+    def give_back(self) -> None:
+        """As the buffer's, in this process alone: nobody knows whether the others failed, too."""
+        self.alone = True
+        self._buffer.give_back()
+        told = ("group", "version", "oldest")
+        lines = [[{k: x[k] for k in told} for x in of] for of in self._trained]
+        self._write([[{"fate": "returned", **x} for x in of] for of in lines])
+
+    def settle(self, until: int | None = None) -> None:
+        """Write down what became of groups since the last draw; until: of this process's kept
+        ledger."""
+        self._write(self._lockstep.gather_json(self._kept.take(until)))
 
     def pause(self) -> None:
         """As the buffer's."""
@@ -231,11 +246,6 @@ def merged(draws: list[Draw]) -> Draw:
         dropped=tuple(d for n in numbered for d in n[1]),
         waited_s=max(draw.waited_s for draw in draws),
     )
-
-
-def local_place(next_group: int, lockstep: Lockstep) -> int:
-    """The next group of this process, where `next_group` is the run's."""
-    return max(0, -(-(next_group - lockstep.index) // lockstep.count))
 
 
 def _renumbered(group: EpisodeGroup, count: int, process: int) -> EpisodeGroup:

@@ -20,6 +20,7 @@ waits for weights), rollouts, sampler. The other jobs have one thread: offline.p
 """
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -30,17 +31,26 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import Closed, ConfigError
+from jaxrl_async.config.schema import Config, Run
+from jaxrl_async.errors import Closed, ConfigError, Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import Parts, assemble, claim_devices
-from jaxrl_async.run.folder import Paths, claimed, prepare, settled
+from jaxrl_async.run.assemble import (
+    CACHE_FOLDER,
+    Claim,
+    Parts,
+    assemble,
+    claim_devices,
+    keep_compiled_programs,
+)
+from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.memory import limit_arenas
 from jaxrl_async.run.signals import Stop, preempted
+from jaxrl_async.run.start import check_paths
+from jaxrl_async.run.warm_start import forget_warm_start
 
 JOIN_S = 60.0
 """Longest wait for a thread to end after everything it waits on was closed, seconds."""
@@ -76,48 +86,79 @@ class Failure:
 
 def train(config: Config) -> None:
     """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
-    kinds."""
+    kinds. On another thread than the main one no signal stops it, which is logged."""
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
     lockstep = Lockstep()
-    config, paths = prepare_together(config, lockstep)
+    config = look_together(config, lockstep)
+    check_paths(config)
+    paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
+        stop.answer = "stopping as soon as the run is prepared, and saving"
         console = closing.enter_context(Console(config.run.steps, stream=quiet))
-        if lockstep.writes:
-            closing.enter_context(claimed(paths))
+        claim = functools.partial(claim_together, closing, lockstep)
         console.phase("preparing")
         work = run_rl if config.run.job == "rl" else offline.run
-        weights = work(config, paths, stop, console, lockstep)
+        weights, early = None, f"stopped early by {stop.reason}"
+        try:
+            weights = work(config, claim, stop, console, lockstep)
+            early = f"stopped early by {stop.reason}" if stop.reason else ""
+        except Stopped as error:
+            early = str(error)
         if not lockstep.writes:
             return
         report = write_report(paths.root)
-    results = {
-        f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights,
-        "metrics, samples, checkpoints": paths.root,
-        "report": report,
-    }
+    results: dict[str, Path] = (
+        {}
+        if weights is None
+        else {f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights}
+    )
+    results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     width = max(map(len, results))
     console.summary(
         [
             *headline(paths.metrics),
-            f"stopped early by {stop.reason}: everything is saved; --resume continues"
-            if stop.reason
-            else "",
+            f"{early}: everything is saved; --resume continues" if early else "",
             *(f"{what:<{width}}  {where}" for what, where in results.items()),
         ]
     )
 
 
-def prepare_together(config: Config, lockstep: Lockstep) -> tuple[Config, Paths]:
-    """Process 0 makes or finds the run's folder; all learn what came of it. Raises ConfigError."""
+def look_together(config: Config, lockstep: Lockstep) -> Config:
+    """Process 0 looks at the run's folder, and changes nothing; all learn whether it is resumed.
+    Raises ConfigError."""
+    return _told_by_first(config, lockstep, look)
+
+
+def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tuple[Config, Paths]:
+    """Process 0 makes or finds the run's folder, and holds it until `closing`; all learn what came
+    of it. Raises ConfigError."""
+
+    def hold(run: Run) -> None:
+        paths = closing.enter_context(claimed(run))
+        write_config(config.model_copy(update={"run": run}), paths)
+
+    config = _told_by_first(config, lockstep, hold)
+    paths = Paths(Path(config.run.dir) / config.run.name)
+    if not all(lockstep.gather_json(paths.root.is_dir())):
+        raise ConfigError(
+            f"{paths.root} is not the same folder in all processes: run.dir must lie on storage "
+            "that they share, such as a bucket or NFS."
+        )
+    keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
+    return config, paths
+
+
+def _told_by_first(config: Config, lockstep: Lockstep, act: Callable[[Run], object]) -> Config:
+    """`act` on the settled run in process 0; its settled run.resume, or its error, in all."""
     found: dict[str, Any] = {}
     if lockstep.writes:
         try:
             run = settled(config.run)
-            prepare(run)
+            act(run)
             found = {"resume": run.resume}
         except ConfigError as error:
             found = {"error": str(error)}
@@ -125,27 +166,18 @@ def prepare_together(config: Config, lockstep: Lockstep) -> tuple[Config, Paths]
     if "error" in found:
         raise ConfigError(found["error"])
     run = config.run.model_copy(update={"resume": found["resume"]})
-    paths = Paths(Path(run.dir) / run.name)
-    if not all(lockstep.gather_json(paths.root.is_dir())):
-        raise ConfigError(
-            f"{paths.root} is not the same folder in all processes: run.dir must lie on storage "
-            "that they share, such as a bucket or NFS."
-        )
-    return config.model_copy(update={"run": run}), paths
+    return config.model_copy(update={"run": run})
 
 
-def run_rl(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
     """Reinforcement learning (run.job=rl) to its end; the folder of the policy."""
-    parts = assemble(config, paths, stop, console, lockstep)
-    try:
+    with ExitStack() as closing:
+        parts = assemble(config, claim, stop, console, lockstep, closing)
         run_threads(parts, stop)
-    finally:
-        if parts.recorder is not None:
-            parts.recorder.close()
-        parts.ledger.close()
-        parts.checkpoints.close()
+    if lockstep.writes:
+        forget_warm_start(parts.paths)
     if stop.preempted:
-        raise preempted(stop, parts.trainer.version)
+        raise preempted(stop, f"version {parts.trainer.version}")
     console.phase("writing the policy and the report")
     return parts.save_policy()
 
@@ -183,23 +215,28 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         ),
     ]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
-    parts.sampler.start()
-    for thread in threads:
-        thread.start()
-    try:
+    with ExitStack() as stopping:  # each is done whatever the one before raises
+        stopping.callback(parts.sampler.close)
+        for thread in reversed(threads):
+            stopping.callback(_join, thread)
+        stopping.callback(parts.channel.close)
+        stopping.callback(parts.buffer.close)
+        stopping.callback(parts.watchdog.stop)
+        stopping.callback(parts.schedule.close)
+        parts.sampler.start()
+        for thread in threads:
+            thread.start()
         while not failure.done.wait(0.2):
             if parts.sampler.error is not None:
                 failure.error = failure.error or parts.sampler.error
                 break
-    finally:
-        parts.schedule.close()
-        parts.watchdog.stop()
-        parts.buffer.close()
-        parts.channel.close()
-        for thread in threads:
-            thread.join(JOIN_S)
-            if thread.is_alive():
-                log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)
-        parts.sampler.close()
     if failure.error is not None:
         raise failure.error
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is None:  # never started
+        return
+    thread.join(JOIN_S)
+    if thread.is_alive():
+        log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)

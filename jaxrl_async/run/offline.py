@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,31 +22,34 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
 from jaxrl_async.data.preferences import mismatched
+from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError, TrainingError
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.heads import save_head, with_head
 from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.run.assemble import (
-    CACHE_FOLDER,
+    Claim,
     check_frozen,
+    check_model,
     claim_devices,
-    keep_compiled_programs,
     learning,
     make_policy,
     make_recorder,
     make_tokenizer,
+    open_checkpoints,
     reference_params,
-    warm_start,
+    warm_started,
 )
 from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
-from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Asked, Lockstep, SharedStop
 from jaxrl_async.run.observe import measured_peak_flops
 from jaxrl_async.run.resume import resuming_if_possible
 from jaxrl_async.run.signals import Stop, preempted
+from jaxrl_async.run.warm_start import forget_warm_start, stop_if_lost
 from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
 from jaxrl_async.trainer.supervised import SupervisedStep
@@ -88,41 +92,53 @@ class Progress:
     version: int = 0
 
 
-def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
     """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds.
 
     Several processes take the same examples, and each computes its rows of them.
     """
-    if lockstep.writes:
-        write_config(config, paths)
+    whole = config
     config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
-    keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
-    with Checkpoints(
-        paths.checkpoints, config.checkpoint.keep, verify=config.checkpoint.verify
-    ) as checkpoints:
-        resume_asked = config.run.resume
+    tokenizer, slices = make_tokenizer(config), make_slices(config.mesh)
+    split = SPLITS[config.run.job](config, tokenizer)
+    spec = check_model(config, tokenizer, slices)
+    check_frozen(config)
+    warms = config.warm_start.steps > 0 and config.run.job != "sft"
+    pairs = warm_start_pairs(config, tokenizer) if warms else None
+
+    whole, paths = claim(whole)
+    config = config.model_copy(update={"run": whole.run})
+    with ExitStack() as closing:
+        checkpoints = closing.enter_context(open_checkpoints(config, paths))
+        resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)
-        check_frozen(config)
-        job = JOBS[config.run.job](config, paths, make_slices(config.mesh), console)
+        policy = make_policy(config, spec, tokenizer, slices)
+        if not config.run.resume and pairs is not None:
+            policy, warmed = warm_started(
+                config, policy, slices, pairs, paths, resume_asked, console, stop, lockstep
+            )
+        stop.answer = "stopping after this step and saving"
+        job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
         recorder = None
         if lockstep.writes:
             recorder = make_recorder(config, paths, progress.version if resume_asked else None)
-        try:
-            learn(
-                config,
-                job,
-                progress,
-                checkpoints,
-                functools.partial(_tell, recorder, console),
-                stop if lockstep.count == 1 else SharedStop(stop, lockstep),
-            )
-        finally:
-            if recorder is not None:
-                recorder.close()
+            closing.callback(recorder.close)
+            if warmed:
+                recorder.log(0, warmed)
+        learn(
+            config,
+            job,
+            progress,
+            checkpoints,
+            functools.partial(_tell, recorder, console),
+            stop if lockstep.count == 1 else SharedStop(stop, lockstep),
+        )
+    if lockstep.writes:
+        forget_warm_start(paths)
     if stop.preempted:
-        raise preempted(stop, progress.version)
+        raise preempted(stop, f"version {progress.version}")
     console.phase("writing the weights and the report")
     return job.write(progress.state.params)
 
@@ -130,11 +146,8 @@ def run(config: Config, paths: Paths, stop: Stop, console: Console, lockstep: Lo
 # ---- the jobs
 
 
-def sft(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+def sft(config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]) -> Job:
     """Maximum likelihood of the records' answers."""
-    tokenizer = make_tokenizer(config)
-    split = demonstrations(config.data, tokenizer, config.run.seed, config.row_length)
-    policy = make_policy(config, tokenizer, slices)
     return Job(
         step=SupervisedStep(policy.spec, slices.trainer, TRAINER_RULES, **_settings(config)),
         params=policy.params,
@@ -144,18 +157,16 @@ def sft(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
     )
 
 
-def preference(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+def _demonstrations(config: Config, tokenizer: Tokenizer) -> Split[Any]:
+    return demonstrations(config.data, tokenizer, config.run.seed, config.row_length)
+
+
+def preference(
+    config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]
+) -> Job:
     """A policy by better and worse answers: dpo and its kin."""
     section = config.preference
     loss = preference_loss.resolve(section.loss)
-    if section.reference is not None and not needs_reference(loss):
-        raise ConfigError(
-            f"preference.reference is set, but preference.loss={section.loss} compares with no "
-            "reference. Set preference.reference=null, or take dpo, ipo, ipo_average or kto."
-        )
-    tokenizer = make_tokenizer(config)
-    split = _pairs(config, tokenizer, halves=needs_baseline(loss))
-    policy = _start(config, tokenizer, slices, console)
     step = PreferenceStep(
         policy.spec, slices.trainer, TRAINER_RULES, loss=section.loss, **_settings(config)
     )
@@ -174,11 +185,21 @@ def preference(config: Config, paths: Paths, slices: Slices, console: Console) -
     )
 
 
-def reward_model(config: Config, paths: Paths, slices: Slices, console: Console) -> Job:
+def _answers_compared(config: Config, tokenizer: Tokenizer) -> Split[Any]:
+    section = config.preference
+    loss = preference_loss.resolve(section.loss)
+    if section.reference is not None and not needs_reference(loss):
+        raise ConfigError(
+            f"preference.reference is set, but preference.loss={section.loss} compares with no "
+            "reference. Set preference.reference=null, or take dpo, ipo, ipo_average or kto."
+        )
+    return _pairs(config, tokenizer, halves=needs_baseline(loss))
+
+
+def reward_model(
+    config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]
+) -> Job:
     """A scalar head on the policy that scores better answers higher."""
-    tokenizer = make_tokenizer(config)
-    split = _pairs(config, tokenizer, halves=False)
-    policy = _start(config, tokenizer, slices, console)
     step = RewardStep(
         policy.spec,
         slices.trainer,
@@ -188,8 +209,9 @@ def reward_model(config: Config, paths: Paths, slices: Slices, console: Console)
     )
 
     def write(params: Params) -> Path:
-        save_head(paths.reward_model, speaking(policy.spec, tokenizer), params)
-        tokenizer.save_pretrained(paths.reward_model)
+        assert policy.tokenizer is not None
+        save_head(paths.reward_model, speaking(policy.spec, policy.tokenizer), params)
+        policy.tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
 
     return Job(
@@ -201,7 +223,14 @@ def reward_model(config: Config, paths: Paths, slices: Slices, console: Console)
     )
 
 
-JOBS: dict[str, Callable[[Config, Paths, Slices, Console], Job]] = {
+SPLITS: dict[str, Callable[[Config, Tokenizer], Split[Any]]] = {
+    "sft": _demonstrations,
+    "preference": _answers_compared,
+    "reward_model": lambda config, tokenizer: _pairs(config, tokenizer, halves=False),
+}
+"""What each job learns from."""
+
+JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, Split[Any]], Job]] = {
     "sft": sft,
     "preference": preference,
     "reward_model": reward_model,
@@ -219,12 +248,6 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> Split[Any]:
     return preferences(config.data, tokenizer, config.run.seed, config.row_length, halves=halves)
-
-
-def _start(config: Config, tokenizer: Tokenizer, slices: Slices, console: Console) -> Policy:
-    """The policy at the start; a resumed run needs its shapes only."""
-    policy = make_policy(config, tokenizer, slices)
-    return policy if config.run.resume else warm_start(config, policy, slices, tokenizer, console)
 
 
 def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
@@ -282,7 +305,7 @@ def learn(
                 values |= measure(progress.state.params)
             tell(progress.version, rates(values, train_s, time.perf_counter() - start))
             skipped = skipped + 1 if values["train/skipped"] else 0
-            _stop_if_lost(skipped, config)
+            stop_if_lost(skipped, config)
             if config.checkpoint.every and progress.version % config.checkpoint.every == 0:
                 save(config, progress, checkpoints)
                 saved = progress.version
@@ -371,11 +394,3 @@ def save(config: Config, progress: Progress, checkpoints: Checkpoints) -> None:
         "examples": progress.examples.state(),
     }
     checkpoints.save(progress.version, state=tree, loop=loop)
-
-
-def _stop_if_lost(skipped: int, config: Config) -> None:
-    if skipped >= config.trainer.max_skipped_steps:
-        raise TrainingError(
-            f"{skipped} steps in a row had a non-finite loss or gradient; the weights from before "
-            "them are kept and saved. Lower algorithm.learning_rate or trainer.max_grad_norm."
-        )

@@ -290,6 +290,10 @@ class ReplayedBuffer:
                 except TimeoutError:
                     assert event is not None and "look" in event, f"{event} was recorded"
 
+    def give_back(self) -> None:
+        """See ports.GroupSource; the recording ends with the draw."""
+        self._buffer.give_back()
+
     def pause(self) -> None:
         """See ports.GroupSource."""
         with self._replay.turn("pause"):

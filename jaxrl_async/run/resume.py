@@ -2,8 +2,8 @@
 
     buffer, rollouts, ledger, prompts ──save──> Checkpoints ──restore──> the same, in a new process
 
-With one process, everything that is active comes back. With several, what is active is drawn anew:
-each admits its part again from the place of the last group that was used.
+Everything that is active comes back, in each process what was active there; at max_staleness 0 it
+is drawn anew. As many processes are needed as there were.
 """
 
 import functools
@@ -14,17 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
-from jaxrl_async.codec import dumps
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.loop import SAVED_KINDS, RolloutLoop, SavedGroup
 from jaxrl_async.run.checkpoint import Checkpoints
-from jaxrl_async.run.lockstep import Lockstep, SharedSource, local_place
+from jaxrl_async.run.lockstep import Lockstep, SharedSource
 from jaxrl_async.trainer.learner import Learner
 
 log = logging.getLogger(__name__)
@@ -34,8 +37,9 @@ log = logging.getLogger(__name__)
 class RolloutsState:
     """All that lies between two updates: the buffer, and the groups that are being played."""
 
-    buffer: BufferState
+    buffer: BufferState  # in the process's own numbers
     groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
+    others: tuple["RolloutsState", ...] = ()  # of process 1, 2, ...; this is then of process 0
 
 
 NOTHING_YET = RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
@@ -63,31 +67,33 @@ def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool)
     return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in state.pending))
 
 
-def shared_state(buffer: ReplayBuffer, ledger: Ledger, lockstep: Lockstep) -> RolloutsState:
-    """Of several processes, in the run's numbers; all must call it. ledger: the run's."""
-    mine = buffer.state(active=False)
-    told = lockstep.gather_json([mine.next_group, ledger.lines])
-    used = [(n - 1) * lockstep.count + i + 1 for i, (n, _) in enumerate(told) if n]
-    place = max(used, default=0)
-    state = BufferState(next_group=place, next_untaken=place, ledger_lines=told[0][1])
-    return RolloutsState(buffer=state)
+def shared_state(
+    mine: RolloutsState, shared: SharedSource, ledger: Ledger, lockstep: Lockstep
+) -> RolloutsState:
+    """Of several processes; all must call it. ledger: the run's, which then tells of each group as
+    much as the state does."""
+    shared.settle(mine.buffer.ledger_lines)
+    lines = lockstep.gather_json(ledger.lines)[0]
+    states = [
+        loads(np.frombuffer(message, np.uint8), ROLLOUT_KINDS)
+        for message in lockstep.gather(dumps(mine).tobytes())
+    ]
+    first = replace(states[0], buffer=replace(states[0].buffer, ledger_lines=lines))
+    return replace(first, others=tuple(states[1:]))
 
 
 def local_share(state: RolloutsState, lockstep: Lockstep) -> RolloutsState:
-    """This process's part of a run's state, in the process's numbers."""
-    if lockstep.count == 1:
+    """This process's part of a run's state. Raises CheckpointError where there were more or fewer
+    processes."""
+    if state is NOTHING_YET:
         return state
-    place = local_place(state.buffer.next_group, lockstep)
-    return RolloutsState(buffer=BufferState(next_group=place, next_untaken=place))
-
-
-def stream_place(state: RolloutsState, lockstep: Lockstep) -> dict[str, int]:
-    """What of the saved place in the prompts is another in this process than in the one that
-    wrote it."""
-    if lockstep.count == 1:
-        return {}
-    place = local_place(state.buffer.next_group, lockstep)
-    return {"process_index": lockstep.index, "next": place}
+    if len(state.others) + 1 != lockstep.count:
+        raise CheckpointError(
+            f"the checkpoint is of {len(state.others) + 1} processes, and these are "
+            f"{lockstep.count}. Resume with as many; a finished run's weights are taken over by "
+            "model.path=.../policy."
+        )
+    return (replace(state, others=()), *state.others)[lockstep.index]
 
 
 def save(
@@ -111,22 +117,20 @@ def save(
     processes; one that failed alone writes nothing, since the others could not follow. turns: with
     the sampler, on whose devices, too, orbax compares the folder's name between processes.
     """
-    if shared is None:
-        active = config.staleness.max_staleness > 0
-        state = rollouts_state(buffer, rollouts, active=active)
-    elif shared.alone:
+    if shared is not None and shared.alone:
         log.error("version %d is not saved: this process failed alone", version)
         return
-    else:
-        shared.settle()
-        state = shared_state(buffer, ledger, lockstep)
+    state = rollouts_state(buffer, rollouts, active=config.staleness.max_staleness > 0)
+    place = prompts.state(state.buffer.next_group)
+    if shared is not None:
+        state = shared_state(state, shared, ledger, lockstep)
     loop = {
         "job": "rl",
         "version": version,
         "config": dump(config),
         "numbers": learner.numbers(),
         "trainer": dict(numbers),
-        "prompts": prompts.state(local_place(state.buffer.next_group, lockstep)),
+        "prompts": lockstep.gather_json(place),
     }
     with turns:
         rollouts_bytes = functools.partial(dumps, state)
@@ -141,7 +145,7 @@ def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
 
 
-def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Ledger:
+def reopened(path: Path, was: RolloutsState, version: int, resumes: bool) -> Ledger:
     """The ledger; of a resumed run, without what is from after its checkpoint.
 
     Not one line of before is taken out: the same checkpoint may be gone on from several times, and
@@ -149,7 +153,9 @@ def reopened(path: Path, state: BufferState, version: int, resumes: bool) -> Led
     """
     if not resumes:
         return Ledger(path)
-    set_aside(path, lambda number, _: number < state.ledger_lines)
+    set_aside(path, lambda number, _: number < was.buffer.ledger_lines)
     ledger = Ledger(path)
-    ledger.write("resumed", version=version, next_group=state.next_group)
+    places = [state.buffer.next_group for state in (was, *was.others)]
+    where = {"places": places} if was.others else {"next_group": places[0]}
+    ledger.write("resumed", version=version, **where)
     return ledger

@@ -1,9 +1,10 @@
 """Ctrl-C once: finish the step, save, exit 0. SIGTERM: the same in a hurry, exit 75. A second
-signal: out, at once."""
+signal: out, at once; in a notebook, whose kernel holds more than the run, a KeyboardInterrupt."""
 
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,19 +21,32 @@ PREEMPTED_CODE = 75
 log = logging.getLogger(__name__)
 
 
-def preempted(stop: "Stop", version: int) -> Preempted:
-    """What a run that was told to end by SIGTERM raises once everything is saved."""
+def preempted(stop: "Stop", what: str) -> Preempted:
+    """What a run that was told to end by SIGTERM raises once everything is saved; what: was."""
     return Preempted(
-        f"SIGTERM: version {version} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
+        f"SIGTERM: {what} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
         "--resume goes on from there."
     )
 
 
+def end_at_once(code: int) -> None:
+    """End the process; after a second signal in a notebook, what runs there: the kernel stays."""
+    if code == EXIT_CODE and _in_notebook():
+        raise KeyboardInterrupt
+    os._exit(code)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
 class Stop:
-    """Whether somebody asked the run to stop, and who. Enter it on the main thread (Python's rule).
+    """Whether somebody asked the run to stop, and who.
 
     The first SIGINT or SIGTERM sets it; the second ends the process at once with EXIT_CODE. Leaving
-    the `with` restores the handlers that were there.
+    the `with` restores the handlers that were there. Python lets the main thread alone take
+    signals: entered on another one, which is logged, it hears none, and `request` is what is left.
     """
 
     def __init__(
@@ -40,7 +54,7 @@ class Stop:
         signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM),
         *,
         grace_s: float | None = None,
-        end_process: Callable[[int], Any] = os._exit,
+        end_process: Callable[[int], Any] = end_at_once,
     ) -> None:
         """grace_s: after SIGTERM, until the process ends with PREEMPTED_CODE come what may."""
         self._signals, self._grace_s, self._end_process = signals, grace_s, end_process
@@ -49,11 +63,13 @@ class Stop:
         self._event = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self.reason = ""
+        self.answer = "stopping after this step and saving"
+        """What the first signal leads to, as it is told."""
 
     def __enter__(self) -> "Stop":
-        assert threading.current_thread() is threading.main_thread(), (
-            "signals arrive at the main thread"
-        )
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("train() is not on the main thread: Ctrl-C and SIGTERM do not stop the run")
+            return self
         self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
         return self
 
@@ -111,6 +127,4 @@ class Stop:
             self._timer.daemon = True
             self._timer.start()
         # os.write, not print or logging: a handler may run in the middle of either.
-        os.write(
-            2, f"\n{name}: stopping after this step and saving; once more ends at once\n".encode()
-        )
+        os.write(2, f"\n{name}: {self.answer}; once more ends at once\n".encode())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
@@ -77,6 +78,7 @@ class Trainer:
         self._eval_every, self._save_every = eval_every, save_every
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
+        self._torn = False  # whether an update that failed has left weights of no version
         self._probe, self._turns, self._clock = probe, turns, clock
         self._saved_version = -1 if resumed is None else version
         self.doing, self.since = "starting", clock()  # for the watchdog
@@ -95,7 +97,9 @@ class Trainer:
         produces      weights for the samplers, metrics, checkpoints
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
-        if self.version == 0 or self._evaluation_is_due():  # resumed elsewhere: as if never stopped
+        in_a_hurry = self._outlets.should_stop() and self._outlets.should_hurry()
+        due = self.version == 0 or self._evaluation_is_due()  # resumed elsewhere: as if it went on
+        if due and not in_a_hurry:
             self._now("evaluating")
             self._outlets.report(self.version, self._outlets.evaluate(), ())
         if self._save_every:
@@ -169,8 +173,17 @@ class Trainer:
         return None
 
     def _learn(self, draw: Draw) -> dict[str, float]:
-        """One update from the groups drawn: metrics of the data and of the step."""
-        stats = self.learner.learn(draw.groups, self.version, self._turns)
+        """One update from the groups drawn: metrics of the data and of the step.
+
+        Where it fails, the groups go back, and weights that were changed half are not saved.
+        """
+        before = self.learner.params
+        try:
+            stats = self.learner.learn(draw.groups, self.version, self._turns)
+        except BaseException:
+            self._source.give_back()
+            self._torn = self.learner.params is not before or _is_gone(before)
+            raise
         values = group_measures(draw.groups, self.version)
         values |= drop_measures(draw.dropped, trained=len(draw.groups))
         values |= {**stats, **self._adapt(stats)}
@@ -204,6 +217,13 @@ class Trainer:
         counted; several in a row, or the last one, end the run."""
         if self._saved_version == self.version:
             return
+        if self._torn:
+            log.error(
+                "version %d is not saved: the update that failed has changed its weights. --resume "
+                "goes on from the newest checkpoint.",
+                self.version,
+            )
+            return
         self._now("saving")
         start = self._clock()
         try:
@@ -236,6 +256,11 @@ class Trainer:
                 "algorithm.learning_rate or trainer.max_grad_norm, or look at the rewards in "
                 "samples.jsonl."
             )
+
+
+def _is_gone(params: Any) -> bool:
+    """Whether an update has taken the memory of these weights."""
+    return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))
 
 
 def probe_tokens(vocab: int, length: int) -> IntArray:

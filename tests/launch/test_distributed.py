@@ -10,7 +10,8 @@ import pytest
 
 from jaxrl_async.config.schema import Config, Distributed
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.launch.distributed import find, from_tpu, start
+from jaxrl_async.launch import distributed
+from jaxrl_async.launch.distributed import find, from_settings, from_tpu, start
 
 HERE = Distributed(coordinator="head:1234", num_processes=4, process_id=3)
 JAX = {
@@ -160,3 +161,24 @@ def test_a_coordinator_that_nobody_is_at_is_told_with_its_address(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "MeshError: process 1 of 2, found in the configuration: nobody answered" in done.stderr
     assert f"localhost:{port} within distributed.wait_s (1 s)" in done.stderr
+
+
+def test_a_coordinator_with_an_ipv6_address_is_reached():
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("needs IPv6 on the loopback")
+    with listener:
+        section = Distributed(
+            coordinator=f"[::1]:{listener.getsockname()[1]}", num_processes=2, process_id=1
+        )
+        place = from_settings(section)
+        assert place is not None
+        distributed._wait_for(place, wait_s=5)
+
+
+@pytest.mark.parametrize("address", ["[fd00::1]", "[fd00::1]:99", "fd00::1"])
+def test_a_slice_may_name_its_hosts_by_ipv6_addresses(address):
+    env = POD | {"TPU_WORKER_HOSTNAMES": f"{address},b,c,d"}
+    place = from_tpu(env.get, "here")
+    assert place is not None and place.coordinator == "[fd00::1]:8482"

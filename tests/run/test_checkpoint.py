@@ -248,9 +248,10 @@ import numpy as np
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.run.checkpoint import Checkpoints
 
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=9)
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=int(sys.argv[2]))
 state = {"w": np.random.default_rng(0).random(100_000)}
-for step, size in enumerate([resource.RLIM_INFINITY, 100_000, 100_000, resource.RLIM_INFINITY]):
+ample = resource.RLIM_INFINITY
+for step, size in enumerate([ample, ample, 100_000, 100_000, ample, ample]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     try:
         checkpoints.save(step, state=state, loop={"version": step})
@@ -262,17 +263,20 @@ checkpoints.close()
 """In a process of its own: what a limit breaks, such as a compiler's cache, stays here."""
 
 
-def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing(tmp_path):
-    """Files may have no more than 100 kB while steps 1 and 2 are written."""
+@pytest.mark.parametrize(("keep", "left"), [(9, ["0", "1", "4", "5"]), (1, ["5"])])
+def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing(
+    tmp_path, keep, left
+):
+    """Files may have no more than 100 kB while steps 2 and 3 are written."""
     done = subprocess.run(
-        [sys.executable, "-c", FAILING_SAVE, str(tmp_path / "c")],
+        [sys.executable, "-c", FAILING_SAVE, str(tmp_path / "c"), str(keep)],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
     assert done.stdout.count("Look whether the disk is full") == 2
-    assert sorted(f.name for f in (tmp_path / "c").iterdir()) == ["0", "3"]
+    assert sorted(f.name for f in (tmp_path / "c").iterdir()) == left
 
 
 def test_a_checkpoint_without_something_this_run_needs_names_it(tmp_path):
@@ -282,6 +286,12 @@ def test_a_checkpoint_without_something_this_run_needs_names_it(tmp_path):
         more = state._replace(params={**state.params, "lm_head": state.params["w"]})
         with pytest.raises(CheckpointError, match="it has no params/lm_head"):
             checkpoints.restore(None, more)
+
+
+def test_a_folder_that_was_never_used_is_never_made(tmp_path):
+    with Checkpoints(tmp_path / "c"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_closing_twice_is_harmless(tmp_path, capsys):

@@ -1,15 +1,27 @@
 """The run folder is never overwritten by accident."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config, Distributed, Run
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.folder import claimed, inside, prepare, settled, write_config
+from jaxrl_async.run.folder import Paths, claimed, inside, look, settled, write_config
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path, **values):
     return Config(run=Run(dir=str(tmp_path / "runs"), name="demo", **values))
+
+
+def prepare(config):
+    """The folder of a run that is over at once."""
+    with claimed(getattr(config, "run", config)) as paths:
+        return paths
 
 
 def old_run(tmp_path):
@@ -40,7 +52,7 @@ def test_overwriting_moves_each_old_run_aside(tmp_path):
         paths = prepare(run(tmp_path, overwrite=True))
         paths.metrics.write_text(text)
     paths = prepare(run(tmp_path, overwrite=True))
-    assert list(paths.root.iterdir()) == []
+    assert [p.name for p in paths.root.iterdir()] == ["lock"]
     runs = tmp_path / "runs"
     assert (runs / "demo.1" / "metrics.jsonl").read_text() == "first"
     assert (runs / "demo.2" / "metrics.jsonl").read_text() == "second"
@@ -70,11 +82,106 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 
 def test_only_one_process_trains_a_run(tmp_path):
-    paths = prepare(run(tmp_path))
-    with claimed(paths), pytest.raises(ConfigError, match="another process"), claimed(paths):
+    one = run(tmp_path).run
+    with claimed(one), pytest.raises(ConfigError, match="another process"), claimed(one):
         pass
-    with claimed(paths):
+    with claimed(one):
         pass
+
+
+def content(folder):
+    return {p.relative_to(folder): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_looking_changes_nothing(tmp_path):
+    assert look(run(tmp_path).run) == Paths(tmp_path / "runs" / "demo")
+    assert list(tmp_path.iterdir()) == []
+    old_run(tmp_path)
+    before = content(tmp_path)
+    look(run(tmp_path, overwrite=True).run)
+    look(run(tmp_path, resume=True).run)
+    assert content(tmp_path) == before
+
+
+def fail_after_claiming(one, write=lambda paths: None):
+    with pytest.raises(RuntimeError, match="refused"), claimed(one) as paths:
+        write_config(Config(run=one), paths)
+        paths.checkpoints.mkdir()
+        paths.metrics.touch()
+        write(paths)
+        raise RuntimeError("refused")
+
+
+def test_a_start_that_fails_before_anything_is_made_leaves_nothing_behind(tmp_path):
+    fail_after_claiming(run(tmp_path).run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_moved_aside_for_a_start_that_fails_comes_back(tmp_path):
+    old_run(tmp_path)
+    before = content(tmp_path)
+    fail_after_claiming(run(tmp_path, overwrite=True).run)
+    assert content(tmp_path) == before and not (tmp_path / "runs" / "demo.1").exists()
+
+
+def test_an_empty_folder_of_ones_own_stays_as_it_was(tmp_path):
+    (tmp_path / "runs" / "demo" / "mine").mkdir(parents=True)
+    fail_after_claiming(run(tmp_path).run)
+    assert [p.name for p in (tmp_path / "runs" / "demo").iterdir()] == ["mine"]
+
+
+def test_a_run_that_fails_after_its_first_record_keeps_its_folder(tmp_path):
+    old_run(tmp_path)
+    fail_after_claiming(
+        run(tmp_path, overwrite=True).run, lambda paths: paths.metrics.write_text("new")
+    )
+    runs = tmp_path / "runs"
+    assert (runs / "demo" / "metrics.jsonl").read_text() == "new"
+    assert (runs / "demo.1" / "metrics.jsonl").read_text() == "old"
+
+
+HOLD = """
+import sys
+from jaxrl_async.config.schema import Run
+from jaxrl_async.run.folder import claimed
+with claimed(Run(dir=sys.argv[1], name="demo", overwrite=True)) as paths:
+    paths.metrics.write_text("living")
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def held_by_another_process(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "runs")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": True}])
+def test_no_way_to_start_touches_a_run_that_another_process_trains(tmp_path, way):
+    """The other process has itself moved an older run aside."""
+    old_run(tmp_path)
+    process = held_by_another_process(tmp_path)
+    with pytest.raises(ConfigError, match="another process is training this run"):
+        prepare(run(tmp_path, **way))
+    assert (tmp_path / "runs" / "demo" / "metrics.jsonl").read_text() == "living"
+    assert (tmp_path / "runs" / "demo.1" / "metrics.jsonl").read_text() == "old"
+    assert not (tmp_path / "runs" / "demo.2").exists()
+    process.communicate("", timeout=20)
+    prepare(run(tmp_path, **way))
+
+
+def test_a_second_process_is_refused_while_this_one_holds_the_run_that_it_would_move(tmp_path):
+    with claimed(run(tmp_path).run) as paths:
+        paths.metrics.write_text("ours")
+        command = [sys.executable, "-c", HOLD, str(tmp_path / "runs")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert "another process is training this run" in done.stderr
+        assert paths.metrics.read_text() == "ours"
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["demo"]
 
 
 @pytest.mark.parametrize("resume", [True, False])

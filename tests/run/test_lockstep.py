@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import ExitStack
 from dataclasses import fields
 
 import jax
@@ -19,11 +20,10 @@ from jaxrl_async.run.lockstep import (
     Lockstep,
     SharedSource,
     SharedStop,
-    local_place,
     merged,
     read,
 )
-from jaxrl_async.run.loop import prepare_together
+from jaxrl_async.run.loop import claim_together, look_together
 from jaxrl_async.run.observe import combined
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
@@ -115,17 +115,6 @@ def test_draws_of_processes_are_joined_in_the_order_of_one_process():
     assert joined.waited_s == 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("next_group", range(7))
-def test_a_resumed_run_admits_each_group_once(count, next_group):
-    places = [lockstep(i, count) for i in range(count)]
-    starts = [local_place(next_group, place) for place in places]
-    admitted = sorted(
-        k * count + i for i, start in enumerate(starts) for k in range(start, start + 9)
-    )
-    assert admitted[:9] == list(range(next_group, next_group + 9))
-
-
 class Together:
     """Lockstep between threads: gather waits for all."""
 
@@ -155,6 +144,7 @@ class Buffer:
 
     def __init__(self, numbers: list[int], ledger: Ledger) -> None:
         self._numbers, self._ledger = iter(numbers), ledger
+        self.given_back = 0
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         number = next(self._numbers, None)
@@ -165,6 +155,9 @@ class Buffer:
             raise TimeoutError
         self._ledger.write("trained", group=number, version=version)
         return Draw(groups=(group(number),), dropped=(), waited_s=0.0)
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
 
 def of_two(tmp_path, work, numbers=((0, 1), (0, 1))):
@@ -277,7 +270,9 @@ def prepared(folder, **run):
 
     def process(index: int) -> None:
         try:
-            found[index] = prepare_together(config, Together(index, 2, table, barrier))
+            place = Together(index, 2, table, barrier)
+            with ExitStack() as closing:
+                found[index] = claim_together(closing, place, look_together(config, place))
         except ConfigError as error:
             found[index] = error
 

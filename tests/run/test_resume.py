@@ -7,7 +7,7 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.loop import SavedGroup
-from jaxrl_async.run.resume import ROLLOUT_KINDS, reopened, rollouts_state
+from jaxrl_async.run.resume import ROLLOUT_KINDS, RolloutsState, reopened, rollouts_state
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 
@@ -78,7 +78,7 @@ def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
     assert state.next_group == 4 and [t.group for t in buffer.state().pending] == [2, 3, 4, 5]
     buffer.close()
     for _ in range(3):
-        ledger = reopened(path, state, 1, resumes=True)
+        ledger = reopened(path, RolloutsState(buffer=state), 1, resumes=True)
         buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=ledger)
         buffer.restore(state, 1)
         for ticket in (*state.pending, *buffer.admit(0)):

@@ -1,0 +1,13 @@
+"""What the host has, without asking JAX."""
+
+from itertools import chain
+from pathlib import Path
+
+TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
+"""Below /dev on a host with TPU chips."""
+
+
+def has_tpu() -> bool:
+    """Whether TPU chips are attached; also of a generation that this version of JAX does not
+    know."""
+    return any(chain.from_iterable(Path("/dev").glob(pattern) for pattern in TPU_FILES))

@@ -1,0 +1,107 @@
+"""What can be looked at before anything of a run is begun: the names and the paths in its
+configuration, and what JAX would look for in vain."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_async.config.schema import Algorithm, Config, name_of
+from jaxrl_async.config.userfile import is_own
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.host import has_tpu
+from jaxrl_async.scorers.rewards import find_reward
+from jaxrl_async.trainer.preference import preference_loss
+from jaxrl_async.trainer.trial import check_algorithm
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError where a function that the configuration names is unknown, or refuses its
+    arguments. A user's file that is not here is left to the machine that trains."""
+    if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
+        jax.config.update("jax_platforms", "cpu")
+    if config.run.job == "preference":
+        preference_loss.resolve(config.preference.loss)
+    if config.run.job != "rl":
+        return
+    check_algorithm(_without_absent_files(config.algorithm), config.teacher)
+    for choice in _listed(config.reward.function):
+        if name_of(choice) != "none" and not _is_absent(choice):
+            find_reward(name_of(choice))
+
+
+def _without_absent_files(algorithm: Algorithm) -> Algorithm:
+    """The same with the default in place of each function whose file is not here."""
+    fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
+    absent = [f for f in fields if any(map(_is_absent, _listed(getattr(algorithm, f))))]
+    defaults = Algorithm()
+    return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
+
+
+def _listed(choices: Any) -> list[Any]:
+    return [] if choices is None else choices if isinstance(choices, list) else [choices]
+
+
+def _is_absent(choice: Any) -> bool:
+    name = name_of(choice)
+    return is_own(name) and not Path(name.rpartition(":")[0]).is_file()
+
+
+def check_paths(config: Config) -> None:
+    """Raise ConfigError where a setting names a directory or a file that is not there."""
+    for setting, path in _folders(config):
+        if path is not None and not Path(path).is_dir():
+            raise ConfigError(_missing(setting, path, "folder", ""))
+    for setting, path in _files(config):
+        if path is not None and not Path(path).exists():
+            raise ConfigError(_missing(setting, path, "file", " --repo-type dataset"))
+
+
+def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Hugging Face directories that the run will open."""
+    yield "model.path", config.model.path
+    yield "data.tokenizer", config.data.tokenizer
+    if config.run.job == "preference":
+        yield "preference.reference", config.preference.reference
+    if config.run.job == "rl":
+        yield "teacher.path", config.teacher.path
+        yield "critic.path", config.critic.path
+        yield "reward.model", config.reward.model
+        if config.algorithm.kl_coefficient > 0:
+            yield "reference.path", config.reference.path
+
+
+def _files(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Files of records that the run will read."""
+    if config.data.source == "jsonl":
+        yield "data.jsonl.path", config.data.jsonl.path
+        yield "data.jsonl.eval_path", config.data.jsonl.eval_path
+    if config.warm_start.steps:
+        yield "warm_start.path", config.warm_start.path
+
+
+def _missing(setting: str, path: str, what: str, kind: str) -> str:
+    told = f"{setting} = {path!r}: there is no such {what} here. "
+    if not HUB_NAME.fullmatch(path) or Path(path).parent.exists():
+        return f"{told}Correct the path; it is looked for from {Path.cwd()}."
+    own = path.rpartition("/")[2]
+    then = own if what == "folder" else f"{own}/FILE.jsonl"
+    return (
+        f"{told}It looks like a name on the Hugging Face hub, from which nothing is fetched by "
+        f"itself: run `hf download {path}{kind} --local-dir {own}` and set {setting}={then}."
+    )
+
+
+def skip_absent_tpu() -> None:
+    """Keep JAX from starting libtpu, which complains loudly, on a host without a TPU or any other
+    accelerator. Without effect where JAX_PLATFORMS says what to use, or JAX has found chips."""
+    plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
+    asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
+    if not (plugins or asked or has_tpu()):
+        jax.config.update("jax_platforms", "cpu")
