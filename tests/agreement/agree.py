@@ -209,6 +209,7 @@ def packed(a: Arrays) -> PackedBatch:
             ("behavior_logprobs", np.float32),
             ("versions", np.int32),
             ("advantages", np.float32),
+            ("supervised", np.bool_),
         )
     }
     return PackedBatch(
