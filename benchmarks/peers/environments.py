@@ -52,18 +52,19 @@ ENVIRONMENTS = {
 
 
 def python_of(environment: Environment) -> Path:
-    """The environment's Python, installed where it is not there. RuntimeError where that fails."""
+    """The environment's Python, installed where it is not there, or was made of other versions.
+    RuntimeError where that fails."""
     folder = FOLDER / environment.folder
     python = folder / "bin" / "python"
-    done = folder / "installed"
-    if done.exists():
+    done, wanted = folder / "installed", " ".join(environment.requirements)
+    if done.exists() and done.read_text(encoding="utf-8") == wanted:
         return python
-    print(f"# installing {' '.join(environment.requirements)} in {folder}", file=sys.stderr)
-    run(sys.executable, "-m", "venv", str(folder))
+    print(f"# installing {wanted} in {folder}", file=sys.stderr)
+    run(sys.executable, "-m", "venv", "--clear", str(folder))
     run(str(python), "-m", "pip", "install", "--quiet", *environment.requirements)
     if environment.without:
         run(str(python), "-m", "pip", "uninstall", "--quiet", "-y", *environment.without)
-    done.touch()
+    done.write_text(wanted, encoding="utf-8")
     return python
 
 

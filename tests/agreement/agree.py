@@ -43,14 +43,14 @@ ROWS: list[tuple[str, str, str, float, float]] = []
 def ask(peer: str, cases: Mapping[str, Any], folder: Path) -> dict[int, dict[str, Result]]:
     """Run worker_<peer>.py in the peer's environment; results by seed and case.
 
-    cases: name -> (function of the worker, its settings). Skips where there is no environment.
+    cases: name -> (function of the worker, its settings). Skips where $JAXRL_PEERS names no folder
+    of environments; fails where it does and the peer's is not in it.
     """
     home = os.environ.get("JAXRL_PEERS")
     if not home:
         pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
     python = Path(home) / peer / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no environment {peer!r} in $JAXRL_PEERS (docs/agreement.md)")
+    assert python.exists(), f"no environment {peer!r} in {home}, $JAXRL_PEERS (docs/agreement.md)"
     files = [(folder / f"in_{seed}.npz", folder / f"out_{seed}.npz") for seed in SEEDS]
     for seed, (given, _) in zip(SEEDS, files, strict=True):
         np.savez(given, cases=json.dumps(cases), **arrays(seed))
@@ -209,6 +209,7 @@ def packed(a: Arrays) -> PackedBatch:
             ("behavior_logprobs", np.float32),
             ("versions", np.int32),
             ("advantages", np.float32),
+            ("supervised", np.bool_),
         )
     }
     return PackedBatch(

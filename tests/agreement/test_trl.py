@@ -293,7 +293,7 @@ def test_group_normalized_up_to_the_standard_deviation(both):
     a, trl = both
     theirs = trl["advantage group_normalized"]
     factor = np.sqrt((GROUP - 1) / GROUP)
-    choice = {"group_normalized": {"epsilon": 1e-4 * factor}}
+    choice = {"group_normalized": {"epsilon": float(1e-4 * factor)}}
     found = per_sequence(our_advantages(a, choice, rewards=a["rewards"].sum(1)).advantages)
     advantages("group_normalized", factor * found, theirs)
 
@@ -303,7 +303,7 @@ def test_gdpo_up_to_the_standard_deviations(both):
     a, trl = both
     theirs = trl["advantage gdpo"]
     in_groups, in_batch = np.sqrt((GROUP - 1) / GROUP), np.sqrt((SEQUENCES - 1) / SEQUENCES)
-    choice = {"gdpo": {"epsilon": 1e-4 * in_batch / in_groups}}
+    choice = {"gdpo": {"epsilon": float(1e-4 * in_batch / in_groups)}}
     rewards = a["large_rewards"]  # so large that the first epsilon does not count
     found = our_advantages(a, choice, rewards=rewards.sum(1), named=rewards).advantages
     advantages("gdpo", in_batch * per_sequence(found), theirs)

@@ -174,7 +174,7 @@ def test_advantages_of_groups(both, name):
     """Tunix divides by (G - 1) in the variance, ours by G; its epsilon is 1e-6 as well."""
     a, tunix = both
     factor = np.sqrt((GROUP - 1) / GROUP) if name == "group_normalized" else 1.0
-    choice = {name: {"epsilon": 1e-6 * factor}} if name == "group_normalized" else name
+    choice = {name: {"epsilon": float(1e-6 * factor)}} if name == "group_normalized" else name
     theirs = tunix[name]
     found = per_sequence(our_advantages(a, choice, rewards=a["rewards"].sum(1)).advantages)
     theirs = {**theirs, "loss": theirs["advantages"]}

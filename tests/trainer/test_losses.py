@@ -168,19 +168,19 @@ def ref_sapo(n, policy):
     return -4 / tau * gate * n.advantages, False
 
 
-def ref_dppo(n, policy, *, kl, threshold):
+def ref_dppo(n, policy, kl, low, high):
     p, q, a = np.exp(n.policy_logprobs), np.exp(n.behavior_logprobs), n.advantages
     q = np.minimum(q, 1.0)
     tv = np.abs(p - q)
     rest = np.log(np.maximum(1 - q, 1e-8)) - np.log(1 - p)
     divergence = q * (n.behavior_logprobs - n.policy_logprobs) + (1 - q) * rest if kl else tv
     away = ((a > 0) & (p > q)) | ((a < 0) & (p < q))
-    cut = away & (divergence > threshold)
+    cut = away & (divergence > np.where(a > 0, high, low))
     return np.where(cut, 0, -np.exp(policy - n.behavior_logprobs) * a), cut
 
 
 def ref_ipo(n, policy):
-    loss, cut = ref_dppo(n, policy, kl=False, threshold=0.1)
+    loss, cut = ref_dppo(n, policy, False, 0.1, 0.06)
     return loss + 0.3 * (policy - n.behavior_logprobs) ** 2, cut
 
 
@@ -218,9 +218,9 @@ REFERENCES = [
     ("gspo_token", {"clip_low": 0.1, "clip_high": 0.2}, ref_gspo_token),
     ("geo_mean", {"clip_low": 0.3, "clip_high": 0.4}, ref_geo_mean),
     ("sapo", {}, ref_sapo),
-    ("dppo_tv", {"low": 0.1, "high": 0.1}, lambda n, p: ref_dppo(n, p, kl=False, threshold=0.1)),
-    ("dppo_kl", {"low": 0.02, "high": 0.02}, lambda n, p: ref_dppo(n, p, kl=True, threshold=0.02)),
-    ("ipo", {"low": 0.1, "high": 0.1, "penalty": 0.3}, ref_ipo),
+    ("dppo_tv", {"low": 0.1, "high": 0.06}, lambda n, p: ref_dppo(n, p, False, 0.1, 0.06)),
+    ("dppo_kl", {"low": 0.02, "high": 0.05}, lambda n, p: ref_dppo(n, p, True, 0.02, 0.05)),
+    ("ipo", {"low": 0.1, "high": 0.06, "penalty": 0.3}, ref_ipo),
     ("clip_cov", {"share": 0.3}, ref_clip_cov),
     ("kl_cov", {"share": 0.3, "penalty": 0.7}, ref_kl_cov),
     ("reinforce", {}, ref_score(lambda n, r, whole: (r, False))),

@@ -1,0 +1,59 @@
+"""One changed constant or comparison in the objective's formulas never goes unnoticed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, TESTS
+
+ROOT = Path(__file__).parents[2]
+CASES = [(file, old, new) for file, pairs in MUTATIONS.items() for old, new in pairs]
+IDS = [f"{file}: {new}" for file, _, new in CASES]
+
+
+@pytest.mark.parametrize(("file", "old", "new"), CASES, ids=IDS)
+def test_each_mutation_is_of_the_source_as_it_is(file: str, old: str, new: str) -> None:
+    source = (ROOT / f"jaxrl_async/trainer/{file}.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"tests/contract/mutations.py: say {old!r} in today's words"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file", sorted(MUTATIONS))
+def test_without_a_mutation_the_tests_of_values_pass(file: str, tmp_path: Path) -> None:
+    done = outcome(file, tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("file", "old", "new"), CASES, ids=IDS)
+def test_a_mutation_is_caught(file: str, old: str, new: str, tmp_path: Path) -> None:
+    done = outcome(file, tmp_path, old, new)
+    caught = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    print(f"{file}: {old} -> {new}: {' '.join(caught)}")
+    assert done.returncode == 1 and caught, f"{old!r} -> {new!r} survives:\n{done.stdout}"
+
+
+def outcome(file: str, folder: Path, old: str = "", new: str = "") -> subprocess.CompletedProcess:
+    """Run the tests of a file's values, up to the first that fails, on a copy of the package."""
+    shutil.copytree(
+        ROOT / "jaxrl_async",
+        folder / "jaxrl_async",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    mutated = folder / f"jaxrl_async/trainer/{file}.py"
+    mutated.write_text(mutated.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    tests = [ROOT / "tests" / name for name in TESTS[file]]
+    options = ("-n0", "-x", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
+    return subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", *options, "--rootdir", ROOT, *tests],
+        cwd=folder,  # first on the path of python -m
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
