@@ -62,6 +62,10 @@ class RolloutTimeout(RolloutError, TimeoutError):
     """An environment or a scorer took longer than its limit."""
 
 
+class RefusedScore(RolloutError):
+    """What a scorer gave is no score of each episode, and asking again would not change that."""
+
+
 class StalledError(JaxrlError, TimeoutError):
     """The run as a whole made no progress for too long; the message names the part that waits."""
 

@@ -10,7 +10,7 @@ finds out what is paid for without being right.
 
 from collections.abc import Mapping
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RefusedScore
 from jaxrl_async.scorers.answers import final_number
 from jaxrl_async.scorers.mathprocess import same_mathematics
 from jaxrl_async.types import CORRECT
@@ -51,7 +51,7 @@ def math(completion: str, reference: str) -> Mapping[str, float]:
 
 def _needed(reference: str) -> str:
     if not reference.strip():
-        raise RolloutError(
+        raise RefusedScore(
             "has no right answer to compare with: the record has none. Set "
             "data.jsonl.answer_field, or choose a reward that needs none."
         )

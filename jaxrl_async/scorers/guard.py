@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import (
+    Closed,
+    RefusedScore,
+    RolloutError,
+    RolloutTimeout,
+    is_the_runs_own_end,
+)
 from jaxrl_async.metrics.faults import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
@@ -50,7 +56,7 @@ class GuardedScorer:
         try:
             with self._calls.one():
                 return checked(await self._scored(episodes, prompt), episodes, prompt)
-        except _Refused:
+        except RefusedScore:
             self._count("refused_scores")
             raise
 
@@ -62,6 +68,8 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
+            except RefusedScore:
+                raise
             except RolloutError as error:
                 if not tries_left:
                     raise
@@ -98,26 +106,24 @@ class GuardedScorer:
             ) from error
 
 
-class _Refused(RolloutError):
-    """What came back is no score."""
-
-
 def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """The scores as a tuple. Raises RolloutError that says which is wrong and how."""
+    """The scores as a tuple. Raises RefusedScore that says which is wrong and how."""
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
         given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
-        raise _Refused(
+        raise RefusedScore(
             f"{where} gave {given} for {len(episodes)} episodes. It must give one Score each, in "
             "order."
         )
     for i, (score, episode) in enumerate(zip(scores, episodes, strict=True)):
         if not isinstance(score, Score):
-            raise _Refused(f"{where} gave {shown(score)} for episode {i}. It must give a Score.")
+            raise RefusedScore(
+                f"{where} gave {shown(score)} for episode {i}. It must give a Score."
+            )
         numbers = {"reward": score.reward, **{f"part {k!r}": v for k, v in score.parts.items()}}
         for what, value in numbers.items():
             if not is_finite_number(value):
-                raise _Refused(
+                raise RefusedScore(
                     f"{where} gave episode {i} a {what} of {shown(value)}. It must be a finite "
                     "number."
                 )
@@ -134,17 +140,17 @@ def is_finite_number(value: object) -> bool:
 def _check_parts(parts: Mapping[str, float], where: str) -> None:
     for name in parts:
         if name != part_name(name):
-            raise _Refused(
+            raise RefusedScore(
                 f"{where} names a part {name!r}, which no metric can be called. Name it "
                 f"{part_name(name)!r}."
             )
         if names_a_metric(name):
-            raise _Refused(
+            raise RefusedScore(
                 f"{where} names a part {name!r}, and reward/{name} is a metric of its own. Rename "
                 "the part."
             )
     if not 0 <= parts.get(CORRECT, 0.0) <= 1:
-        raise _Refused(
+        raise RefusedScore(
             f"{where} gave a part {CORRECT!r} of {parts[CORRECT]:g}. It says how right an answer "
             "is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is something "
             "else."
@@ -156,13 +162,13 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
         return
     shape = getattr(rewards, "shape", None)
     if shape != (length,) or not np.issubdtype(rewards.dtype, np.floating):
-        raise _Refused(
+        raise RefusedScore(
             f"{where}: token_rewards are {shown(rewards)} of shape {shape}; they must be one float "
             f"for each of the episode's {length} tokens, or None."
         )
     if not np.isfinite(rewards).all():
         first = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise _Refused(
+        raise RefusedScore(
             f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
             "token earns nothing."
         )

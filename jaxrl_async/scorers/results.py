@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RefusedScore
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.types import Episode, FloatArray, Score
 
@@ -24,7 +24,7 @@ REMEDY = "It must give a finite number, or a mapping of names to finite numbers.
 
 
 def score_of(result: Any, episode: Episode) -> Score:
-    """The Score that a result means. Raises RolloutError in words that go on after "reward f"."""
+    """The Score that a result means. Raises RefusedScore in words that go on after "reward f"."""
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")
@@ -32,7 +32,7 @@ def score_of(result: Any, episode: Episode) -> Score:
     if not isinstance(result, Mapping):
         return Score(reward=_number(result, "a reward"))
     if not result:
-        raise RolloutError(f"gave {{}}, which has no part. {REMEDY}")
+        raise RefusedScore(f"gave {{}}, which has no part. {REMEDY}")
     parts = _parts({name: value for name, value in result.items() if name != TOKEN_REWARDS})
     return Score(
         reward=_sum(parts.values()),
@@ -45,13 +45,13 @@ def added(scores: Sequence[tuple[str, float, Score]], *, alone: bool) -> Score:
     """One Score of several functions' of one episode, each with its name and weight.
 
     The parts are theirs, before weighting; the number of a function without parts is a part by its
-    name, unless it is alone. Raises RolloutError where two name the same part.
+    name, unless it is alone. Raises RefusedScore where two name the same part.
     """
     parts: dict[str, float] = {}
     for name, _, score in scores:
         mine = score.parts or ({} if alone else {name: score.reward})
         if twice := sorted(parts.keys() & mine.keys()):
-            raise RolloutError(
+            raise RefusedScore(
                 f"gave a part {twice[0]!r}, which another function of reward.function gives, too. "
                 "Rename one of them."
             )
@@ -90,7 +90,7 @@ def shown(value: Any) -> str:
 def _number(value: Any, what: str) -> float:
     number = finite(value)
     if number is None:
-        raise RolloutError(f"gave {what} of {shown(value)}. {REMEDY}")
+        raise RefusedScore(f"gave {what} of {shown(value)}. {REMEDY}")
     return number
 
 
@@ -100,7 +100,7 @@ def _parts(given: Mapping[Any, Any]) -> dict[str, float]:
     for name, value in given.items():
         legal = part_name(name)
         if legal in parts:
-            raise RolloutError(
+            raise RefusedScore(
                 f"gave two parts that are both {legal!r} in a metric's name, the second is "
                 f"{name!r}. Rename one of them."
             )
@@ -125,7 +125,7 @@ def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
     except (TypeError, ValueError, OverflowError):
         array = np.array(math.nan)
     if array.shape != (length,) or not np.isfinite(array.astype(np.float32)).all():
-        raise RolloutError(
+        raise RefusedScore(
             f"gave {TOKEN_REWARDS} of {shown(values)}. They must be {length} finite numbers, one "
             f"for each {unit}."
         )

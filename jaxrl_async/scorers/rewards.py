@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl_async.config.schema import Reward
 from jaxrl_async.config.userfile import is_own, load_function
-from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
+from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
 from jaxrl_async.scorers.results import added, score_of, shown
 from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
@@ -172,7 +172,7 @@ def _one_each(results: Any, count: int) -> list[Any]:
         listed = None
     if listed is None or len(listed) != count:
         given = shown(results) if listed is None else f"{len(listed)} results"
-        raise RolloutError(
+        raise RefusedScore(
             f"gave {given} for {count} answers. A function of `completions` or `group` must give "
             "one result for each, in order."
         )

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any
 
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RefusedScore
 from jaxrl_async.types import Episode, Prompt
 
 OF_THE_TASK = ("prompt", "reference", "columns")
@@ -54,7 +54,7 @@ class Wishes:
     def given(self, prompt: Prompt, answers: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments. answers: what OF_ONE or OF_THE_GROUP say.
 
-        Raises RolloutError where this prompt's record lacks a column.
+        Raises RefusedScore where this prompt's record lacks a column.
         """
         there: dict[str, Any] = {
             **{str(name): value for name, value in prompt.columns.items()},
@@ -62,7 +62,7 @@ class Wishes:
             **answers,
         }
         if missing := sorted(self.needed - there.keys()):
-            raise RolloutError(
+            raise RefusedScore(
                 f"asks for {missing[0]!r}, and the record has no such column (it has: "
                 f"{', '.join(map(str, prompt.columns)) or 'none'}). Give the parameter a default."
             )

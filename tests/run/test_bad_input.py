@@ -445,7 +445,8 @@ def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, t
     file = tmp_path / "own_reward.py"
     if code is not None:
         file.write_text(code)
-    given = [SCRATCH, f"reward.function={file}:reward", "reward.timeout_s=0.1"]
+    given = [SCRATCH, f"reward.function={file}:reward"]
+    given += ["reward.timeout_s=0.1", "faults.backoff_s=0.0"]
     check_refusal(capsys, command(tmp_path, *given), 2, "config error: reward.function = ", told)
 
 

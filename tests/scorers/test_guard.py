@@ -9,6 +9,7 @@ import pytest
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.faults import FaultCounts
 from jaxrl_async.scorers.guard import GuardedScorer, checked
+from jaxrl_async.scorers.rewards import Judge, RewardScorer
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_episode, make_prompt
 from jaxrl_async.types import Score
@@ -72,6 +73,17 @@ def test_no_exception_of_a_scorer_ends_the_run(failure):
     assert isinstance(error, RolloutError) and f"raised {type(failure).__name__}" in str(error)
     assert not faults
     assert guarded(Script(failure, GOOD))[0] == GOOD
+
+
+def test_what_a_function_gave_that_is_no_reward_is_not_asked_for_again():
+    async def gives_text(completion):
+        return "good"
+
+    judge = Judge(function=gives_text, name="mine")
+    scorer = RewardScorer([judge], lambda ids: "", timeout_s=20)
+    error, faults, waits = guarded(scorer, timeout_s=30)
+    assert "gave a reward of 'good' (str)" in str(error)
+    assert (faults, waits) == ({"refused_scores": 1}, [])
 
 
 def test_a_run_that_is_cancelled_is_cancelled():
