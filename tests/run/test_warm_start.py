@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,16 @@ def test_a_killed_warm_start_goes_on_from_its_newest_checkpoint(
     train(config_of(runs, *job, "run.resume=true"))
     train(config_of(runs, "run.job=preference", "run.name=never_killed"))
     assert_same(results(runs / "runs" / "never_killed"), results(runs / "runs" / "killed"))
+
+
+def test_train_works_on_another_thread_than_the_main_one(
+    runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(runs, "run.job=preference", "run.name=thread", "warm_start.steps=1")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(train, config).result(timeout=120)
+    assert (runs / "runs" / "thread" / "policy").is_dir()
+    assert "not on the main thread" in caplog.text
 
 
 # ---- real processes
