@@ -27,7 +27,7 @@ def name_of(choice: Choice) -> str:
 
 def arguments_of(choice: Choice) -> dict[str, Any]:
     """The arguments in a choice."""
-    return {} if isinstance(choice, str) else next(iter(choice.values()), None) or {}
+    return {} if isinstance(choice, str) else next(iter(choice.values()), {})
 
 
 COMPARED_IN_GROUP = (
