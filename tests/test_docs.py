@@ -135,7 +135,9 @@ def test_overrides_in_readme_are_valid():
     words = re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))", README)
     assert len(words) > 10
     for word in words:
-        load(ROOT / "configs/addition.yaml", [word])
+        base = "configs/dpo.yaml" if word.startswith("preference.") else "configs/addition.yaml"
+        with_source = ["data.source=jsonl"] if word.startswith("data.jsonl") else []
+        load(ROOT / base, [*with_source, word])
 
 
 def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
         (["algorithm.shaping=[cap]"], "shaping 'cap' needs low, high"),
         (["algorithm.shaping=[{downsample: {keep: x}}]"], "shaping"),
         (["algorithm.aggregate=mean"], "unknown aggregate"),
-        (["algorithm.kl=k4"], "unknown kl estimator"),
+        (["algorithm.kl=k4", "algorithm.kl_coefficient=0.1"], "unknown kl estimator"),
         (["algorithm.learning_rate=.inf"], "it must be a number >= 0"),
         (["run.name=.."], "run.name = '..' is not allowed"),
         (["run.name=" + "a" * 129], "is not allowed"),

@@ -1,5 +1,6 @@
 """One step of learning: what each companion does to the numbers."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -349,7 +350,7 @@ def test_what_it_saves_makes_another_one_go_on_alike() -> None:
 
 def test_a_step_with_nothing_to_learn_leaves_what_is_steered() -> None:
     algorithm = {"kl_coefficient": 0.1, "kl_target": 0.01, "entropy_target": 1.0}
-    cut = shaping.resolve({"overlong_filter": {"max_tokens": 0}})
+    cut = functools.partial(shaping["overlong_filter"], max_tokens=0)
     learner = learner_of(
         algorithm=algorithm, shapings=(cut,), companions={"reference": copied(OTHER)}
     )

@@ -254,8 +254,8 @@ def test_what_tokens_earned_is_a_signal():
 def test_limits_of_length_and_reward_belong_to_what_is_left_alone():
     kept = [m.sum() for m in shaped_by("overlong_filter", group([1.0] * 3, [3, 4, 5])).masks[0]]
     assert kept == [3, 4, 0]
-    penalties = [soft_overlong_penalty(n, 6, 3) for n in (3, 4, 6, 7, 9)]
-    np.testing.assert_allclose(penalties, [0.0, -1 / 3, -1.0, -1.0, -1.0])
+    penalties = [soft_overlong_penalty(n, 6, 3) for n in (1, 2, 3, 4, 6, 7, 9)]
+    np.testing.assert_allclose(penalties, [0.0, 0.0, 0.0, -1 / 3, -1.0, -1.0, -1.0])
     capped = shaped_by("cap", group([0.0, 0.5, 0.6, -0.1]))
     assert capped.data.rewards[0].tolist() == [0.0, 0.5, 0.5, 0.0]
     assert capped.counts == {"shaping/capped": 2}
