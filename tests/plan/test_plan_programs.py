@@ -146,6 +146,18 @@ def test_masks_that_are_kept_come_out_of_the_decode_block(plain):
     assert results(programs_of(keeps)["decode"]) == results(plain["decode"]) + 2
 
 
+def test_experts_that_are_replayed_come_out_of_the_sampler_and_into_the_gradient():
+    experts = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2}
+    model = {"architecture": BASE["model"]["architecture"] | experts}
+    freely = programs_of(config_of(model=model))
+    replayed = programs_of(config_of(model=model, algorithm={"keep_routing": True}))
+    found, before = arguments(replayed["gradient"]), arguments(freely["gradient"])
+    assert sorted(found) == sorted([*before, "int8[4, 160, 2, 2]"])
+    for name in ("prefill", "decode"):
+        told, silent = (jax.tree.leaves(p[name].program.out_info) for p in (replayed, freely))
+        assert len(told) == len(silent) + 1 and {str(x.dtype) for x in told} >= {"int8"}
+
+
 def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     config = config_of()
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
