@@ -356,16 +356,16 @@ class Forced:
 
 
 def _noting(
-    play: Callable[[Any], None],
+    play: Callable[[Any], bool],
     rounds: list[Round],
     took: dict[int, float],
     version: Callable[[], int],
-) -> Callable[[Any], None]:
+) -> Callable[[Any], bool]:
     """Sampler._round, written down."""
 
-    def noted(sampler: Any) -> None:
+    def noted(sampler: Any) -> bool:
         before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
-        play(sampler)
+        came = play(sampler)
         after = sampler.stats()
         steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
         busy_s = after.busy_s - before.busy_s
@@ -382,6 +382,7 @@ def _noting(
                     compiled=sampler.engine.num_compiled > programs,
                 )
             )
+        return came
 
     return noted
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +27,14 @@ CARRIERS: tuple[type, ...] = tuple(
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum))
 )
 """The records of types.py, and their enums."""
+PLAIN_KINDS = "biufcSU"
+"""Kinds of NumPy's own number and text types that are saved, each by its `str`."""
+ML_DTYPES: dict[str, Any] = {
+    name: np.dtype(kind)
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+}
+"""bfloat16, the 8-bit floats and so on, which NumPy itself knows no name for, by name."""
 
 
 def dumps(tree: Any) -> Bytes:
@@ -49,7 +58,7 @@ def loads(data: Bytes, kinds: Sequence[type] = ()) -> Any:
         raise ValueError("not a record of this program: its head is torn")
     try:
         return _decoded(json.loads(raw[8 : 8 + size]), memoryview(raw)[8 + size :], known, [0])
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"not a record of this program: {error}") from None
 
 
@@ -61,9 +70,8 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):
-        assert not value.dtype.hasobject, "arrays of objects cannot be saved"
         arrays.append(value)
-        return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape)}
+        return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         told = {name: _encoded(field, arrays) for name, field in fields.items()}
@@ -76,6 +84,22 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
         told = {k: _encoded(v, arrays) for k, v in value.items()}
         return {KIND: "mapping", "fields": told} if KIND in value else told
     raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    if dtype.name in ML_DTYPES:
+        return dtype.name
+    if dtype.kind not in PLAIN_KINDS:
+        raise TypeError(f"an array of {dtype} cannot be saved in a checkpoint")
+    return dtype.str
+
+
+def _named_dtype(name: str) -> np.dtype[Any]:
+    """What _dtype_name told; ValueError for another."""
+    found = ML_DTYPES[name] if name in ML_DTYPES else np.dtype(name)
+    if _dtype_name(found) != name:
+        raise ValueError(f"not a record of this program: arrays of {name!r} are never written")
+    return found
 
 
 def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
@@ -92,9 +116,9 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])
     if kind == "array":
-        dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
+        dtype, shape = _named_dtype(value["dtype"]), tuple(value["shape"])
         start, at[0] = at[0], at[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if dtype.hasobject or at[0] > len(buffer):
+        if min(shape, default=0) < 0 or at[0] > len(buffer):
             raise ValueError("not a record of this program: an array is torn")
         return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
     record = known[kind]

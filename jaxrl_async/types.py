@@ -85,10 +85,9 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
-    key: tuple[int, int] = (
-        0,
-        0,
-    )  # (group or prompt, member): with position, all that randomness depends on
+    # (group or prompt, member): with seed and position, all that randomness depends on. None: a
+    # fresh one from the sampler, so that requests of one prompt draw different tokens
+    key: tuple[int, int] | None = None
     branch: int = 0  # which continuation of a forked prefix: other numbers from where it forked
     forced_length: int | None = (
         None  # benchmarks: ignore stop tokens and end after this many tokens

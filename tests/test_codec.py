@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,5 +90,37 @@ def test_other_bytes_are_refused_and_nothing_worse(raw, place, value):
     for data in (np.frombuffer(raw, np.uint8), good, good[: place % len(good)]):
         try:
             loads(data)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             assert not isinstance(error, json.JSONDecodeError) or str(error)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_numbers_that_numpy_has_no_name_for_come_back_as_they_were(name):
+    array = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, name))
+    back = loads(dumps({"kv": array}))["kv"]
+    assert back.dtype == array.dtype and back.tobytes() == array.tobytes()
+
+
+def written(text: str) -> np.ndarray:
+    """Bytes as dumps lays them out, with this JSON and eight bytes of arrays."""
+    head = np.array([len(text)], "<u8").tobytes()
+    return np.frombuffer(head + text.encode() + bytes(8), np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["O", "V8", "<M8[s]", "i4,i4", "float", "nonsense", "object_"])
+def test_an_array_of_another_type_than_is_written_is_refused(dtype):
+    with pytest.raises(ValueError, match="not a record"):
+        loads(written(json.dumps({"!": "array", "dtype": dtype, "shape": [1]})))
+
+
+def test_arrays_that_could_not_be_read_again_are_not_written():
+    for array in (np.zeros(2, "i4,i4"), np.array([object()]), np.zeros(2, "M8[s]")):
+        with pytest.raises(TypeError, match="cannot be saved"):
+            dumps(array)
+
+
+@pytest.mark.parametrize("opens", ["[", '{"a":'])
+def test_bytes_that_are_nested_without_end_are_refused(opens):
+    text = opens * 50_000 + "1" + {"[": "]"}.get(opens, "}") * 50_000
+    with pytest.raises(ValueError, match="not a record"):
+        loads(written(text))

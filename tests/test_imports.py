@@ -26,7 +26,7 @@ HOST_SIDE = [
     "scorers.results",
     "scorers.rewards",
     "scorers.usercode",
-    "scorers.wishes",
+    "scorers.reward_arguments",
     "scorers.guard",
     "sampler.schedule",
     "sampler.pages",

@@ -8,21 +8,27 @@ that the trainer must compute them itself (and its metrics then say for how many
 """
 
 import asyncio
+import contextlib
 import logging
+import math
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed
 from jaxrl_async.interop.jetstream import engine_api
 from jaxrl_async.ports import WeightSource
-from jaxrl_async.types import Completion, Request, StopReason
+from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
+from jaxrl_async.sampler.request_checks import Room, checked_request
+from jaxrl_async.types import Completion, Request, SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,8 @@ class ForeignSampler:
         self._running: dict[int, _Running] = {}
         self._wake, self._lock = threading.Event(), threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        self._state: Any = None
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._warned = False
@@ -88,33 +96,43 @@ class ForeignSampler:
         """Start the thread; done by the first request where nobody did it."""
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._main, name="foreign", daemon=True)
+                self._thread = threading.Thread(
+                    target=serve,
+                    args=(weakref.ref(self), self._wake, ForeignSampler._go_on),
+                    name="foreign",
+                    daemon=True,
+                )
+                close_at_exit(self)
                 self._thread.start()
 
     def close(self) -> None:
         """Stop after the step under way; who still waits gets Closed. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # a fork: the thread is the other process's
         with self._lock:
             self._closed = True
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request."""
         return await self.submit_many([request])[0]
 
     def submit_many(self, requests: Sequence[Request]) -> "list[asyncio.Future[Completion]]":
-        """Queue all requests at once, in order (ports.Generate). Raises RolloutError for a prompt
-        that the engine cannot hold."""
+        """Queue all requests at once, in order (ports.Generate). Raises RolloutError for one that
+        cannot be served, which names the field."""
+        check_here(self, self._pid)
         loop = asyncio.get_running_loop()
-        longest = self.engine.max_prefill_length
-        for request in requests:
-            if not 0 < len(request.token_ids) <= longest:
-                raise RolloutError(
-                    f"request {request.request_id}: the prompt has {len(request.token_ids)} "
-                    f"tokens, but the engine prefills 1 to {longest}. Shorten it."
-                )
+        room = Room(max_length=self.engine.max_prefill_length + 1)
+        requests = [checked_request(r, room, answer_fits=False) for r in requests]
         now = time.perf_counter()
         waiting = [
             _Running(request=r, future=loop.create_future(), loop=loop, queued_at=now)
@@ -132,30 +150,33 @@ class ForeignSampler:
 
     # ---- the thread
 
-    def _main(self) -> None:
-        """Drive the engine.
+    def _go_on(self) -> float | None:
+        """One step of the engine, and how long to sleep after it (lifetime.serve); None: it is
+        over.
 
         consumes      requests, weights
         waits for     self._wake when there is nothing to do
         produces      completions into futures
-        on failure    every waiter gets the exception; `error` keeps it
+        on failure    a prompt that the engine does not prefill fails alone; else every waiter gets
+                      the exception; `error` keeps it
         """
         try:
-            self._state = self.engine.init_decode_state()
-            while not self._closed:
-                if not self._running and not self._queue:
-                    self._wake.wait()
-                    self._wake.clear()
-                self._take_weights()
-                self._drop_cancelled()
-                self._fill()
-                if self._running:
-                    self._step()
+            if self._closed:
+                return None
+            if self._state is None:
+                self._state = self.engine.init_decode_state()
+            self._take_weights()
+            self._drop_cancelled()
+            self._fill()
+            if self._running:
+                self._step()
         except BaseException as error:
             with self._lock:
                 self.error, self._closed = error, True
             log.error("the foreign engine stopped: %s", error)
             self._fail_all(error)
+            return None
+        return 0.0 if self._running or self._queue or self._closed else math.inf
 
     def _take_weights(self) -> None:
         update = None if self._weights is None else self._weights.poll(wait=not self._running)
@@ -180,19 +201,32 @@ class ForeignSampler:
                 running = self._queue.popleft()
             running.started_at = time.perf_counter()
             self._warn_of(running.request)
-            self._insert(slot, running)
+            prefilled = self._prefill(running)
+            if prefilled is not None:
+                self._insert(slot, running, *prefilled)
 
-    def _insert(self, slot: int, running: _Running) -> None:
+    def _prefill(self, running: _Running) -> tuple[Any, Any] | None:
+        """The prefix, and the first token where the engine gives it; None: it raised, and this
+        request alone has failed."""
         tokens = running.request.token_ids
         bucket = 16
         while bucket < len(tokens):
             bucket *= 2
         padded = np.zeros(min(bucket, self.engine.max_prefill_length), np.int32)
         padded[: len(tokens)] = tokens
-        result = self.engine.prefill(
-            params=self._params, padded_tokens=jax.numpy.asarray(padded), true_length=len(tokens)
-        )
-        prefix, first = result if self._gives_first else (result, None)
+        try:
+            result = self.engine.prefill(
+                params=self._params,
+                padded_tokens=jax.numpy.asarray(padded),
+                true_length=len(tokens),
+            )
+        except Exception as error:
+            log.error("request %s failed, alone: %s", running.request.request_id, error)
+            _give(running, error)
+            return None
+        return result if self._gives_first else (result, None)
+
+    def _insert(self, slot: int, running: _Running, prefix: Any, first: Any) -> None:
         self._state = self.engine.insert(prefix, self._state, slot=slot)
         self._running[slot] = running
         if first is not None:
@@ -223,7 +257,7 @@ class ForeignSampler:
                 _give(running, _completion(running, now))
 
     def _warn_of(self, request: Request) -> None:
-        if not self._warned and request.sampling.temperature != 1.0:
+        if not self._warned and request.sampling != SamplingParams():
             self._warned = True
             log.warning(
                 "request %s asks for %s, but a foreign engine samples as it was set up",
@@ -264,5 +298,5 @@ def _give(running: _Running, result: Completion | BaseException) -> None:
         else:
             running.future.set_result(result)
 
-    if not running.loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
         running.loop.call_soon_threadsafe(put)

@@ -2,6 +2,8 @@
 
     python -m jaxrl_async.interop.serve --policy runs/addition/policy --port 9000
 
+It asks nobody who they are, so it listens to this machine alone; --host says otherwise.
+
 Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any
 error, and keep copies of the weights. A request that is longer than the engine's slots is cut by
 JetStream.
@@ -24,17 +26,23 @@ from jaxrl_async.interop.jetstream import engine_api, make_engine
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.types import SamplingParams
 
+LOOPBACK = "127.0.0.1"
+"""The address that only this machine reaches."""
 
-def start(policy: Policy, *, port: int, **engine: Any) -> Any:
-    """Start a server on all interfaces; `stop()` on what is returned ends it.
 
-    engine: the arguments of interop.jetstream.make_engine, tokenizer among them.
+def start(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: Any) -> Any:
+    """Start a server; `stop()` on what is returned ends it.
+
+    host: the address to listen on; there is no authentication, so others than this machine's own
+    are for a network that you trust ("0.0.0.0": every IPv4 address of the machine). engine: the
+    arguments of interop.jetstream.make_engine, tokenizer among them.
     """
     engine_api()
     orchestrator: Any = importlib.import_module("jetstream.core.orchestrator")
-    server_lib = importlib.import_module("jetstream.core.server_lib")
+    server_lib: Any = importlib.import_module("jetstream.core.server_lib")
     config_lib = importlib.import_module("jetstream.core.config_lib")
     logging.getLogger().setLevel(logging.WARNING)  # it writes each token to stdout otherwise
+    server_lib._HOST = f"[{host}]" if ":" in host else host  # it asks for none, and takes them all
     orchestrator.delete_pytree = _delete  # its own calls jax.tree_map, gone since jax 0.6
 
     def create(devices: Any) -> Any:
@@ -59,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     words.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
     words.add_argument("--port", type=int, default=9000)
+    words.add_argument("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0: every one")
     words.add_argument("--slots", type=int, default=8, help="sequences that decode at once")
     words.add_argument("--max-length", type=int, default=1024, help="prompt and answer, tokens")
     words.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
@@ -69,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server = start(
         Policy.from_pretrained(args.policy),
         port=args.port,
+        host=args.host,
         slots=args.slots,
         max_length=args.max_length,
         max_new_tokens=args.max_new_tokens,
@@ -77,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop_token_ids=tuple(tokenizer.eos_ids),
         tokenizer=tokenizer,
     )
-    print(f"serving {args.policy} on port {args.port}", flush=True)
+    print(f"serving {args.policy} on {args.host}, port {args.port}", flush=True)
     ended = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: ended.set())

@@ -141,8 +141,9 @@ def make_request(
     """The request for one turn.
 
     Randomness is keyed by the prompt's place in the stream, the member, and each token's place in
-    the sequence, so that a later turn never draws the numbers of an earlier one again. Raises
-    RolloutError where there is no room.
+    the sequence, so that a later turn never draws the numbers of an earlier one again. It asks for
+    what is left of max_length where that is less than max_new_tokens: an answer cut there ends with
+    StopReason.LENGTH. Raises RolloutError where there is no room.
     """
     if len(token_ids) >= limits.max_length:
         raise RolloutError(

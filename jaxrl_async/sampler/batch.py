@@ -8,8 +8,9 @@ A *place* is a slot or a reserve place. Every decision is a function of the queu
 what was drawn, never of time: the same requests given at once always run the same way.
 """
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler import schedule
 from jaxrl_async.sampler.concurrency import LOW, Limit, Load, next_limit
 from jaxrl_async.sampler.engine import (
-    MAX_STOP_TOKENS,
     Block,
     Chunk,
     DecodeState,
@@ -39,10 +39,13 @@ from jaxrl_async.sampler.engine import (
 )
 from jaxrl_async.sampler.pages import Pages
 from jaxrl_async.sampler.prefix import PrefixStore
+from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 from jaxrl_async.sampler.routes import Routes
 from jaxrl_async.sampler.sampling import Controls, Mix
 from jaxrl_async.sampler.slots import Slots, Span
 from jaxrl_async.types import ExpertIds, FloatArray, IntArray, KeptTokens, Partial, Request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,7 +106,12 @@ class Batch:
         seed: int,
         prefill_chunk: int = 2048,
         prefix_cache: bool = True,
+        one_version: bool = False,
     ) -> None:
+        """one_version: what a sequence drew from other weights than those it is admitted under is
+        drawn again."""
+        self._one_version = one_version
+        self._failed: list[tuple[Sequence_, Exception]] = []
         self.engine, self._seed, self._chunk = engine, seed, prefill_chunk
         self.pages = Pages(engine.pages)
         self.store = PrefixStore(self.pages, engine.page_tokens, enabled=prefix_cache)
@@ -139,6 +147,33 @@ class Batch:
         following = {id(f) for s in self.placed.values() for f in s.followers}
         return [s for s in self.placed.values() if not s.ready and id(s) not in following]
 
+    @property
+    def under_way(self) -> bool:
+        """Whether anybody is placed, or was preempted with tokens of the weights at hand."""
+        return bool(self.placed) or any(map(self._begun, self.queue))
+
+    def _begun(self, sequence: Sequence_) -> bool:
+        """Whether a sequence that waits goes on from tokens that the weights at hand drew."""
+        saved = sequence.partial
+        return saved is not None and self._version in saved.versions[-1:]
+
+    def guarded(self, sequence: Sequence_, work: Callable[[Sequence_], Any]) -> Any:
+        """Host work for one sequence: what it raises ends that one alone. None where it did."""
+        try:
+            return work(sequence)
+        except Exception as error:
+            log.error(
+                "request %s failed, alone: %s", sequence.request.request_id, error, exc_info=error
+            )
+            self._failed.append((sequence, error))
+            self.cancel(sequence)
+            return None
+
+    def take_failed(self) -> list[tuple[Sequence_, Exception]]:
+        """Who failed alone since the last look."""
+        failed, self._failed = self._failed, []
+        return failed
+
     def count(self, **more: int) -> None:
         """Add to the totals; the tuple is replaced whole, so readers never see half a change."""
         self.stats = replace(self.stats, **{k: getattr(self.stats, k) + v for k, v in more.items()})
@@ -150,21 +185,46 @@ class Batch:
 
     # ---- admission
 
-    def admit(self) -> None:
-        """Give places and pages to those who waited longest, as far as both go."""
+    def admit(self, *, only_begun: bool = False) -> None:
+        """Give places and pages to those who waited longest, as far as both go.
+
+        only_begun: to those alone who have tokens of the weights at hand.
+        """
         free = deque(p for p in range(self.engine.places) if p not in self.placed)
-        leaders = {_content(s.token_ids): s for s in self.prefilling}
-        while self.queue and free and len(self.placed) < self.limit.requests:
-            sequence = self.queue[0]
-            sequence.token_ids = _to_prefill(sequence)
-            leader = leaders.get(_content(sequence.token_ids))
-            if not (self._follow(sequence, leader) if leader else self._lead(sequence)):
+        begun = [s for s in self.prefilling if s.kv_version == self._version]  # nobody shares older
+        leaders = {_content(s.token_ids): s for s in begun}
+        waiting = [s for s in self.queue if self._begun(s)] if only_begun else self.queue
+        while waiting and free and len(self.placed) < self.limit.requests:
+            sequence = waiting[0]
+            admitted = self.guarded(sequence, partial(self._admit, leaders, free[0]))
+            if admitted is False:
                 break
-            self.queue.popleft()
-            sequence.place, sequence.order = free.popleft(), self._admitted
-            self._admitted += 1
-            self.placed[sequence.place] = sequence
-            leaders.setdefault(_content(sequence.token_ids), sequence)
+            if only_begun:
+                del waiting[0]
+            if admitted:
+                free.popleft()
+
+    def _admit(self, leaders: dict[bytes, Sequence_], place: int, sequence: Sequence_) -> bool:
+        """One from the queue to a place; False: there are no pages for it."""
+        if self._one_version:
+            self._forget_other_versions(sequence)
+        sequence.token_ids = _to_prefill(sequence)
+        leader = leaders.get(_content(sequence.token_ids))
+        if not (self._follow(sequence, leader) if leader else self._lead(sequence)):
+            return False
+        self.queue.remove(sequence)
+        sequence.place, sequence.order = place, self._admitted
+        self._admitted += 1
+        self.placed[place] = sequence
+        leaders.setdefault(_content(sequence.token_ids), sequence)
+        return True
+
+    def _forget_other_versions(self, sequence: Sequence_) -> None:
+        """Begin again where other weights drew some of it."""
+        saved = sequence.partial
+        if saved is not None and (saved.versions != self._version).any():
+            self.count(restarted=1, discarded_tokens=len(saved.token_ids))
+            sequence.partial = None
 
     def _lead(self, sequence: Sequence_) -> bool:
         """Pages for a sequence of its own, those found in the prefix store included."""
@@ -208,10 +268,10 @@ class Batch:
 
     def prefill(self, weights: Weights) -> None:
         """One round: up to prefill_chunk tokens of those who wait longest."""
-        waiting = self.prefilling
-        for sequence in waiting:
+        for sequence in self.prefilling:
             if sequence.partial is not None and not sequence.prefilled:
-                self._restore_kv(sequence)
+                self.guarded(sequence, self._restore_kv)
+        waiting = self.prefilling
         pieces = schedule.plan_pieces(
             [(s.prefilled, len(s.token_ids)) for s in waiting], self._chunk
         )
@@ -282,19 +342,22 @@ class Batch:
         )
 
     def _make_ready(self, leader: Sequence_) -> None:
-        """The leader and its followers can decode from the next block on."""
-        for sequence in (leader, *leader.followers):
-            assert sequence.place is not None
-            place = sequence.place
-            self.slots.occupy(place, len(sequence.token_ids), sequence.pages, self._version)
-            if sequence.partial is not None:
-                self.slots.recall(place, sequence.partial)
-            sequence.pages, sequence.ready = [], True
-            sequence.kv_version = leader.kv_version
-        leader.followers = []
+        """The leader and its followers, who have the same KV, can decode from the next block on."""
+        followers, leader.followers = leader.followers, []
         if leader.kv_version == self._version:
-            assert leader.place is not None
-            self.store.put(leader.token_ids, self.slots.pages[leader.place])
+            self.store.put(leader.token_ids, leader.pages)
+        for sequence in (leader, *followers):
+            sequence.prefilled, sequence.kv_version = leader.prefilled, leader.kv_version
+            self.guarded(sequence, self._occupy)
+
+    def _occupy(self, sequence: Sequence_) -> None:
+        """What a prefilled sequence has goes to its slot."""
+        place = sequence.place
+        assert place is not None
+        pages, sequence.pages, sequence.ready = sequence.pages, [], True
+        self.slots.occupy(place, len(sequence.token_ids), pages, self._version)
+        if sequence.partial is not None:
+            self.slots.recall(place, sequence.partial)
 
     def _restore_kv(self, sequence: Sequence_) -> None:
         """Saved KV back into pages, all but the last token's, where these weights made it."""
@@ -559,6 +622,7 @@ class Batch:
         for sequence in list(self.placed.values()):
             assert sequence.place is not None
             if sequence.ready:
+                sequence.prefilled = int(self.slots.lengths[sequence.place])
                 output = self.output(sequence)
                 sequence.partial = self._partial(sequence, output)
                 sequence.pages = self.slots.free(sequence.place)
@@ -659,7 +723,8 @@ def ask_of(sequences: Sequence[Sequence_], size: int, seed: int) -> Slot:
     ids = np.zeros((size, 3), np.int32)
     stops = np.full((size, MAX_STOP_TOKENS), -1, np.int32)
     if requests:
-        ids[: len(requests)] = [(*r.key, r.branch) for r in requests]
+        ids[: len(requests), :2] = np.array([r.key for r in requests], np.int32)
+        ids[: len(requests), 2] = [r.branch for r in requests]
         stops[: len(requests)] = [pad_stop_ids(r.stop_token_ids) for r in requests]
     return Slot(
         Controls(

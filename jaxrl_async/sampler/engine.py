@@ -29,9 +29,7 @@ from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
-
-MAX_STOP_TOKENS = 8
-"""Stop tokens that one request can have."""
+from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 
 AnyArray = Any
 """An array on the device, or on its way there or back as NumPy."""

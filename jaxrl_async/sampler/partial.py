@@ -5,6 +5,7 @@ to go on with the same tokens; the KV is a short cut that is taken only where th
 ones that made it.
 """
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.request_checks import INT32_END
 from jaxrl_async.types import Partial
 
 
@@ -38,15 +40,22 @@ def branches(partial: Partial, count: int) -> list[Partial]:
 
     They share what was drawn before; each is a request of its own, with the ids `.../b1`, ...
     """
-    first = partial.request.branch * count + 1
+    first = _first_branch(partial)
     return [
         replace(
             partial,
             request=replace(
                 partial.request,
                 request_id=f"{partial.request.request_id}/b{i + 1}",
-                branch=first + i,
+                branch=1 + (first + i) % (INT32_END - 1),
             ),
         )
         for i in range(count)
     ]
+
+
+def _first_branch(partial: Partial) -> int:
+    """Where the numbers of a fork's branches begin: a hash of which branch forks, and where, so
+    that forks of forks do not meet (two of n forks: with a chance of n^2 / 2^32)."""
+    place = f"{partial.request.branch}/{len(partial.token_ids)}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest())

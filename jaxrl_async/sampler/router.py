@@ -9,7 +9,9 @@ one sampler, where they share a prefill. Requests of one call are dealt by a pur
 was dealt before and of who has answered, so equal calls to idle samplers are dealt equally.
 
 A request that was under way in a sampler that failed begins again from its prompt in another: its
-randomness is keyed by identity, so the same weights draw the same tokens. Each caller gets exactly
+randomness is keyed by identity, so the same weights draw the same tokens. One that was on the
+device in two samplers that died begins again alone: if that one dies too, the request is to blame
+and is refused, and nobody else is taken along. Each caller gets exactly
 one answer; what a sampler says after it was taken out is ignored. One thread looks after the
 samplers; what is done when is decided in supervise.py.
 """
@@ -17,18 +19,21 @@ samplers; what is done when is decided in supervise.py.
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.ports import Clock
+from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.supervise import (
     FORGIVEN_S,
@@ -51,6 +56,8 @@ REMEMBERED = 4096
 """Prefixes whose sampler is remembered."""
 LOOK_S = 0.2
 """Time between two looks at the samplers, seconds; a death is seen at once."""
+SUSPECT_AFTER = 2
+"""Deaths of samplers that had a request on the device, after which it is tried alone."""
 JOIN_S = 10.0
 """Longest wait for the thread that looks after the samplers, seconds."""
 
@@ -90,6 +97,12 @@ class _Job:
     loop: asyncio.AbstractEventLoop | None = None  # of the caller; None: a thread waits
     inner: Future[Completion] | None = None  # of the sampler that has it now
     avoid: int | None = None  # seat that drew a log-prob that is not finite
+    died: list["_Seat"] = field(default_factory=list)  # of samplers that had it on the device
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it is to be tried alone."""
+        return len(self.died) >= SUSPECT_AFTER
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -104,12 +117,16 @@ class _Seat:
     before: Any = None  # counters of the samplers that sat here before
     nonfinite: int = 0
     restarts: int = 0
+    excused: bool = False  # the last death was a request's doing
     out_at: float | None = None  # None: the sampler is at work
     lost: bool = False
 
 
 class Router:
-    """Deals requests to samplers and looks after them. Thread safe: submit from anywhere."""
+    """Deals requests to samplers and looks after them. Thread safe: submit from anywhere.
+
+    A context manager: leaving it closes it and its samplers.
+    """
 
     def __init__(
         self,
@@ -131,6 +148,7 @@ class Router:
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._pid = os.getpid()
         self.error: BaseException | None = None  # no sampler is left, or the weights are wrong
 
     @property
@@ -154,18 +172,38 @@ class Router:
             sampler.start()
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._look_after, name="router", daemon=True)
+                self._thread = threading.Thread(
+                    target=serve,
+                    args=(weakref.ref(self), self._wake, Router._look_after),
+                    name="router",
+                    daemon=True,
+                )
+                close_at_exit(self)
                 self._thread.start()
 
     def close(self) -> None:
         """Stop every sampler; who still waits gets Closed. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # a fork: everything is the other process's
         self._closed = True
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
         for sampler in self.samplers:
             sampler.close()
         self._end(self.error or Closed("the samplers were closed before the request was done"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check_waits(self) -> None:
+        """As Sampler.check_waits, for every thread that answers requests."""
+        check_here(self, self._pid, (self._thread,))
+        for sampler in self.samplers:
+            sampler.check_waits()
 
     def stats(self) -> Any:
         """Counters of all samplers, those that were replaced included: sums, the largest pause and
@@ -178,16 +216,16 @@ class Router:
         """ports.Generate: each sampler gets its share in one call. Raises RolloutError for one that
         cannot be served."""
         loop = asyncio.get_running_loop()
-        return self._submit([_job(r, loop.create_future(), loop) for r in requests])
+        given = self._checked(requests)
+        return self._submit([_job(r, loop.create_future(), loop) for r in given])
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request."""
         return await self.submit_many([request])[0]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete all requests, in order; blocks."""
-        futures = self._submit([_job(r, Future()) for r in requests])
-        return [f.result() for f in futures]
+        """Complete all requests, in order; blocks. As Sampler.generate."""
+        return self._wait_for(requests, together=False)
 
     @property
     def seed(self) -> int:
@@ -226,12 +264,27 @@ class Router:
 
     def resume(self, partials: Sequence[Partial]) -> list[Completion]:
         """As Sampler.resume: all on one sampler."""
-        jobs = [_job(p, Future()) for p in partials]
-        return [f.result() for f in self._submit(jobs, together=True)]
+        return self._wait_for(partials, together=True)
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
         """As Sampler.fork: all branches on one sampler, where they share the prefix."""
         return self.resume(branches(partial, count))
+
+    def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """As Sampler.checked, also where no sampler is at work: all are alike."""
+        check_here(self, self._pid)
+        checked: list[Request | Partial] = self._seats[0].sampler.checked(requests)
+        return checked
+
+    def _wait_for(self, given: Sequence[Request | Partial], *, together: bool) -> list[Completion]:
+        self.check_waits()
+        jobs = [_job(r, Future()) for r in self._checked(given)]
+        try:
+            return [f.result() for f in self._submit(jobs, together=together)]
+        except BaseException:  # Ctrl-C too: nobody waits for the others
+            for job in jobs:
+                job.future.cancel()
+            raise
 
     # ---- dealing, under the lock
 
@@ -259,7 +312,13 @@ class Router:
         Groups (equal tokens, one after another) stay together. Raises what a sampler that is well
         raises.
         """
-        open_seats = [i for i, seat in enumerate(self._seats) if seat.out_at is None]
+        suspects = [job for job in jobs if job.suspect]
+        jobs = [job for job in jobs if not job.suspect]
+        lonely = self._lonely_seat(suspects)
+        self._waiting += suspects if lonely is None else self._deal_alone(lonely, suspects)
+        open_seats = [
+            i for i, seat in enumerate(self._seats) if seat.out_at is None and i != lonely
+        ]
         if not open_seats:
             self._waiting += jobs
             return
@@ -277,6 +336,23 @@ class Router:
             start = end
         for index in sorted(shares):
             self._give(index, shares[index])
+
+    def _lonely_seat(self, suspects: Sequence[_Job]) -> int | None:
+        """The seat that is kept for suspects, one after another, while there are any: where one
+        runs, else the one with the least to do."""
+        waiting = [*suspects, *(job for job in self._waiting if job.suspect)]
+        at_work = [i for i, seat in enumerate(self._seats) if seat.out_at is None]
+        taken = [i for i in at_work if any(job.suspect for job in self._seats[i].jobs)]
+        if taken or not (waiting and at_work):
+            return taken[0] if taken else None
+        return min(at_work, key=lambda i: len(self._seats[i].jobs))
+
+    def _deal_alone(self, index: int, suspects: list[_Job]) -> list[_Job]:
+        """The first suspect to this seat, where nobody else has requests there; who still waits."""
+        if not suspects or self._seats[index].jobs:
+            return suspects
+        self._give(index, suspects[:1])
+        return suspects[1:]
 
     def _deal_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -357,6 +433,8 @@ class Router:
                 return
             del seat.jobs[job]
             job.inner = None
+            if not seat.jobs and any(waits.suspect for waits in self._waiting):
+                self._wake.set()  # the seat is free for it
             if inner.cancelled():
                 return
             if error is not None:
@@ -388,8 +466,9 @@ class Router:
 
     # ---- looking after the samplers, on the router's thread
 
-    def _look_after(self) -> None:
-        """Until closed: take out what failed, start it again, deal again what it had.
+    def _look_after(self) -> float | None:
+        """Take out what failed, start it again, deal again what it had; how long to sleep then
+        (lifetime.serve), None: closed.
 
         consumes      requests of samplers that failed
         waits for     self._wake: set by a death, a refused completion, and close
@@ -397,14 +476,15 @@ class Router:
         on failure    `error`, and every caller gets it
         """
         try:
-            while not self._closed:
-                self._wake.wait(LOOK_S)
-                self._wake.clear()
+            if not self._closed:
                 self.look()
-        except Closed:
+                return LOOK_S
+        except Closed as error:
             log.debug("the router ended: closed")
+            self._end(error)
         except BaseException as error:
             self._end(error)
+        return None
 
     def look(self) -> None:
         """One look at all samplers, and what follows from it."""
@@ -451,22 +531,31 @@ class Router:
         why = trouble(health, self._limits)
         if why is None:  # it got on just now
             return
+        blamed = seat.sampler.blamed
         with self._lock:
             seat.out_at = self._clock()
             jobs = list(seat.jobs)
             seat.jobs.clear()
             for job in jobs:
                 job.inner = None
-            self._waiting += jobs
+                if why is Trouble.DEAD and job.request.request_id in blamed:
+                    job.died.append(seat)
+            guilty = jobs if len(jobs) == 1 and len(jobs[0].died) > SUSPECT_AFTER else []
+            self._waiting += [job for job in jobs if job not in guilty]
+            seat.excused = bool(guilty)
+            for excused in (died for job in guilty for died in job.died[:-1]):
+                excused.restarts = max(0, excused.restarts - 1)
         seat.sampler.abandon()
         if why is not Trouble.NONFINITE:
             self._count("sampler_deaths" if why is Trouble.DEAD else "sampler_hangs", 1)
-        self._count("redone_requests", len(jobs))
+        self._count("redone_requests", len(jobs) - len(guilty))
+        for job in guilty:
+            _settle(job, _refusal(job, health.error))
         log.error(
             "sampler %d is taken out (%s), and its %d requests begin again elsewhere: %s",
             index,
             why,
-            len(jobs),
+            len(jobs) - len(guilty),
             {
                 Trouble.DEAD: health.error,
                 Trouble.HANGS: f"no block for {health.quiet_s:.1f} s",
@@ -490,7 +579,7 @@ class Router:
     def _start_again(self, index: int) -> None:
         """Another sampler in this seat, with the newest weights; may take a while."""
         seat = self._seats[index]
-        seat.restarts += 1
+        seat.restarts += not seat.excused
         old = seat.sampler
         try:
             new = old.successor()
@@ -532,21 +621,35 @@ def _job(given: Request | Partial, future: Any, loop: Any = None) -> _Job:
     return _Job(request=given, future=future, loop=loop)
 
 
+def _refusal(job: _Job, cause: BaseException | None) -> RolloutError:
+    error = RolloutError(
+        f"request {job.request.request_id}: {len(job.died)} samplers died that had it on the "
+        f"device, the last with nothing else to do ({cause}). It is not begun again: look at what "
+        "it asks."
+    )
+    error.__cause__ = cause
+    return error
+
+
 def _settle(job: _Job, result: Completion | BaseException) -> None:
     """The answer into the caller's future, on its own loop."""
     if job.loop is None:
         _set(job.future, result)
-    elif not job.loop.is_closed():
+    else:
         with contextlib.suppress(RuntimeError):  # closed just now: nobody waits any more
             job.loop.call_soon_threadsafe(_set, job.future, result)
 
 
 def _set(future: Any, result: Completion | BaseException) -> None:
-    with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):  # cancelled meanwhile
+    try:
         if isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)
+    except (InvalidStateError, asyncio.InvalidStateError):  # cancelled meanwhile
+        pass
+    except BaseException as error:  # SystemExit and the like; others the future catches
+        log.error("a callback of a request raised: %r", error, exc_info=error)
 
 
 LARGEST = ("swap_pause_s", "max_swap_pause_s", "probe_error", "max_probe_error")

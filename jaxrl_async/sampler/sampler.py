@@ -13,16 +13,20 @@ waits for a block nothing of it changes: then any thread may read it (`progress`
 import asyncio
 import contextlib
 import copy
+import itertools
 import logging
+import math
+import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +41,17 @@ from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
 from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch import Batch, Output, Sequence_
-from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Engine
+from jaxrl_async.sampler.engine import Engine
+from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
 from jaxrl_async.sampler.memory import MemoryPlan, plan_memory
 from jaxrl_async.sampler.partial import branches
+from jaxrl_async.sampler.request_checks import (
+    INT32_END,
+    Room,
+    checked_partial,
+    checked_request,
+    num_wanted,
+)
 from jaxrl_async.types import Completion, IntArray, Partial, Request, StopReason, VersionedParams
 
 log = logging.getLogger(__name__)
@@ -52,6 +64,12 @@ LOOK_S = 0.002
 """How often a replay looks whether what was recorded has come, seconds."""
 CLOSE_S = 60.0
 """Longest wait for the thread to end, seconds; one that hangs is left alone."""
+LONGEST = 2048
+"""Longest sequence of a sampler that was given no settings, tokens, where the model goes so far."""
+CLOSED = "the sampler was closed before the request was done"
+"""What is told to who waits for one that is closed."""
+FRESH = -1
+"""First number of the keys of requests that came without one: no prompt has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +101,7 @@ class SamplerStats:
     requests_done: int = 0
     truncated: int = 0  # ended by length
     cancelled: int = 0
+    failed: int = 0  # requests that raised on the sampler's thread, each alone
     preempted: int = 0  # gave their pages up for a while: memory was short
     restarted: int = 0  # began again after a swap
     discarded_tokens: int = 0  # drawn, then thrown away by a restart
@@ -110,7 +129,11 @@ class _Waiter:
 
 
 class Sampler:
-    """Continuous batching over slots and pages. Thread safe: submit from anywhere."""
+    """Continuous batching over slots and pages. Thread safe: submit from anywhere.
+
+    A context manager: leaving it closes it. One that nobody holds any more ends once its requests
+    are done, and what is still open when the program ends is closed.
+    """
 
     def __init__(
         self,
@@ -131,11 +154,13 @@ class Sampler:
         name: str = "sampler",
     ) -> None:
         """policy: a Policy, or (ModelSpec, params). Parameters are placed on the mesh by
-        SAMPLER_RULES. schedule: told of what is taken in between which blocks, or prescribes it.
+        SAMPLER_RULES. section: null: any prompt and answer up to LONGEST tokens together, or what
+        the model was made for, in as much KV memory as the section's defaults take. schedule:
+        told of what is taken in between which blocks, or prescribes it.
         one_thread: on a CPU, use one core only (several samplers side by side). keep_routing:
         completions tell each token's experts; of a mixture of experts alone (ConfigError)."""
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
-        self.section = section or schema.Sampler()
+        self.section = section or roomy_section(spec, dtype)
         check_positions(spec, self.section.max_length, "sampler.max_length", "the policy")
         self.plan = kv_plan(spec, self.section, dtype)
         self.engine = make_engine(
@@ -151,6 +176,15 @@ class Sampler:
             table = table_of(weight_table(spec), params)
             params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
         self.seed, self._name, self._schedule = seed, name, schedule
+        self._keys = itertools.count()  # of requests that came without one
+        self._room = Room(
+            max_length=self.section.max_length,
+            max_new_tokens=self.section.max_new_tokens,
+            vocab=spec.vocab,
+            seed=seed,
+            kv_shape=(spec.layers, spec.kv_heads, spec.head_dim),
+            kv_dtype=jnp.dtype(dtype).name,
+        )
         self._rounds = 0  # that ran: waiting does not count
         self._idle_s: float | None = None  # longest sleep; a replay may sleep through a wake-up
         self._probe, self._turns, self._clock = probe, turns, clock
@@ -167,7 +201,10 @@ class Sampler:
         self._wake, self._lock = threading.Event(), threading.Lock()
         self._changing = threading.Lock()  # held while the batch, or what it finished, changes
         self._closed = False
+        self._pid = os.getpid()
+        self._idle_from: float | None = None  # since when it has had nothing to do
         self.error: BaseException | None = None
+        self.blamed: frozenset[str] = frozenset()  # ids that were on the device when it failed
         self._finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
@@ -182,19 +219,40 @@ class Sampler:
         """Start the thread; done by the first request where nobody did it."""
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=serve,
+                    args=(weakref.ref(self), self._wake, Sampler._go_on),
+                    name=self._name,
+                    daemon=True,
+                )
+                close_at_exit(self)
                 self._thread.start()
 
     def close(self) -> None:
         """Stop at the next block boundary; who still waits gets Closed. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # a fork: the thread, and who waits, are the other process's
         with self._lock:
             self._closed = True
         self._wake.set()
+        if self._thread is threading.current_thread():
+            return  # in a callback: the thread fails the others itself
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 log.error("the thread of %s did not end within %.0f s", self._name, CLOSE_S)
-        self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
+        self._fail_all(self.error or Closed(CLOSED))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check_waits(self) -> None:
+        """Raise RolloutError where waiting for this sampler would never end: on its own thread, or
+        in a forked process."""
+        check_here(self, self._pid, (self._thread,))
 
     def abandon(self) -> None:
         """Leave the thread to itself, dead or hanging: what it still says is ignored, no update of
@@ -242,14 +300,32 @@ class Sampler:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete all requests, in order; blocks. Raises RolloutError for one that cannot be
-        served."""
-        return [f.result() for f in self.start_many(requests)]
+        served. Where it ends by an exception, Ctrl-C's too, what is not done is cancelled."""
+        self.check_waits()
+        with cancelled_on_error([Future() for _ in requests]) as futures:
+            self._enqueue(requests, futures, None)
+            return [f.result() for f in futures]
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
         """Queue all requests at once, in order; futures for threads. As submit_many."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._enqueue(requests, futures, None)
         return futures
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """The requests as this sampler will serve them, those without a key with a fresh one.
+        Raises RolloutError for one that cannot be served, which names the field."""
+        return [
+            checked_partial(r, self._room)
+            if isinstance(r, Partial)
+            else self._keyed(checked_request(r, self._room))
+            for r in requests
+        ]
+
+    def _keyed(self, request: Request) -> Request:
+        if request.key is not None:
+            return request
+        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request; cancelling the task frees its slot at the next block."""
@@ -271,6 +347,7 @@ class Sampler:
         """All requests under way that have drawn something (ports.SavesProgress), without KV, as
         the last block left them; does not wait for the one that runs. What is done by then is in
         its future already. Raises TimeoutError where the batch changes for PROGRESS_S."""
+        self.check_waits()
         until = time.monotonic() + PROGRESS_S
         while time.monotonic() < until:
             held = self._changing.acquire(timeout=LEAST_WAIT_S)
@@ -300,7 +377,10 @@ class Sampler:
         RolloutError for one of another seed (its random numbers would be others), and for one that
         may draw no further token.
         """
-        return [f.result() for f in self.start_many(partials)]
+        self.check_waits()
+        with cancelled_on_error([Future() for _ in partials]) as futures:
+            self._enqueue(partials, futures, None)
+            return [f.result() for f in futures]
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
         """Continue one saved prefix in `count` ways; blocks. Its KV is restored once and shared."""
@@ -317,18 +397,19 @@ class Sampler:
     def _enqueue(
         self, requests: Sequence[Request | Partial], futures: Sequence[Any], loop: Any
     ) -> None:
+        check_here(self, self._pid)
         now = self._clock()
-        partials = [self._checked(r) if isinstance(r, Partial) else None for r in requests]
-        wishes = [r.request if isinstance(r, Partial) else r for r in requests]
-        sequences = [
-            Sequence_(
-                request=request,
-                max_new=self._max_new(request),
-                owner=_Waiter(request=request, queued_at=now, future=future, loop=loop),
-                partial=partial,
+        sequences = []
+        for given, future in zip(self.checked(requests), futures, strict=True):
+            request = given.request if isinstance(given, Partial) else given
+            sequences.append(
+                Sequence_(
+                    request=request,
+                    max_new=num_wanted(request),
+                    owner=_Waiter(request=request, queued_at=now, future=future, loop=loop),
+                    partial=given if isinstance(given, Partial) else None,
+                )
             )
-            for request, future, partial in zip(wishes, futures, partials, strict=True)
-        ]
         self.start()
         with self._lock:
             if self.error is not None:
@@ -338,24 +419,9 @@ class Sampler:
             self._incoming.extend(sequences)
         self._wake.set()
 
-    def _checked(self, saved: Partial) -> Partial:
-        """A saved request that this sampler can go on with. Raises RolloutError."""
-        if saved.seed != self.seed:
-            raise RolloutError(
-                f"request {saved.request.request_id} was saved by a sampler of seed {saved.seed}, "
-                f"this one has {self.seed}: it would not go on with the same tokens. Give this "
-                "sampler that seed."
-            )
-        if len(saved.token_ids) >= self._max_new(saved.request):
-            raise RolloutError(
-                f"request {saved.request.request_id} has drawn {len(saved.token_ids)} tokens, "
-                f"and may draw {self._max_new(saved.request)} here: nothing is left to do. "
-                "Raise its max_new_tokens, or sampler.max_new_tokens and sampler.max_length."
-            )
-        return saved
-
     def _on_thread(self, command: Callable[[], Any]) -> Any:
         """Run something on the sampler's thread between two blocks, and wait for its result."""
+        self.check_waits()
         future: Future[Any] = Future()
         self.start()
         with self._lock:
@@ -365,74 +431,71 @@ class Sampler:
         self._wake.set()
         return future.result()
 
-    def _max_new(self, request: Request) -> int:
-        """Tokens to draw at most: the request's wish within what the slot can hold. Raises
-        RolloutError."""
-        prompt, longest = len(request.token_ids), self.engine.max_length
-        asked = request.forced_length or request.max_new_tokens
-        if not 0 < prompt < longest:
-            raise RolloutError(
-                f"request {request.request_id}: the prompt has {prompt} tokens, but a slot holds "
-                f"{longest} "
-                "with at least one new token. Shorten the prompt or raise sampler.max_length."
-            )
-        if asked < 1 or len(request.stop_token_ids) > MAX_STOP_TOKENS:
-            raise RolloutError(
-                f"request {request.request_id}: needs max_new_tokens >= 1 (got {asked}) and at "
-                "most "
-                f"{MAX_STOP_TOKENS} stop tokens (got {len(request.stop_token_ids)})."
-            )
-        return min(asked, self.section.max_new_tokens, longest - prompt)
-
     # ---- the sampler's thread
 
-    def _main(self) -> None:
-        """Decode for ever.
+    def _go_on(self) -> float | None:
+        """One round, and how long to sleep after it (lifetime.serve); None: it is over.
 
         consumes      requests and commands of other threads, weights from the source
         waits for     self._wake, only when idle: set by submit, by new weights and by close
         produces      completions into the waiters' futures
-        on failure    every waiter gets the exception; `error` keeps it
+        on failure    what one request caused is that request's; else every waiter gets the
+                      exception, and `error` keeps it
         """
+        came = True
         try:
-            with self._turns:
-                self._batch = Batch(
-                    self.engine,
-                    max_new=self.section.max_new_tokens,
-                    seed=self.seed,
-                    prefill_chunk=self.section.prefill_chunk,
-                    prefix_cache=self.section.prefix_cache,
-                )
-            self._batch.new_version(self.version)
-            while not self._closed:
-                self._round()
+            if self._closed:
+                self._fail_all(self.error or Closed(CLOSED))
+                return None
+            if self._batch is None:
+                self._open_batch()
+            else:
+                came = self._round()
         except BaseException as error:
             with self._lock:
+                self.blamed = frozenset(s.request.request_id for s in self._on_device())
                 self.error, self._closed = error, True
             log.error("the sampler stopped: %s", error, exc_info=error)
             self._fail_all(error)
+            return None
+        if self._busy:
+            return 0.0 if came else LOOK_S
+        self._idle_from = self._clock()
+        sleep_s = math.inf if self._idle_s is None else self._idle_s
+        return sleep_s if came else LOOK_S
 
-    def _round(self) -> None:
-        """What happens between two blocks, and one block."""
-        start = self._clock()
+    @property
+    def _busy(self) -> bool:
+        """Whether there is anything to do."""
         batch = self._batch
-        idle = not (batch.placed or batch.queue or self._incoming or self._commands)
-        if idle and self._staged is None:
-            self._wake.wait(self._idle_s)
-            self._wake.clear()
-        woken = self._clock()
+        work = batch.placed or batch.queue or self._incoming or self._commands or self._closed
+        return bool(work) or self._staged is not None
+
+    def _open_batch(self) -> None:
+        with self._turns:
+            self._batch = Batch(
+                self.engine,
+                max_new=self.section.max_new_tokens,
+                seed=self.seed,
+                prefill_chunk=self.section.prefill_chunk,
+                prefix_cache=self.section.prefix_cache,
+                one_version=self.section.on_new_weights == "restart",
+            )
+        self._batch.new_version(self.version)
+
+    def _round(self) -> bool:
+        """What happens between two blocks, and one block. False: what a replay waits for has not
+        come."""
+        start, batch = self._clock(), self._batch
+        since, self._idle_from = self._idle_from, None
         with self._changing:
-            came = self._take_in(wait=idle)
-        if not came:
-            self._wake.wait(LOOK_S)
-            self._wake.clear()
-            return
+            if not self._take_in(wait=since is not None):
+                return False
         if batch.placed or batch.queue:
             self._rounds += 1
             with self._turns:
                 with self._changing:
-                    if self._staged is None:
-                        batch.admit()
+                    batch.admit(only_begun=self._staged is not None)
                     self._mark_started()
                     batch.prefill(self._prepared)
                     batch.start_block(self._prepared)
@@ -440,15 +503,18 @@ class Sampler:
                 block = batch.wait_for_block()
                 with self._changing:
                     for sequence in batch.finish_block(block):
-                        self._finished.append((sequence, batch.end(sequence)))
+                        batch.guarded(sequence, self._end)
         with self._changing:
             self._mark_drawn()
             if not batch.placed:  # no block will run: nothing to overlap with
                 self._hand_out()
             self._count(
-                idle_s=woken - start if idle else 0.0,
-                busy_s=self._clock() - (woken if idle else start),
+                idle_s=start - since if since is not None else 0.0, busy_s=self._clock() - start
             )
+        return True
+
+    def _end(self, sequence: Sequence_) -> None:
+        self._finished.append((sequence, self._batch.end(sequence)))
 
     def _run_commands(self) -> None:
         with self._lock:
@@ -483,11 +549,7 @@ class Sampler:
                 incoming = taken
         self._batch.queue.extend(incoming)
         self._run_commands()
-        gone = [
-            s
-            for s in (*self._batch.queue, *self._batch.placed.values())
-            if s.owner.future.cancelled() and (due is None or s.request.request_id in due.cancelled)
-        ]
+        gone = [s for s in self._given_up() if due is None or s.request.request_id in due.cancelled]
         for sequence in gone:
             self._batch.cancel(sequence)
         self._count(cancelled=len(gone))
@@ -502,6 +564,20 @@ class Sampler:
             )
         self._take_weights(update)
         return True
+
+    def _given_up(self) -> list[Sequence_]:
+        """Whom nobody waits for any more, of those with a place, and of the queue as far as any
+        could get one now: a look costs no more where many wait."""
+        gone = [s for s in self._batch.placed.values() if s.owner.future.cancelled()]
+        wanted = 0
+        for sequence in self._batch.queue:
+            if sequence.owner.future.cancelled():
+                gone.append(sequence)
+            else:
+                wanted += 1
+                if wanted == self.engine.places:
+                    break
+        return gone
 
     def _has_come(self, due: Intake) -> bool:
         """Whether all that was recorded for this moment is here."""
@@ -540,14 +616,17 @@ class Sampler:
     def _hand_out(self) -> None:
         """Completions into futures, one wake-up per event loop."""
         finished, self._finished = self._finished, []
-        if not finished:
+        failed = self._batch.take_failed()
+        if not finished and not failed:
             return
         now = self._clock()
         done = [(s.owner, _completion(s, output, now)) for s, output in finished]
         self._count(
-            requests_done=len(done), truncated=sum(c.stop is StopReason.LENGTH for _, c in done)
+            requests_done=len(done),
+            truncated=sum(c.stop is StopReason.LENGTH for _, c in done),
+            failed=len(failed),
         )
-        _resolve(done)
+        _resolve([*done, *((s.owner, error) for s, error in failed)])
 
     def _save(self, request_id: str, stop: bool, with_kv: bool) -> Partial:
         batch, sequence = self._batch, self._find(request_id)
@@ -600,7 +679,7 @@ class Sampler:
             return
         assert self._weights is not None
         start = self._clock()
-        if self.section.on_new_weights == "drain" and self._batch.placed:
+        if self.section.on_new_weights == "drain" and self._batch.under_way:
             self._staged = update
             return
         self._staged = None
@@ -676,6 +755,11 @@ class Sampler:
             compiled_programs=self.engine.num_compiled,
         )
 
+    def _on_device(self) -> list[Sequence_]:
+        """Who has a place, or had one until just now."""
+        placed = () if self._batch is None else self._batch.placed.values()
+        return [*placed, *(s for s, _ in self._finished)]
+
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:
             sequences, self._incoming = self._incoming, []
@@ -683,8 +767,8 @@ class Sampler:
         batch = self._batch
         held = self._changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it
         if batch is not None:
-            sequences = [*sequences, *batch.queue, *batch.placed.values()]
-            sequences += [s for s, _ in self._finished]
+            sequences = [*sequences, *batch.queue, *self._on_device()]
+            sequences += [s for s, _ in batch.take_failed()]
             batch.queue.clear()
             batch.placed.clear()
         if held:
@@ -692,6 +776,22 @@ class Sampler:
         _resolve([(s.owner, error) for s in sequences])
         for _, future in commands:
             future.set_exception(error)
+
+
+def roomy_section(spec: ModelSpec, dtype: Any) -> schema.Sampler:
+    """Settings for who gave none: sequences as long as the model, LONGEST at most, in the KV memory
+    that the defaults of schema.Sampler take."""
+    usual = schema.Sampler()
+    plan = kv_plan(spec, usual, dtype)
+    longest = min(spec.max_positions, LONGEST)
+    needed = -(-longest // plan.page_tokens) * plan.page_bytes
+    return usual.model_copy(
+        update={
+            "max_length": longest,
+            "max_new_tokens": longest - 1,
+            "kv_memory_mib": max(plan.kv_bytes, needed) / 2**20,
+        }
+    )
 
 
 def kv_plan(spec: ModelSpec, section: schema.Sampler, dtype: Any) -> MemoryPlan:
@@ -781,19 +881,35 @@ def _resolve(done: Sequence[tuple[_Waiter, Completion | BaseException]]) -> None
     for loop, results in by_loop.items():
         if loop is None:
             _set(results)
-        elif not loop.is_closed():
-            loop.call_soon_threadsafe(_set, results)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_set, results)
 
 
 def _set(results: Sequence[tuple[Any, Completion | BaseException]]) -> None:
     for future, result in results:
         if future.done():
             continue
-        with contextlib.suppress(InvalidStateError):  # cancelled just now, by another thread
+        try:
             if isinstance(result, BaseException):
                 future.set_exception(result)
             else:
                 future.set_result(result)
+        except InvalidStateError:  # cancelled just now, by another thread
+            pass
+        except BaseException as error:  # SystemExit and the like; others the future catches
+            log.error("a callback of a request raised: %r", error, exc_info=error)
+
+
+@contextlib.contextmanager
+def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]]:
+    """Cancel these futures where the block ends by an exception: nobody waits for them."""
+    try:
+        yield futures
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
 
 
 @partial(jax.jit, static_argnums=(0, 3))

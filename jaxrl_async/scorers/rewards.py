@@ -1,7 +1,7 @@
 """Rewards: functions that say how good an answer is, built in or yours. Needs no JAX.
 
 group ──> text ──> each function ──> its results ──> Scores ──> weighted sums
-                   (one call for each answer, or one for all; wishes.py says with what,
+                   (one call for each answer, or one for all; reward_arguments.py says with what,
                     usercode.py where, results.py what may come back)
 
 Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
@@ -20,7 +20,7 @@ from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutT
 from jaxrl_async.scorers.graders import exact, gsm8k, math
 from jaxrl_async.scorers.results import added, score_of, shown
 from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
-from jaxrl_async.scorers.wishes import Wishes, answer_of, wishes_of
+from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[..., Any]
@@ -37,7 +37,7 @@ def find_reward(name: str) -> RewardFunction:
         return REWARDS[name]
     if is_own(name):
         function = load_function(name, "reward.function")
-        wishes_of(function, f"reward.function = {name!r}")
+        reward_arguments_of(function, f"reward.function = {name!r}")
         return function
     near = get_close_matches(name, REWARDS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -79,14 +79,16 @@ class RewardScorer:
     ) -> None:
         """`decode` turns drawn tokens into text without special tokens. timeout_s: of one call.
         threads: for functions that are not async, at most. Raises ConfigError."""
-        self._judges = [(judge, wishes_of(judge.function, judge.where)) for judge in judges]
+        self._judges = [
+            (judge, reward_arguments_of(judge.function, judge.where)) for judge in judges
+        ]
         self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError where a function asks for what none of these prompts has."""
         prompts = list(prompts)
-        for judge, wishes in self._judges:
-            wishes.check(prompts, judge.where)
+        for judge, arguments in self._judges:
+            arguments.check(prompts, judge.where)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """One score per episode, of all that the policy drew in it.
@@ -96,7 +98,8 @@ class RewardScorer:
         """
         texts = [self._decode(e.token_ids[e.drawn]) for e in episodes]
         by_judge = await side_by_side(
-            self._judged(judge, wishes, episodes, texts, prompt) for judge, wishes in self._judges
+            self._judged(judge, arguments, episodes, texts, prompt)
+            for judge, arguments in self._judges
         )
         names = [(judge.short_name, judge.weight) for judge, _ in self._judges]
         with _about(" and ".join(name for name, _ in names), prompt):
@@ -111,18 +114,18 @@ class RewardScorer:
     async def _judged(
         self,
         judge: Judge,
-        wishes: Wishes,
+        arguments: RewardArguments,
         episodes: Sequence[Episode],
         texts: Sequence[str],
         prompt: Prompt,
     ) -> list[Score]:
         """What one function says of each episode."""
-        if wishes.whole_group:
+        if arguments.whole_group:
             told = {"completions": list(texts), "group": tuple(episodes)}
-            results = await self._called(judge, wishes, prompt, told)
+            results = await self._called(judge, arguments, prompt, told)
         else:
             results = await side_by_side(
-                self._called(judge, wishes, prompt, answer_of(episode, text))
+                self._called(judge, arguments, prompt, answer_of(episode, text))
                 for episode, text in zip(episodes, texts, strict=True)
             )
         with _about(judge.name, prompt):
@@ -130,10 +133,10 @@ class RewardScorer:
             return [score_of(r, episode) for r, episode in zip(listed, episodes, strict=True)]
 
     async def _called(
-        self, judge: Judge, wishes: Wishes, prompt: Prompt, told: Mapping[str, Any]
+        self, judge: Judge, arguments: RewardArguments, prompt: Prompt, told: Mapping[str, Any]
     ) -> Any:
         with _about(judge.name, prompt):
-            positional, named = wishes.given(prompt, told)
+            positional, named = arguments.given(prompt, told)
             work = functools.partial(judge.function, *positional, **named)
             if any(judge.function is quick for quick in QUICK):
                 return work()
@@ -142,7 +145,7 @@ class RewardScorer:
                     return (await run_async(work, self._timeout_s)).get()
                 return (await self._threads.run(work, self._timeout_s)).get()
             except TooLate:
-                what = "the group" if wishes.whole_group else "one answer"
+                what = "the group" if arguments.whole_group else "one answer"
                 raise RolloutTimeout(
                     f"took more than {self._timeout_s:g} s for {what}. Make it quicker or raise "
                     "reward.timeout_s; an async function must await what it waits for."

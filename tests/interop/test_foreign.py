@@ -104,11 +104,39 @@ def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_told(sampler) -> No
     async def submit(wish: Request):
         return await sampler.submit(wish)
 
-    with pytest.raises(RolloutError, match="prefills 1 to 64"):
+    with pytest.raises(RolloutError, match="prompt has 65 tokens"):
         asyncio.run(submit(request(0, token_ids=np.zeros(65, np.int32))))
     sampler.close()
     with pytest.raises(Closed):
         asyncio.run(submit(request(0)))
+
+
+def test_what_is_wrong_with_a_request_is_said_at_submit(sampler) -> None:
+    for field, value in (("key", (1,)), ("stop_token_ids", "x"), ("token_ids", "text")):
+        with pytest.raises(RolloutError, match=field):
+            asyncio.run(sampler.submit(request(0, **{field: value})))
+
+
+@pytest.mark.exhaustive
+def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
+    prefill = sampler.engine.prefill
+
+    def picky(*, true_length: int, **how: object):
+        if true_length == 3:
+            raise ValueError("injected")
+        return prefill(true_length=true_length, **how)
+
+    sampler.engine.prefill = picky
+    odd = request(1, token_ids=np.array([1, 1, 1], np.int32))
+
+    async def some() -> list:
+        return await asyncio.gather(
+            *sampler.submit_many([request(0), odd, request(2)]), return_exceptions=True
+        )
+
+    fine, error, also = asyncio.run(some())
+    assert fine.token_ids.tolist() == sums(2, 3) and also.token_ids.tolist() == sums(4, 3)
+    assert isinstance(error, ValueError) and sampler.error is None
 
 
 def test_an_engine_that_breaks_fails_its_requests(sampler) -> None:

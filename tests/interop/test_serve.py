@@ -83,6 +83,23 @@ def ask(port: int, prompt: str) -> list[int]:
         return ids
 
 
+def listening(port: int) -> set[str]:
+    """Local addresses that are listened on at a port, as the kernel lists them (hexadecimal)."""
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    ends = [words[1].split(":") for words in lines if words[3] == "0A"]
+    return {address for address, number in ends if int(number, 16) == port}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="asks Linux who listens")
+def test_the_server_listens_to_this_machine_alone(port: int) -> None:
+    found = listening(port)
+    assert found and all(end.endswith("0100007F") for end in found), "127.0.0.1, and no other"
+
+
 def test_concurrent_clients_get_what_our_sampler_draws(folder: Path, port: int) -> None:
     tokenizer = load_tokenizer(folder)
     with ThreadPoolExecutor(len(PROMPTS)) as clients:

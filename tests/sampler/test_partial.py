@@ -8,12 +8,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import make_sampler, request
+from tiny import PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.sampler.partial import load_partial, save_partial
+from jaxrl_async.sampler.partial import branches, load_partial, save_partial
+from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
 
 HERE = Path(__file__).parent
@@ -76,11 +78,11 @@ def held(batch, name: str, when=lambda: True) -> tuple[threading.Event, threadin
     """A method of a batch waits in its first such call; when it does, and when it may go on."""
     entered, go_on, real = threading.Event(), threading.Event(), getattr(batch, name)
 
-    def waits(*args):
+    def waits(*args, **how):
         if not entered.is_set() and when():
             entered.set()
             go_on.wait(60)
-        return real(*args)
+        return real(*args, **how)
 
     setattr(batch, name, waits)
     return entered, go_on
@@ -261,3 +263,52 @@ def test_a_request_that_still_waits_can_be_saved_and_stopped() -> None:
     threads = threading.active_count()
     sampler.close()
     assert threading.active_count() < threads
+
+
+def test_forks_of_forks_are_all_different() -> None:
+    empty = np.zeros(0, np.int32)
+    root = Partial(
+        request=WISH, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=0
+    )
+    children = branches(root, 3)
+    everybody = [root, *children]
+    for child in children:
+        for count in (1, 2, 5):
+            assert branches(child, 5)[:count] == branches(child, count)
+        everybody += branches(child, 5)
+        everybody += branches(branches(child, 1)[0], 5)
+    assert len({p.request.branch for p in everybody}) == len(everybody)
+    later = replace(root, token_ids=np.zeros(3, np.int32))
+    assert branches(later, 1)[0].request.branch != children[0].request.branch
+
+
+def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(tmp_path) -> None:
+    def sampler(**wishes):
+        return Sampler((SPEC, PARAMS), section=SECTION, **wishes)
+
+    with sampler(dtype=jnp.bfloat16) as first:
+        wanted = first.generate([WISH])[0]
+        save_partial(caught_in_flight(first, WISH), tmp_path / "one")
+    saved = load_partial(tmp_path / "one")
+    assert saved.kv.dtype == jnp.bfloat16
+    with sampler(dtype=jnp.bfloat16) as second:
+        assert second.resume([saved])[0].token_ids.tolist() == wanted.token_ids.tolist()
+        for kv, told in (
+            (saved.kv[1:], "shape"),
+            (saved.kv[..., :4], "shape"),
+            (saved.kv.astype(np.float32), "float32"),
+            (saved.kv.view(np.uint16), "uint16"),
+            (np.concatenate([saved.kv] * 3, axis=2), "shape"),
+            ("text", "no array"),
+        ):
+            with pytest.raises(RolloutError, match=told):
+                second.resume([replace(saved, kv=kv)])
+        for field, value in (
+            ("versions", saved.versions[1:]),
+            ("logprobs", saved.logprobs[None]),
+            ("token_ids", saved.token_ids + 48),
+            ("kept", "text"),
+        ):
+            with pytest.raises(RolloutError, match=field):
+                second.resume([replace(saved, **{field: value})])
+        assert second.error is None

@@ -33,6 +33,7 @@ class Scripted:
     def __init__(self, name="s"):
         self.name, self.engine, self.error = name, SimpleNamespace(places=4), None
         self.held, self.abandoned, self.blocks, self.successors = [], False, 0, 0
+        self.blamed = frozenset()
 
     def start(self):
         pass
@@ -42,6 +43,12 @@ class Scripted:
 
     def abandon(self):
         self.abandoned = True
+
+    def checked(self, requests):
+        return list(requests)
+
+    def check_waits(self):
+        pass
 
     def successor(self):
         return Scripted(self.name + "'")
@@ -75,6 +82,7 @@ class Scripted:
 
     def die(self, error=None):
         self.error = error or ValueError("broken")
+        self.blamed = frozenset(asked.request_id for asked, _ in self.held)
         self.fail(self.error)
 
 
@@ -276,6 +284,46 @@ def test_counters_go_on_where_a_sampler_was_replaced():
     router.look()
     router.samplers[0].blocks = 2
     assert router.stats().blocks == 7
+
+
+def test_a_request_that_kills_every_sampler_is_tried_alone_then_refused():
+    """And takes none of its neighbours along, though all samplers begin it again and again."""
+    for count in (1, 2, 3):
+        router, clock, faults = still(count, restarts=2)
+        futures = router._submit([_job(i) for i in range(9)])
+        poison = "r4"
+        for _ in range(30):
+            for sampler in router.samplers:
+                if sampler.error is None and any(a.request_id == poison for a, _ in sampler.held):
+                    sampler.die()
+                while sampler.held and sampler.error is None and clock() > 3:
+                    sampler.answer()
+            router.look()
+            clock.advance(2)
+        assert router.error is None and router.living == count
+        for number, future in enumerate(futures):
+            if number == 4:
+                with pytest.raises(RolloutError, match=r"r4: 3 samplers died .*broken"):
+                    future.result(0)
+            else:
+                assert future.result(0).request_id == f"r{number}"
+        assert faults.read()["sampler_deaths"] == 3
+
+
+def test_many_such_requests_at_once_end_no_run():
+    router, clock, _ = still(2, restarts=2)
+    futures = router._submit([_job(i) for i in range(12)])
+    for _ in range(200):
+        for sampler in router.samplers:
+            if any(a.request_id in ("r1", "r5", "r6", "r9", "r11") for a, _ in sampler.held):
+                sampler.die()
+            while sampler.held and sampler.error is None:
+                sampler.answer()
+        router.look()
+        clock.advance(5)
+    errors = [f.exception(0) for f in futures]
+    assert [n for n, e in enumerate(errors) if e is not None] == [1, 5, 6, 9, 11]
+    assert router.living == 2 and router.error is None
 
 
 EVENTS = (

@@ -142,7 +142,7 @@ def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> 
     sampler.close()
 
 
-def test_a_sampler_that_fails_between_two_ends_of_one_block_leaves_no_request_open() -> None:
+def test_a_request_whose_end_raises_fails_alone() -> None:
     sampler = Sampler((SPEC, PARAMS), section=SECTION)
     wishes = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
     sampler.generate(wishes[:1])
@@ -157,9 +157,11 @@ def test_a_sampler_that_fails_between_two_ends_of_one_block_leaves_no_request_op
 
     batch.end = fails_on_the_second
     futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in wishes])
-    for future in futures:
-        with pytest.raises(RuntimeError, match="injected"):
-            future.result(timeout=60)
+    assert len(futures[0].result(timeout=60).token_ids) == 6
+    with pytest.raises(RuntimeError, match="injected"):
+        futures[1].result(timeout=60)
+    assert len(sampler.generate(wishes)) == 2 and sampler.stats().failed == 1
+    sampler._on_thread(sampler._batch.check_integrity)
     sampler.close()
 
 
@@ -179,10 +181,41 @@ def test_forced_lengths_ignore_stop_tokens(sampler: Sampler) -> None:
     assert len(sampler.generate([wish])[0].token_ids) == 17
 
 
-def test_prompt_and_answer_never_exceed_the_slot(sampler: Sampler) -> None:
-    wish = request(3, token_ids=np.arange(48, dtype=np.int32), max_new_tokens=32)
+def test_prompt_and_answer_may_fill_the_slot(sampler: Sampler) -> None:
+    wish = request(3, token_ids=np.arange(48, dtype=np.int32) % 48, max_new_tokens=16)
     done = sampler.generate([wish])[0]
     assert len(done.token_ids) == 16 and done.stop is StopReason.LENGTH
+
+
+def test_an_answer_that_cannot_be_so_long_is_refused_not_cut(sampler: Sampler) -> None:
+    """With the setting's name, and what would fit."""
+    with pytest.raises(RolloutError, match=r"sampler.max_length \(64\). Ask for at most 16"):
+        sampler.generate([request(3, token_ids=np.zeros(48, np.int32), max_new_tokens=20)])
+    for field in ("max_new_tokens", "forced_length"):
+        with pytest.raises(RolloutError, match=rf"{field} is 33, more than sampler.max_new_tokens"):
+            sampler.generate([request(3, **{field: 33})])
+
+
+def test_a_sampler_without_settings_draws_as_much_as_is_asked_within_the_models_length() -> None:
+    with Sampler((replace(SPEC, max_positions=300), PARAMS)) as sampler:
+        wish = request(3, max_new_tokens=200, stop_token_ids=())
+        assert len(sampler.generate([wish])[0].token_ids) == 200
+        with pytest.raises(RolloutError, match=r"max_length \(300\)"):
+            sampler.generate([request(3, max_new_tokens=299)])
+
+
+def test_samples_of_one_prompt_differ_unless_their_keys_are_equal() -> None:
+    prompt = np.arange(5, dtype=np.int32)
+    wishes = [Request(request_id=f"s{i}", token_ids=prompt, max_new_tokens=12) for i in range(4)]
+    drawn = []
+    for _ in range(2):  # the keys come from the seed and a counter
+        with Sampler((SPEC, PARAMS), section=SECTION) as sampler:
+            both = [*sampler.generate(wishes), *sampler.generate(wishes)]
+            assert len({tuple(c.token_ids) for c in both}) == 8
+            same = [replace(w, key=(0, 0)) for w in wishes]
+            assert len({tuple(c.token_ids) for c in sampler.generate(same)}) == 1
+        drawn.append([c.token_ids.tolist() for c in both])
+    assert drawn[0] == drawn[1]
 
 
 def test_a_prompt_that_fits_no_slot_is_refused_by_name(sampler: Sampler) -> None:

@@ -102,6 +102,28 @@ def test_a_later_request_never_sees_kv_of_older_weights() -> None:
     np.testing.assert_allclose(done.logprobs, new, atol=1e-5)
 
 
+def test_nor_that_of_a_group_which_the_swap_met_in_mid_answer() -> None:
+    """Its members shared one prefill; each second turn, and whoever comes with their prompt."""
+    source = Script([], after=3)
+    sampler = make_sampler(weights=source, page_tokens=8)
+    prompt = np.arange(24, dtype=np.int32)
+    plain = {"token_ids": prompt, "sampling": SamplingParams(), "stop_token_ids": ()}
+    group = [request(m, max_new_tokens=16, key=(1, m), **plain) for m in range(3)]
+    source.updates.append(VersionedParams(version=1, params=OTHER))
+    firsts = sampler.generate(group)
+    assert all(set(c.versions.tolist()) == {0, 1} for c in firsts)
+    turns = [
+        request(10 + m, **{**plain, "token_ids": np.concatenate([prompt, c.token_ids, [5]])})
+        for m, c in enumerate(firsts)
+    ]
+    later = [*turns, request(20, **plain)]
+    for wish, done in zip(later, sampler.generate(later), strict=True):
+        assert set(done.versions.tolist()) == {1}
+        new = forward_logprobs(OTHER, wish.token_ids, done.token_ids)
+        np.testing.assert_allclose(done.logprobs, new, atol=1e-5)
+    sampler.close()
+
+
 def test_a_later_turn_prefills_only_what_is_new() -> None:
     sampler = make_sampler()
     first = long_request(7, max_new_tokens=20)

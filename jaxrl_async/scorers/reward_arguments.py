@@ -23,7 +23,7 @@ BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class RewardArguments:
     """How a function is called."""
 
     in_order: bool  # its first three parameters are IN_ORDER, whatever their names are
@@ -71,7 +71,7 @@ class Wishes:
         return positional, {name: there[name] for name in wanted}
 
 
-def wishes_of(function: Callable[..., Any], where: str) -> Wishes:
+def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArguments:
     """What a function asks for. Raises ConfigError, which begins with `where`, where it cannot be
     called."""
     try:
@@ -100,7 +100,7 @@ def wishes_of(function: Callable[..., Any], where: str) -> Wishes:
             "records."
         )
     others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
-    return Wishes(
+    return RewardArguments(
         in_order=not by_name,
         names=tuple(p.name for p in others if p.kind in BY_NAME),
         needed=frozenset(p.name for p in others if p.default is Parameter.empty),

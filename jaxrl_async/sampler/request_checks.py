@@ -1,0 +1,297 @@
+"""What may be asked of a sampler: a request as it came to one that cannot hurt. Pure host code.
+
+Everything is checked where it is submitted, on the caller's thread, and what passes is a copy of
+exactly the types that the sampler works with: whatever its caller does to it later, the sampler's
+thread meets no surprise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
+
+MAX_STOP_TOKENS = 8
+"""Stop tokens that one request can have."""
+LEAST_TEMPERATURE = 1e-6
+"""Lowest temperature but 0, which is greedy: below, logits divided by it leave float32's range."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest number of the type that the device works with."""
+INT32_END = 2**31
+"""One more than the largest int32: what keys, branches and counts stay below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a sampler has to offer; None: it does not say."""
+
+    max_length: int  # prompt and answer, tokens
+    max_new_tokens: int | None = None
+    vocab: int | None = None
+    seed: int | None = None
+    kv_shape: tuple[int, int, int] | None = None  # layers, kv_heads, head_dim
+    kv_dtype: str | None = None
+
+
+def checked_request(request: Request, room: Room, *, answer_fits: bool = True) -> Request:
+    """The request in the types of the sampler, its arrays its own. Raises RolloutError, which names
+    the field. answer_fits: prompt and answer together are to stay within room.max_length."""
+    if not isinstance(request, Request):
+        raise RolloutError(
+            f"{type(request).__name__} is no request. Submit a jaxrl_async.Request, or a Partial "
+            "that was saved."
+        )
+    if not isinstance(request.request_id, str):
+        _refuse(request, "request_id", request.request_id, "text")
+    if not isinstance(request.extras, bool | np.bool_):
+        _refuse(request, "extras", request.extras, "True or False")
+    token_ids = _prompt(request, room)
+    forced = request.forced_length
+    _check_room(request, len(token_ids), room, answer_fits=answer_fits)
+    return replace(
+        request,
+        token_ids=token_ids,
+        max_new_tokens=int(request.max_new_tokens),
+        sampling=_sampling(request),
+        stop_token_ids=_stop_ids(request, room),
+        key=None if request.key is None else _key(request),
+        branch=_whole(request, "branch", request.branch, 0, INT32_END),
+        forced_length=None if forced is None else int(forced),
+        extras=bool(request.extras),
+    )
+
+
+def num_wanted(request: Request) -> int:
+    """Tokens that a request asks for, at most."""
+    return request.max_new_tokens if request.forced_length is None else request.forced_length
+
+
+def checked_partial(saved: Partial, room: Room) -> Partial:
+    """A saved request that this sampler can go on with, as `checked_request`. Raises
+    RolloutError."""
+    request = checked_request(saved.request, room)
+    name = f"saved request {request.request_id!r}"
+    if saved.seed != room.seed:
+        raise RolloutError(
+            f"{name} was saved by a sampler of seed {saved.seed!r}, this one has {room.seed}: it "
+            "would not go on with the same tokens. Give this sampler that seed."
+        )
+    if request.key is None:
+        raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
+    drawn = _ids(saved.token_ids, room.vocab)
+    if isinstance(drawn, str):
+        raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
+    count, wanted = len(drawn), num_wanted(request)
+    if count >= wanted:
+        raise RolloutError(
+            f"{name} has drawn {count} tokens, and may draw {wanted} (max_new_tokens): nothing is "
+            "left to do. Raise its max_new_tokens."
+        )
+    told = {
+        "logprobs": _row(saved.logprobs, count, np.float32),
+        "versions": _row(saved.versions, count, np.int32),
+    }
+    if saved.full_logprobs is not None:
+        told["full_logprobs"] = _row(saved.full_logprobs, count, np.float32)
+    for field, value in told.items():
+        if value is None:
+            raise RolloutError(
+                f"{name}: {field} is not one number for each of its {count} tokens. Give what a "
+                "sampler saved."
+            )
+    _check_masks(name, saved, request, count)
+    _check_kv(name, saved, len(request.token_ids) + count, room)
+    return replace(saved, request=request, token_ids=drawn, **told)
+
+
+def _refuse(request: Request, field: str, value: Any, wanted: str) -> NoReturn:
+    raise RolloutError(
+        f"request {request.request_id!r}: {field} must be {wanted}, not {_shown(value)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _whole(request: Request, field: str, value: Any, least: int, end: int) -> int:
+    if not (_is_whole(value) and least <= value < end):
+        _refuse(request, field, value, f"a whole number from {least} to {end - 1}")
+    return int(value)
+
+
+def _ids(values: Any, vocab: int | None) -> IntArray | str:
+    """Token ids as an array of their own; what is wrong with them, where something is."""
+    try:
+        given = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        return f"are no array ({error})"
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        return f"must be whole numbers, not {given.dtype}"
+    if given.ndim != 1:
+        return f"must be one row, not an array of shape {given.shape}"
+    end = INT32_END if vocab is None else vocab
+    wrong = given[(given < 0) | (given >= end)]
+    if wrong.size:
+        return f"must be from 0 to {end - 1}, the model's vocabulary, but {wrong[0]} is among them"
+    return given.astype(np.int32)
+
+
+def _prompt(request: Request, room: Room) -> IntArray:
+    ids = _ids(request.token_ids, room.vocab)
+    if isinstance(ids, str):
+        raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
+    if not len(ids):
+        raise RolloutError(
+            f"request {request.request_id!r}: token_ids is empty, and there is nothing to go on "
+            "from. Give at least one token: what the model begins a text with."
+        )
+    return ids
+
+
+def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
+    """Whether prompt and answer fit. Nothing is lowered: who asks for more is told the setting."""
+    if prompt >= room.max_length:
+        raise RolloutError(
+            f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
+            f"{room.max_length} with at least one new token. Shorten the prompt or raise "
+            "sampler.max_length."
+        )
+    for field in ("max_new_tokens", "forced_length"):
+        asked = getattr(request, field)
+        if asked is None and field == "forced_length":
+            continue
+        asked = _whole(request, field, asked, 1, INT32_END)
+        if field == "max_new_tokens" and request.forced_length is not None:
+            continue  # it does not count
+        if room.max_new_tokens is not None and asked > room.max_new_tokens:
+            raise RolloutError(
+                f"request {request.request_id!r}: {field} is {asked}, more than "
+                f"sampler.max_new_tokens ({room.max_new_tokens}). Ask for fewer, or raise that: "
+                "Sampler(policy, section=jaxrl_async.config.schema.Sampler(max_new_tokens=..., "
+                "max_length=...))."
+            )
+        if answer_fits and prompt + asked > room.max_length:
+            raise RolloutError(
+                f"request {request.request_id!r}: {prompt} tokens of prompt and {field} of {asked} "
+                f"are more than sampler.max_length ({room.max_length}). Ask for at most "
+                f"{room.max_length - prompt}, or raise that: Sampler(policy, "
+                "section=jaxrl_async.config.schema.Sampler(max_length=..., max_new_tokens=...))."
+            )
+
+
+def _key(request: Request) -> tuple[int, int]:
+    key: Any = request.key
+    good = isinstance(key, tuple | list) and len(key) == 2 and all(map(_is_whole, key))
+    if not (good and all(-INT32_END <= part < INT32_END for part in key)):
+        _refuse(request, "key", key, "two whole numbers of 32 bits, or None for a fresh one")
+    return int(key[0]), int(key[1])
+
+
+def _stop_ids(request: Request, room: Room) -> tuple[int, ...]:
+    ids: Any = request.stop_token_ids
+    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
+        _refuse(request, "stop_token_ids", ids, "a tuple of token ids")
+    if len(ids) > MAX_STOP_TOKENS:
+        _refuse(request, "stop_token_ids", ids, f"at most {MAX_STOP_TOKENS} token ids")
+    end = INT32_END if room.vocab is None else room.vocab
+    return tuple(_whole(request, "stop_token_ids", i, 0, end) for i in ids)
+
+
+def _sampling(request: Request) -> SamplingParams:
+    given = request.sampling
+    if not isinstance(given, SamplingParams):
+        _refuse(request, "sampling", given, "SamplingParams")
+    temperature = _number(request, "sampling.temperature", given.temperature)
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST):
+        _refuse(
+            request,
+            "sampling.temperature",
+            given.temperature,
+            f"0 (greedy) or a number from {LEAST_TEMPERATURE:g} on",
+        )
+    top_p = _number(request, "sampling.top_p", given.top_p)
+    if not 0 < top_p <= 1:
+        _refuse(request, "sampling.top_p", given.top_p, "above 0 and at most 1")
+    min_p = _number(request, "sampling.min_p", given.min_p)
+    if not 0 <= min_p < 1:
+        _refuse(request, "sampling.min_p", given.min_p, "at least 0 and below 1")
+    return SamplingParams(
+        temperature=temperature,
+        top_k=_whole(request, "sampling.top_k", given.top_k, 0, INT32_END),
+        top_p=top_p,
+        min_p=min_p,
+    )
+
+
+def _number(request: Request, field: str, value: Any) -> float:
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if not is_number or isinstance(value, bool) or not math.isfinite(value):
+        _refuse(request, field, value, "a finite number")
+    return float(value)
+
+
+def _row(values: Any, count: int, dtype: type) -> Any:
+    """An array of so many numbers of this type; None where it is something else."""
+    kind = np.floating if dtype is np.float32 else np.integer
+    good = isinstance(values, np.ndarray) and values.shape == (count,)
+    if not good or (count and not np.issubdtype(values.dtype, kind)):
+        return None
+    return values.astype(dtype)
+
+
+def _check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
+    """Whether what `extras` brings is there for every token that was drawn."""
+    kept = saved.kept
+    if request.extras and count and (saved.full_logprobs is None or kept is None):
+        raise RolloutError(
+            f"{name}: it asks for extras, but full_logprobs and kept of what it drew were not "
+            "saved. Resume it without extras, or begin it again."
+        )
+    if kept is None:
+        return
+    good = isinstance(kept, KeptTokens) and all(
+        isinstance(a, np.ndarray) and a.ndim == 1 and np.issubdtype(a.dtype, np.integer)
+        for a in (kept.ids, kept.starts)
+    )
+    if good:
+        starts = kept.starts
+        good = len(starts) == count + 1 and starts[0] == 0 and starts[-1] == len(kept.ids)
+        good = good and bool((np.diff(starts) >= 0).all())
+    if not good:
+        raise RolloutError(
+            f"{name}: kept is not one set of token ids for each of its {count} tokens. Give what a "
+            "sampler saved."
+        )
+
+
+def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
+    """Whether saved KV fits this sampler's cache."""
+    kv: Any = saved.kv
+    if kv is None:
+        return
+    hint = "Resume it without: dataclasses.replace(partial, kv=None, kv_version=None)."
+    if not isinstance(kv, np.ndarray) or not _is_whole(saved.kv_version):
+        raise RolloutError(f"{name}: kv is no array, or has no kv_version. {hint}")
+    if room.kv_shape is None:
+        return
+    layers, heads, width = room.kv_shape
+    fits = kv.ndim == 5 and kv.shape[:2] == (layers, 2) and kv.shape[3:] == (heads, width)
+    if not fits or kv.shape[2] > tokens:
+        raise RolloutError(
+            f"{name}: kv has shape {kv.shape}, but this sampler's cache needs ({layers}, 2, up to "
+            f"{tokens}, {heads}, {width}): another model made it. {hint}"
+        )
+    if kv.dtype.name != room.kv_dtype:
+        raise RolloutError(
+            f"{name}: kv is {kv.dtype.name}, but this sampler's cache is {room.kv_dtype}. {hint}"
+        )

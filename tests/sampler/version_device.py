@@ -1,0 +1,142 @@
+"""An engine of NumPy for the sampler: a KV cell says which weights made it and for which token.
+
+Weights are their version, a whole number. The next token is a hash of the tokens whose cells the
+page table names, of the version that made the logits, and of the request's key: whoever gets cells
+of other tokens, or logits of other weights, draws other tokens.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Block, DecodeState, Prefix, Slot
+from jaxrl_async.sampler.sampling import Controls
+
+VOCAB = 11
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(*parts: int) -> int:
+    """A hash of whole numbers."""
+    found = np.uint64(1469598103934665603)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            found = (found ^ np.uint64(part & 0xFFFFFFFF)) * FACTOR
+            found ^= found >> np.uint64(29)
+    return int(found >> np.uint64(1))
+
+
+def logits_of(tokens: Any, version: int) -> int:
+    """What stands for the logits after these tokens."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(tokens), FACTOR))
+        total = np.sum((np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * powers)
+    return mixed(int(total >> np.uint64(33)), int(total) & 0xFFFFFFFF, len(tokens), version)
+
+
+def token_of(logits: int, key: Any, position: int) -> int:
+    """The token drawn from them."""
+    return mixed(logits, logits >> 32, *map(int, key), position) % VOCAB
+
+
+class VersionDevice:
+    """In the place of sampler.engine.Engine. `watch(slot, versions of its cells, version)` is told
+    of all that a slot's first token of a block sees."""
+
+    def __init__(self, *, slots: int, reserve: int, max_length: int, pages: int, page_tokens: int,
+                 block: int) -> None:  # fmt: skip
+        self.spec = SimpleNamespace(vocab=VOCAB, head_dim=2)
+        self.slots, self.reserve, self.places = slots, reserve, slots + reserve
+        self.max_length, self.pages, self.page_tokens = max_length, pages, page_tokens
+        self.block, self.num_compiled = block, 0
+        self.watch = lambda slot, versions, version: None
+
+    def prepare(self, params: int) -> int:
+        return params
+
+    def init_decode_state(self) -> DecodeState:
+        P, G, S = self.pages, self.page_tokens, self.places
+        kv = PagedKV(
+            (np.full((P, 1, 2, G), -1, np.float32),), (np.full((P, 1, G, 2), -1, np.float32),)
+        )
+        slot = Slot(
+            Controls(*(np.zeros(S) for _ in range(4))),
+            np.zeros((S, 2), np.uint32),
+            np.full((S, MAX_STOP_TOKENS), -1),
+            np.ones(S, int),
+            np.zeros(S, bool),
+        )
+        return DecodeState(kv, np.zeros(S, np.int64), slot)
+
+    def cells(self, state: DecodeState, table: Any, count: int) -> tuple[Any, Any]:
+        """Versions and tokens of the first `count` cells behind a page table."""
+        where = np.arange(count)
+        pages, places = np.asarray(table)[where // self.page_tokens], where % self.page_tokens
+        versions = state.kv.k[0][pages, 0, 0, places].astype(int)
+        return versions, state.kv.v[0][pages, 0, places, 0].astype(int)
+
+    def prefill_multisampling(self, weights: int, state: DecodeState, chunk: Any) -> Prefix:
+        logits = []
+        for places, start, length, table in zip(
+            chunk.places, chunk.starts, chunk.lengths, chunk.tables, strict=True
+        ):
+            _, before = self.cells(state, table, int(start))
+            new = chunk.token_ids[places[:length]]
+            logits.append(logits_of(np.concatenate([before, new]), weights))
+        made = np.zeros((len(chunk.token_ids), 1, 2), np.float32)
+        made[:, 0, 0] = weights
+        tokens = np.zeros_like(made)
+        tokens[:, 0, 0] = chunk.token_ids
+        return Prefix(NewKV((made,), (tokens,)), np.array(logits))
+
+    def bulk_insert(self, prefix: Prefix, state: DecodeState, into: Any) -> DecodeState:
+        keys, values = state.kv.k[0], state.kv.v[0]
+        real = into.pages < self.pages
+        keys[into.pages[real], :, :, into.places[real]] = np.asarray(prefix.kv.k[0])[real]
+        values[into.pages[real], :, into.places[real]] = np.asarray(prefix.kv.v[0])[real]
+        for source, target in zip(into.sources, into.targets, strict=True):
+            if target < self.pages:
+                keys[target], values[target] = keys[source], values[source]
+        for i, slot in enumerate(into.slots):
+            if slot < self.places:
+                state.logits[slot] = prefix.logits[into.rows[i]]
+                state.slot.keys[slot] = into.ask.keys[i]
+                state.slot.max_new[slot] = into.ask.max_new[i]
+                state.slot.stop_ids[slot] = into.ask.stop_ids[i]
+        return state
+
+    def generate(
+        self, weights: int, state: DecodeState, run: Any, *, context_pages: int, mix: Any
+    ) -> tuple[DecodeState, Block]:
+        rows, waiting = list(run.rows), list(run.reserve[: run.num_reserve])
+        shape = (len(rows), self.block)
+        tokens, owners = np.zeros(shape, np.int32), np.full(shape, self.places, np.int32)
+        ends, lengths, drawn = np.zeros(shape, bool), run.lengths.copy(), run.drawn.copy()
+        for slot in [r for r in rows if r < self.places] + waiting:
+            seen, _ = self.cells(state, run.tables[slot], int(lengths[slot]))
+            self.watch(int(slot), seen, weights)
+        steps = 0
+        for step in range(int(run.steps)):
+            for row, slot in enumerate(rows):
+                if slot == self.places and waiting:
+                    rows[row] = slot = waiting.pop(0)
+                if slot == self.places:
+                    continue
+                steps = step + 1
+                at = int(lengths[slot])
+                token = token_of(int(state.logits[slot]), state.slot.keys[slot], at)
+                tokens[row, step], owners[row, step] = token, slot
+                page, place = run.tables[slot][at // self.page_tokens], at % self.page_tokens
+                state.kv.k[0][page, 0, 0, place] = weights
+                state.kv.v[0][page, 0, place, 0] = token
+                lengths[slot], drawn[slot] = at + 1, drawn[slot] + 1
+                _, context = self.cells(state, run.tables[slot], at + 1)
+                state.logits[slot] = logits_of(context, weights)
+                if drawn[slot] >= state.slot.max_new[slot] or token in state.slot.stop_ids[slot]:
+                    ends[row, step], rows[row] = True, self.places
+        logprobs = np.zeros(shape, np.float32)
+        return state, Block(
+            tokens=tokens, logprobs=logprobs, owners=owners, ends=ends, steps=np.int32(steps)
+        )
