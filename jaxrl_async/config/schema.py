@@ -287,7 +287,8 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the trainer and the sampler compute in."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type that the trainer keeps the weights in."""
+    """Type that the trainer keeps the weights in and computes gradients of; trainer.rounding says
+    how steps below bfloat16's resolution count."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
     """What the backward pass computes again: nothing, each layer, each layer but for the attention
     (splash's results are kept, on TPUs: 2 bytes of each query a token and layer), or all but matrix
@@ -479,7 +480,8 @@ class Algorithm(Section):
     epochs: Positive = 1
     """Passes over the data of one step; the weights are published once, after the last."""
     minibatches: Positive = 1
-    """Optimizer updates in one pass, each on another part of the step's rows."""
+    """Optimizer updates in one pass, each on another part of the step's sequences; with fewer
+    sequences fewer are made, and counted."""
     kl: Choice = "k3"
     """Estimator of the divergence from the reference; full: over the whole vocabulary."""
     kl_coefficient: float = Field(0.0, ge=0)
@@ -536,7 +538,8 @@ class Teacher(Section):
     source: Literal["none", "path", "self"] = "none"
     """What the policy is distilled from: nothing, a model in path, or an older copy of itself."""
     path: str | None = None
-    """Hugging Face directory of the teacher, which has the policy's vocabulary."""
+    """Hugging Face directory of the teacher, which has the policy's tokens; its vocabulary may be
+    padded to another size."""
     refresh_every: NonNegative = 10
     """Updates after which source=self becomes a copy of the policy; 0: it stays the first."""
     form: Literal["advantage", "loss"] = "advantage"
@@ -546,16 +549,30 @@ class Teacher(Section):
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture of kind=js."""
     top_k: NonNegative = 0
-    """Likeliest tokens of the teacher that form=loss looks at, the rest as one; 0: all, exactly."""
+    """Likeliest tokens that form=loss looks at, the rest as one; 0: all, exactly."""
+    top_of: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest tokens those are. The student's, at the start of the step, take one pass
+    more, and see more of kind=reverse, which is about what the student does."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the distillation."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the rewards' advantages beside it; 0: distillation alone."""
 
+    @model_validator(mode="after")
+    def _top_is_read(self) -> "Teacher":
+        if self.top_of == "student" and (self.form != "loss" or not self.top_k):
+            raise ValueError(
+                f"teacher.top_of=student says whose teacher.top_k ({self.top_k}) likeliest tokens "
+                f"form=loss looks at, and teacher.form is {self.form}. Set form=loss and top_k, or "
+                "leave top_of out."
+            )
+        return self
+
 
 class Trainer(Section):
     warmup_steps: NonNegative = 0
-    """Updates over which the learning rate rises to its peak."""
+    """Updates over which the learning rate rises to its peak; a step asks for algorithm.epochs *
+    minibatches of them."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -568,6 +585,10 @@ class Trainer(Section):
     """AdamW's decay of the second moment."""
     epsilon: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
+    rounding: Literal["masters", "stochastic", "nearest"] = "masters"
+    """How updates reach weights in bfloat16: by float32 masters beside them (4 bytes more a weight;
+    with param_dtype=float32 the weights are that themselves), rounded at random so that the mean is
+    right, or to the nearest, which loses steps below about 1/500 of a weight."""
     row_length: Positive | None = None
     """Length of a packed row, tokens; null: sampler.max_length."""
     micro_batch_tokens: Positive = 4096
@@ -575,8 +596,9 @@ class Trainer(Section):
     logprob_chunk: Positive = 1024
     """Tokens of each device whose logits exist at once."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
-    """What lies in the hosts' memory while it is not used: AdamW's moments, which come to the
-    device for each update; the reference policy, which comes for a pass of its own before it."""
+    """What lies in the hosts' memory while it is not used: AdamW's moments (and the masters of
+    trainer.rounding), which come to the device for each update; the reference policy, which comes
+    for a pass of its own before it."""
     compiler_options: dict[str, str] = {}
     """XLA's options for compiling the update, by name; those of TPUs are refused elsewhere."""
     max_skipped_steps: Positive = 3
@@ -1085,6 +1107,12 @@ class Config(Section):
                 "log-probs on the probe differ from the trainer's by more than "
                 f"weights.probe_tolerance ({self.weights.probe_tolerance:g}). Raise it to about "
                 "0.5 nats, or set weights.probe=false."
+            )
+        if self.model.param_dtype == "float32" and self.trainer.rounding != "masters":
+            raise ValueError(
+                f"trainer.rounding={self.trainer.rounding} says how weights in bfloat16 are "
+                "rounded, and model.param_dtype is float32. Set model.param_dtype=bfloat16, or "
+                "leave it out."
             )
         refers = bool(self.algorithm.kl_coefficient)
         whole = name_of(self.algorithm.kl) == "full" and refers

@@ -261,6 +261,29 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
         )
 
 
+def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, size: int, setting: str) -> None:
+    """Raise ConfigError where an id below `size` that the policy's tokenizer knows is another token
+    in the folder's tokenizer, or none. Ids that only that one knows are told in the log."""
+    own, other = (
+        {i: token for token, i in t.hf.get_vocab().items() if i < size}
+        for t in (tokenizer, load_tokenizer(folder))
+    )
+    if strange := [i for i, token in own.items() if other.get(i) != token]:
+        first = min(strange)
+        raise ConfigError(
+            f"{setting} has another tokenizer than the policy: {len(strange)} of {len(own)} ids "
+            f"differ, such as {first}, which is {own[first]!r} to the policy and "
+            f"{other.get(first)!r} there. Choose a model of the same family."
+        )
+    if more := other.keys() - own.keys():
+        log.warning(
+            "%s: its tokenizer has %d tokens that the policy's lacks, such as %r",
+            setting,
+            len(more),
+            other[min(more)],
+        )
+
+
 def check_template(template: str) -> None:
     """Raise ConfigError unless the template is a format string with {prompt} and nothing else."""
     try:

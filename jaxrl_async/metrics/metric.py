@@ -267,6 +267,11 @@ METRICS: tuple[Metric, ...] = (
         ("staleness/dropped_<reason>", "groups", "Groups dropped in this step, for this reason."),
         ("shaping/<what>", "episodes", "Episodes whose reward or mask a shaping changed."),
         ("train/updates", "updates", "Optimizer updates in the step."),
+        (
+            "train/missing_updates",
+            "updates",
+            "Mini-batches that algorithm.minibatches asks for beyond the sequences to learn from.",
+        ),
         ("critic/warming", "steps", "1 where only the critic learnt."),
         ("supervised/tokens", "tokens", "Tokens of worked answers mixed into the step."),
         ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),

@@ -85,6 +85,13 @@ def _times_log(logprobs: Array, difference: Array) -> Array:
 # ---- in chunks
 
 
+def _among(logprobs: Array, size: int) -> Array:
+    """Log-probs [..., vocab] among the first `size` tokens."""
+    if size == logprobs.shape[-1]:
+        return logprobs
+    return jax.nn.log_softmax(logprobs[..., :size], axis=-1)
+
+
 def log_softmax_of(hidden: Array, head: Array, temperature: float = 1.0) -> Array:
     """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32."""
     return jax.nn.log_softmax(logits_of(hidden, head) / temperature, axis=-1)
@@ -105,8 +112,10 @@ def chunked_divergence(
 ) -> TokenDivergence:
     """Log-prob of each target, entropy, and divergence to the other policy; [tokens] float32 each.
 
-    hidden [tokens, D], head [D, V]; those of the other may have another width, not vocabulary.
+    hidden [tokens, D], head [D, V]; those of the other may have another width. Where one has more
+    tokens, the divergence is between what both say of the first ones, which both have.
     """
+    common = min(head.shape[-1], other_head.shape[-1])
     measure = divergence_of(kind, beta)
     other_head = jax.lax.stop_gradient(other_head)
 
@@ -114,7 +123,8 @@ def chunked_divergence(
         logprobs = log_softmax_of(x, head, temperature)
         others = log_softmax_of(other, other_head, temperature)
         drawn = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
-        return TokenDivergence(drawn, entropy_of(logprobs), measure(logprobs, others))
+        apart = measure(_among(logprobs, common), _among(others, common))
+        return TokenDivergence(drawn, entropy_of(logprobs), apart)
 
     inputs = (hidden, jax.lax.stop_gradient(other_hidden), targets)
     return over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
@@ -145,13 +155,12 @@ def chunked_over_vocab(
     """At t: of the distribution that token t is drawn from, as token_logprobs places them.
 
     kind: `forward` is KL(other || policy), `reverse` KL(policy || other), `js` jensen_shannon with
-    the other as teacher. No gradient goes into the other, whose spec may differ in all but the
-    vocabulary. 0 where a segment starts and in padding. expert_ids: the policy's, as in
-    decoder.replayed_states; the other chooses for itself.
+    the other as teacher. No gradient goes into the other, whose spec may differ; of vocabularies
+    padded to different sizes what both have is compared. 0 where a segment starts and in padding.
+    expert_ids: the policy's, as in decoder.replayed_states; the other chooses for itself.
     """
     arrays = (token_ids, positions, segment_ids)
     other_spec = other_spec or spec
-    assert other_spec.vocab == spec.vocab, "a divergence needs one vocabulary"
     how: dict[str, Any] = {"dtype": dtype, "attention": attention, "layout": layout}
     hidden, changed = replayed_states(spec, params, *arrays, expert_ids, remat=remat, **how)
     measured = chunked_divergence(
@@ -178,6 +187,7 @@ def top_logprobs(
     segment_ids: Array,
     *,
     k: int,
+    vocab: int | None = None,
     dtype: Any = jnp.float32,
     attention: SequenceAttention = reference,
     chunk: int = 1024,
@@ -186,12 +196,13 @@ def top_logprobs(
 ) -> tuple[Array, Array]:
     """At t: the k likeliest tokens there and their log-probs, likeliest first.
 
-    [B, T] inputs -> [B, T, k] int32 and float32; 0 where a segment starts and in padding.
+    [B, T] inputs -> [B, T, k] int32 and float32; 0 where a segment starts and in padding. vocab:
+    look at ids below it alone; None: at all.
     """
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array) -> tuple[Array, Array]:
-        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, temperature), k)
+        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, temperature)[:, :vocab], k)
         return ids.astype(jnp.int32), logprobs
 
     hidden = token_states(
@@ -200,6 +211,36 @@ def top_logprobs(
     )  # fmt: skip
     ids, logprobs = over_chunks(one_chunk, (hidden,), chunk=chunk, layout=layout)
     return placed(ids, segment_ids, layout), placed(logprobs, segment_ids, layout)
+
+
+def logprobs_at(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    chosen: Array,
+    *,
+    dtype: Any = jnp.float32,
+    attention: SequenceAttention = reference,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    layout: Layout = ONE_DEVICE,
+) -> Array:
+    """At t: log-probs of the ids chosen [B, T, k] there; [B, T, k] float32, placed as
+    `top_logprobs` places them."""
+    head = output_head(spec, params, layout)
+
+    def one_chunk(x: Array, ids: Array) -> Array:
+        return jnp.take_along_axis(log_softmax_of(x, head, temperature), ids, axis=-1)
+
+    hidden = token_states(
+        spec, params, token_ids, positions, segment_ids,
+        dtype=dtype, attention=attention, layout=layout,
+    )  # fmt: skip
+    inputs = (hidden, after(chosen, layout))
+    found = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
+    return placed(found, segment_ids, layout)
 
 
 # ---- few outcomes and the rest

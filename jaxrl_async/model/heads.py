@@ -92,14 +92,16 @@ def token_values(
     positions: Array,
     segment_ids: Array,
     **kw: Any,
-) -> Array:
-    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1.
+) -> tuple[Array, Array]:
+    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1; and
+    at each segment's last token, of the state after it.
 
-    [B, T] inputs -> [B, T] float32, placed as log-probs are; 0 where a segment starts and in
-    padding. Keywords as token_scores.
+    [B, T] inputs -> [B, T] float32 twice. The first is placed as log-probs are, 0 where a segment
+    starts and in padding; the second is 0 elsewhere. Keywords as token_scores.
     """
     scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    return placed(scores.reshape(-1), segment_ids)
+    after = jnp.where(last_tokens(segment_ids), scores, 0.0)
+    return placed(scores.reshape(-1), segment_ids), after
 
 
 def sequence_scores(

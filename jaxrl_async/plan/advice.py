@@ -27,7 +27,8 @@ def advice(plan: Plan, config: schema.Config) -> list[str]:
 def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     kinds = plan.trainer.memory.kinds
     shards = config.mesh.trainer.fsdp
-    state = sum(kinds.get(k, 0.0) for k in ("parameters", "optimiser", "gradients", "reference"))
+    references = kinds.get("reference", 0.0) + kinds.get("resting reference", 0.0)
+    state = sum(kinds.get(k, 0.0) for k in ("parameters", "optimiser", "gradients")) + references
     temporaries = kinds.get("activations and temporaries", 0.0)
     rows = config.trainer.micro_batch_tokens // config.row_length
     found = [
@@ -55,8 +56,12 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     if "optimizer" not in config.trainer.offload:
         found.append((kinds.get("optimiser", 0.0), "trainer.offload=[optimizer], to host memory"))
     if config.model.param_dtype == "float32":
-        saved = kinds.get("parameters", 0.0) / 2
-        found.append((saved, "model.param_dtype=bfloat16 (small updates are rounded away)"))
+        saved = (kinds.get("parameters", 0.0) + references) / 2
+        what = "model.param_dtype=bfloat16 with trainer.rounding=stochastic (no float32 masters)"
+        found.append((saved, what))
+    elif config.trainer.rounding == "masters":
+        saved = kinds.get("optimiser", 0.0) / 3
+        found.append((saved, "trainer.rounding=stochastic, in place of float32 masters"))
     return found
 
 

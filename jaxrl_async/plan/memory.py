@@ -50,15 +50,19 @@ def trainer_memory(
     gradients: float,
     optimizer: float,
     reference: float,
+    resting: float = 0.0,
     transfer: float,
     usable: float,
 ) -> Memory:
-    """The weights that were sent stay until every sampler has taken them, which may be in the next
+    """reference: that the gradient runs; resting: one that only looks at the step before it.
+
+    The weights that were sent stay until every sampler has taken them, which may be in the next
     step: they count with the gradient and the update, too."""
     by_name = {p.name: p for p in programs}
     code = sum(p.code_bytes for p in programs)
     lying = {
         "parameters": params, "optimiser": optimizer, "reference": reference,
+        "resting reference": resting,
         "weights in transfer": transfer, "code": code,
     }  # fmt: skip
     moments = {

@@ -34,7 +34,7 @@ from jaxrl_async.sampler.engine import Chunk, Engine, Run
 from jaxrl_async.sampler.memory import MemoryPlan
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
 from jaxrl_async.sampler.sampling import Mix
-from jaxrl_async.trainer.learner import needs_covariance, takes_proximal
+from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
 from jaxrl_async.trainer.objective import Coefficients
 from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
 
@@ -199,7 +199,7 @@ def trainer_programs(
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
     scalar = partial(_array, mesh, ())
     context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
-    if holds_reference(config):
+    if runs_reference(config):
         context = context._replace(reference_params=params)
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
@@ -214,8 +214,21 @@ def trainer_programs(
 
 
 def holds_reference(config: schema.Config) -> bool:
-    """Whether the reference lies on the trainer's devices, and the gradient runs it."""
+    """Whether the reference lies on the trainer's devices."""
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
+
+
+def looks_up_reference(config: schema.Config) -> bool:
+    """Whether the reference's log-probs are taken before the updates, and not in them."""
+    offloads = "reference" in config.trainer.offload
+    return config.algorithm.kl_coefficient > 0 and takes_reference(
+        config.algorithm, offloads=offloads
+    )
+
+
+def runs_reference(config: schema.Config) -> bool:
+    """Whether the gradient runs the reference."""
+    return config.algorithm.kl_coefficient > 0 and not looks_up_reference(config)
 
 
 def looks_before(config: schema.Config) -> bool:
@@ -230,7 +243,7 @@ def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> Devi
     there = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
         "proximal_logprobs": looks_before(config),
-        "reference_logprobs": "reference" in config.trainer.offload,
+        "reference_logprobs": looks_up_reference(config),
         "covariance_rank": needs_covariance(config.algorithm.loss),
         "kept": keeps_masks(config),
         "expert_ids": config.algorithm.keep_routing,

@@ -19,10 +19,13 @@ from jaxrl_async.plan.programs import (
     bytes_per_device,
     holds_reference,
     looks_before,
+    looks_up_reference,
     parameters,
+    runs_reference,
 )
 from jaxrl_async.plan.simulate import Histogram, Outcome, Pipeline, Samplers, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.trainer.optimizer import optimizer_bytes
 from jaxrl_async.trainer.step import flops_of_lengths
 from jaxrl_async.trainer.update import rows_per_micro_batch
 
@@ -190,12 +193,14 @@ def trainer_side(
     mesh, where = places.slices.trainer, places.trainer
     params = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
     wide = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, jnp.float32))
+    beside = optimizer_bytes(config.trainer, config.model.param_dtype) / 4
     memory = trainer_memory(
         own,
         params=params,
         gradients=wide,
-        optimizer=0.0 if "optimizer" in config.trainer.offload else 2 * wide,
-        reference=params if holds_reference(config) else 0.0,
+        optimizer=0.0 if "optimizer" in config.trainer.offload else beside * wide,
+        reference=params if runs_reference(config) else 0.0,
+        resting=params if holds_reference(config) and not runs_reference(config) else 0.0,
         transfer=bytes_per_device(held.weights),
         usable=where.chip.usable_bytes,
     )
@@ -283,7 +288,8 @@ def learn(
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
     tokens = sequences * (prompt_tokens(config) + lengths.mean)
     full = rows_of(config, places) * config.row_length
-    micro_batches = -(-tokens // (full * PACKING))
+    parts = config.algorithm.minibatches  # each packed, and filled up, on its own
+    micro_batches = parts * -(-tokens // (parts * full * PACKING))
     gradient = side.timings["gradient"]
     step_s = (
         micro_batches * gradient.estimate_s * config.algorithm.epochs
@@ -291,7 +297,7 @@ def learn(
         + side.timings["cast"].estimate_s
     )
     flops = model_flops(spec, full, config.row_length)
-    flops *= 4 / 3 if holds_reference(config) else 1
+    flops *= 4 / 3 if runs_reference(config) else 1
     return Learning(
         tokens=tokens,
         micro_batches=micro_batches,
@@ -401,8 +407,9 @@ def _transfer_s(places: Places, weights: float) -> float:
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
-    """Parameters and AdamW's two moments; prompts and groups under way are little beside them."""
-    return num_weights(spec) * (jnp.dtype(config.model.param_dtype).itemsize + 8.0)
+    """Parameters and the optimizer's state; prompts and groups under way are little beside them."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    return float(num_weights(spec) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:
@@ -412,7 +419,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
         "the teacher's pass": config.teacher.source != "none",
         "the pass for proximal log-probs": looks_before(config),
         "the reward model's pass": config.reward.model is not None,
-        "the reference's own pass": "reference" in config.trainer.offload,
+        "the reference's own pass": looks_up_reference(config),
     }
     missing = [name for name, there in left_out.items() if there]
     return (f"not planned: {', '.join(missing)}.",) if missing else ()

@@ -24,7 +24,12 @@ from jaxrl_async.config.schema import Config, Faults, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
-from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jaxrl_async.data.tokenizer import (
+    Tokenizer,
+    check_same_tokens,
+    check_vocabulary,
+    load_tokenizer,
+)
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.mesh import (
     NO_TURNS,
@@ -44,7 +49,7 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, check_positions, num_weights, weight_table
+from jaxrl_async.model.spec import ModelSpec, Weight, check_positions, num_weights, weight_table
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
@@ -85,6 +90,7 @@ from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.corrections import correction_of, weighs
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.optimizer import optimizer_bytes
 from jaxrl_async.trainer.own import own_advantage
 from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.shaping import has_signal, shaping
@@ -179,6 +185,7 @@ def assemble(
     )
     check_routing(config, spec)
     keep_mask = keeps_masks(config)
+    check_advisers(config, spec, tokenizer)
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     check_fits(
         plan.pages * plan.page_bytes,
@@ -580,10 +587,11 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
             config.model.architecture.vocab or _rounded(tokenizer.vocab_size),
         )
         spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
+    beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     check_fits(
-        3 * num_weights(spec) * dtype.itemsize,
+        num_weights(spec) * (dtype.itemsize + beside),
         slices.trainer,
-        "the policy with AdamW's two moments",
+        "the policy with what its optimizer keeps",
         "Choose a smaller model, or give mesh.trainer more devices.",
     )
     check_experts(spec, slices.trainer, "mesh.trainer")
@@ -661,9 +669,10 @@ def make_learner(
 ) -> Learner:
     """The policy's update with everything that learns or advises beside it. Raises ConfigError."""
     algorithm, teacher = config.algorithm, config.teacher
-    updates = config.run.steps * algorithm.epochs * algorithm.minibatches
-    teacher_spec = load_spec(Path(teacher.path)) if teacher.path is not None else policy.spec
-    step = make_step(config, policy.spec, slices, updates, teacher_spec)
+    asked = algorithm.epochs * algorithm.minibatches  # updates in a step
+    warming = config.critic.warmup_steps if name_of(algorithm.advantage) == "gae" else 0
+    learns = max(config.run.steps - warming, 1)
+    step = make_step(config, policy.spec, slices, learns * asked, _teacher_spec(config, policy))
     state = step.init(policy.params)
     reference = None
     if algorithm.kl_coefficient > 0:
@@ -678,11 +687,13 @@ def make_learner(
         )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
-        own_pass=_pass(config, policy.spec, slices, step),
+        own_pass=_pass(
+            config, policy.spec, slices, step, teacher.top_k, _teacher_spec(config, policy).vocab
+        ),
         reference=reference,
         pairs=warm_start_pairs(config, tokenizer) if mixes else None,
         **_teacher(config, policy, slices, step, state),
-        **_critic(config, policy, slices, updates),
+        **_critic(config, policy, slices, config.run.steps * asked),
     )
     return Learner(
         step,
@@ -702,8 +713,21 @@ def make_learner(
     )
 
 
+def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
+    """With no more tokens than the policy has, as cut_vocabulary leaves them."""
+    if config.teacher.path is None:
+        return policy.spec
+    spec = load_spec(Path(config.teacher.path))
+    return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
+
+
 def _pass(
-    config: Config, spec: ModelSpec, slices: Slices, step: TrainStep, top_k: int = 0
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    step: TrainStep,
+    top_k: int = 0,
+    top_vocab: int | None = None,
 ) -> LogprobPass:
     return LogprobPass(
         spec,
@@ -712,6 +736,7 @@ def _pass(
         chunk=config.trainer.logprob_chunk,
         temperature=config.sampler.temperature,
         top_k=top_k,
+        top_vocab=top_vocab,
         dtype=jnp.dtype(config.model.dtype),
         attention=config.model.attention,
     )
@@ -760,13 +785,53 @@ def check_frozen(config: Config) -> None:
             check_lengths(config, load_spec(Path(path)), path)
 
 
-def _check_shared_vocabulary(policy: Policy, spec: ModelSpec, setting: str) -> None:
-    if spec.vocab != policy.spec.vocab:
+def check_shared_tokens(
+    spec: ModelSpec, tokenizer: Tokenizer, path: str, vocab: int, setting: str
+) -> None:
+    """Raise ConfigError where ids mean other tokens to the model in `path` than to the policy, or
+    may do so: the vocabularies of one family are padded to different sizes."""
+    sizes = (
+        f"{setting}={path} has a vocabulary of {vocab} tokens and the policy one of {spec.vocab}"
+    )
+    if (Path(path) / "tokenizer.json").is_file():
+        common = min(vocab, spec.vocab)
+        check_same_tokens(tokenizer, path, common, f"{setting}={path}")
+        if vocab != spec.vocab:
+            log.info("%s; the first %d, which both have, are compared", sizes, common)
+    elif vocab != spec.vocab:
         raise ConfigError(
-            f"{setting} has a vocabulary of {spec.vocab} tokens and the policy one of "
-            f"{policy.spec.vocab}: they do not speak of the same tokens. Choose a model of the "
-            "same family, with the same tokenizer."
+            f"{sizes}, and without a tokenizer.json nobody knows whether they speak of the same "
+            "tokens. Put the model's tokenizer there, or choose one of the same family."
         )
+    else:
+        log.info(
+            "%s=%s has no tokenizer.json: its tokens are taken for the policy's", setting, path
+        )
+
+
+def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Compare the tokens of teacher and critic with the policy's. ConfigError."""
+    paths = {"teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    for setting, path in paths.items():
+        if path is not None:
+            vocab = load_spec(Path(path)).vocab
+            check_shared_tokens(spec, tokenizer, path, vocab, setting)
+
+
+def cut_vocabulary(spec: ModelSpec, params: Any, fewer: ModelSpec, mesh: Mesh) -> Any:
+    """The weights of a model without its last tokens, so that the others share all probability.
+    fewer: its spec, but for the vocabulary."""
+    if spec == fewer:
+        return params
+    table = weight_table(fewer)
+
+    def cut(weight: Weight, values: Any) -> Any:
+        return values[tuple(slice(n) for n in weight.shape)]
+
+    def cut_all(given: Any) -> Any:
+        return jax.tree.map(cut, table, given, is_leaf=lambda w: isinstance(w, Weight))
+
+    return jax.jit(cut_all, out_shardings=shardings(table, mesh, TRAINER_RULES))(params)
 
 
 def _teacher(
@@ -780,8 +845,8 @@ def _teacher(
     else:
         assert section.path is not None
         other = _load(config, section.path, slices)
-        spec, params = other.spec, other.params
-        _check_shared_vocabulary(policy, spec, f"teacher.path={section.path}")
+        spec = _teacher_spec(config, policy)
+        params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
     if section.top_k >= spec.vocab:
         raise ConfigError(
             f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
@@ -800,7 +865,6 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
-        _check_shared_vocabulary(policy, spec, f"critic.path={section.path}")
     critic = CriticStep(
         spec,
         slices.trainer,

@@ -323,7 +323,10 @@ def update(job: Job, progress: Progress) -> dict[str, float]:
     """One update from the next examples; what the step reports of it."""
     examples = progress.examples.take(job.batch_size)
     progress.state, values = job.step.update(
-        progress.state, job.step.pack(examples), **_context(job, progress.reference, examples)
+        progress.state,
+        job.step.pack(examples),
+        at=progress.version,
+        **_context(job, progress.reference, examples),
     )
     progress.version += 1
     return values

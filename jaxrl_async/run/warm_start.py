@@ -129,7 +129,7 @@ def _update(
     """One update from the next pairs; its line of metrics."""
     start = time.perf_counter()
     batch = step.pack([next(pairs) for _ in range(batch_size)])
-    progress.state, values = step.update(progress.state, batch)
+    progress.state, values = step.update(progress.state, batch, at=progress.update)
     progress.update += 1
     progress.loss = values["train/loss"]
     values.pop("train/flops")

@@ -28,8 +28,8 @@ from jaxrl_async.model.kernels import ragged_paged
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.sampler.sampling import Controls, Drawn, Mix, sample
 
 AnyArray = Any
 """An array on the device, or on its way there or back as NumPy."""

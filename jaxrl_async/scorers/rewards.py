@@ -19,8 +19,8 @@ from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
 from jaxrl_async.scorers.results import added, score_of, shown
-from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
+from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[..., Any]

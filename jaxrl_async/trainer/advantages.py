@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.registry import Above0, AtLeast0, Finite, Registry, Share, Whole, rule
-from jaxrl_async.types import Episode, EpisodeGroup, FloatArray
+from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, StopReason
 
 Doubles = NDArray[np.float64]
 PerToken = tuple[tuple[FloatArray, ...], ...]  # per group, per episode: [length] float32
@@ -44,6 +44,9 @@ class StepData:
     )
     values: tuple[tuple[FloatArray, ...], ...] | None = (
         None  # per episode [length]: a critic's value of the state before token t is drawn
+    )
+    last_values: tuple[Doubles, ...] | None = (
+        None  # per group [episodes] float64: a critic's value of the state after the last token
     )
 
 
@@ -296,12 +299,19 @@ def gae(
     lam: Share = 0.95,
     whiten: bool = True,
     epsilon: Above0 = 1e-8,
+    bootstrap: bool = False,
 ) -> StepAdvantages:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: PPO's.
 
     Schulman et al. 2015 (arXiv:1506.02438), eq. 16; arXiv:1707.06347, eq. 11. Time runs over drawn
     tokens only; V after the last is 0. returns = A + V. `whiten` then normalises A over the step.
     Raises ConfigError without a critic's values.
+
+    bootstrap: V after the last token of an episode that StopReason.LENGTH cut is the critic's:
+    Pardo et al. 2018 (arXiv:1712.00378), sec. 2.2. Right where the limit belongs to the training
+    alone and the reward to the tokens so far. By default the limit is part of the task: the
+    sequence's reward judges the answer as it was cut, and what might have come is not counted
+    again.
     """
     if data.values is None:
         raise ConfigError(
@@ -312,9 +322,13 @@ def gae(
         [np.asarray(v, np.float64)[e.drawn] for e, v in zip(g.episodes, of_group, strict=True)]
         for g, of_group in zip(data.groups, data.values, strict=True)
     ]
+    ends = _bootstrapped(data) if bootstrap else [np.zeros(len(g.episodes)) for g in data.groups]
     deltas = [
-        [r + gamma * np.append(v[1:], 0.0) - v if len(v) else v for r, v in zip(*both, strict=True)]
-        for both in zip(_earned(data), values, strict=True)
+        [
+            r + gamma * np.append(v[1:], end) - v if len(v) else v
+            for r, v, end in zip(*all_three, strict=True)
+        ]
+        for all_three in zip(_earned(data), values, ends, strict=True)
     ]
     steps = [[np.full(len(v), gamma * lam) for v in of_group] for of_group in values]
     raw = _regrouped(_discounted_sums(_flat(deltas), _flat(steps)), deltas)
@@ -323,6 +337,13 @@ def gae(
     ]
     done = _drawn(data, _normalized(raw, epsilon) if whiten else raw)
     return StepAdvantages(advantages=done.advantages, returns=_drawn(data, returns).advantages)
+
+
+def _bootstrapped(data: StepData) -> list[Doubles]:
+    """Value of the state after each episode's last token: 0 unless its length cut it."""
+    assert data.last_values is not None, "a critic's values come with those after the last token"
+    cut = [[e.stop is StopReason.LENGTH for e in g.episodes] for g in data.groups]
+    return [np.where(c, v, 0.0) for c, v in zip(cut, data.last_values, strict=True)]
 
 
 # ---- numbers of a group

@@ -2,7 +2,8 @@
 
 An aggregate looks at the whole step's batch, on the host, before the first micro-batch, and gives
 each token its weight; the loss is the sum of weight * token loss. Denominators are therefore global
-by construction: micro-batches, devices and packing only change the order of a sum.
+by construction: micro-batches, devices and packing only change the order of a sum. A mini-batch's
+tokens keep the weights that the whole step gave them, times the number of mini-batches.
 """
 
 from collections.abc import Callable

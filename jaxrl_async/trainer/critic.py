@@ -122,13 +122,19 @@ class CriticStep:
         params: Params,
         batch: PackedBatch,
         turns: AbstractContextManager[Any] = NO_TURNS,
-    ) -> FloatArray:
-        """[rows, length] float32, in the batch's own order; 0 where a segment starts."""
+    ) -> tuple[FloatArray, FloatArray]:
+        """Of the state before each token, 0 where a segment starts; and, at each segment's last
+        token, of the state after it, 0 elsewhere. [rows, length] float32 each, in the batch's own
+        order."""
         parts = []
         for micro in self._micros(batch):
             with turns:
-                parts.append(whole(self._values(params, self._updater.put(micro))))
-        return np.concatenate(parts)[: len(batch.token_ids)]
+                found = self._values(params, self._updater.put(micro))
+                parts.append([whole(a) for a in found])
+        before, after = (
+            np.concatenate(a)[: len(batch.token_ids)] for a in zip(*parts, strict=True)
+        )
+        return before, after
 
     def update(
         self,
@@ -137,16 +143,19 @@ class CriticStep:
         values: FloatArray,
         returns: FloatArray,
         *,
+        weights: FloatArray | None = None,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step towards the returns; the state given is donated.
 
-        values: of `values` when the returns were made, which the clip is around. A non-finite loss
-        or gradient leaves the state as it was, and critic/skipped is 1.
+        values: of `values` when the returns were made, which the clip is around. weights: of each
+        token, where the batch is a part of a step; null: their mean. at: as TrainStep.update's. A
+        non-finite loss or gradient leaves the state as it was, and critic/skipped is 1.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
-        micros = self._micros(batch, values, returns)
-        state, stats = self._updater.update(state, micros, None, turns)
+        micros = self._micros(batch, values, returns, weights)
+        state, stats = self._updater.update(state, micros, None, turns, at)
         explained = explained_variance(values, returns, batch.mask)
         told = {} if np.isnan(explained) else {"critic/explained_variance": explained}
         return state, {k.replace("train/", "critic/"): v for k, v in stats.items()} | told
@@ -156,15 +165,16 @@ class CriticStep:
         batch: PackedBatch,
         values: FloatArray | None = None,
         returns: FloatArray | None = None,
+        weights: FloatArray | None = None,
     ) -> list[CriticBatch]:
-        """Host micro-batches; what is not given is 0."""
+        """Host micro-batches; values and returns that are not given are 0."""
         empty = np.zeros(batch.mask.shape, np.float32)
         extra = [
             split(np.asarray(a, np.float32), self.micro_rows, 0.0)
             for a in (
                 empty if values is None else values,
                 empty if returns is None else returns,
-                token_mean(batch),
+                token_mean(batch) if weights is None else weights,
             )
         ]
         return [
@@ -174,12 +184,12 @@ class CriticStep:
 
     # ---- inside jit
 
-    def _values_of(self, params: Params, micro: CriticBatch) -> Array:
+    def _values_of(self, params: Params, micro: CriticBatch) -> tuple[Array, Array]:
         arrays = (micro.token_ids, micro.positions, micro.segment_ids)
         return token_values(self._spec, params, *arrays, **self._decoder)
 
     def _loss(self, params: Params, micro: CriticBatch, _: Any) -> tuple[Array, Totals]:
-        values = self._values_of(params, micro)
+        values, _ = self._values_of(params, micro)
         token = value_loss(values, micro.old_values, micro.returns, micro.mask, clip=self._clip)
         loss = jnp.sum(jnp.where(micro.mask, micro.weights * token.loss, 0.0))
         count = jnp.sum(micro.mask)

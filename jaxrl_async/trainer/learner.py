@@ -9,11 +9,12 @@
 Everything that changes from step to step is in `Learner.tree` (arrays) and `Learner.numbers`.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import DEVICE, HOST, NO_TURNS, in_memory
 from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
+from jaxrl_async.trainer.aggregate import token_mean
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.entropy import active_entropy_coefficient, next_entropy_coefficient
@@ -31,11 +33,14 @@ from jaxrl_async.trainer.kl import next_coefficient
 from jaxrl_async.trainer.losses import TokenInputs
 from jaxrl_async.trainer.masks import Routing
 from jaxrl_async.trainer.objective import Coefficients, mean_report
+from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import (
     Pair,
-    minibatch_rows,
+    deal,
+    moved,
     pack_groups,
-    rows_of,
+    places_of,
+    repacked,
     unpacked,
     with_advantages,
 )
@@ -45,9 +50,13 @@ from jaxrl_async.trainer.step import Columns, TrainStep, forward_flops
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
+log = logging.getLogger(__name__)
+
 TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
 """Advantages that look at token rewards; for all others a KL in the reward is summed over the
 sequence."""
+EMA_SEED = 1
+"""Of the random bits that round a moving reference in bfloat16."""
 NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
 """Losses that look at TokenInputs.covariance_rank."""
 
@@ -63,6 +72,16 @@ class Companions:
     critic: CriticStep | None = None
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # worked answers to mix in
+
+
+class Part(NamedTuple):
+    """What one update learns from; [rows, length] each."""
+
+    batch: PackedBatch
+    columns: Columns
+    values: FloatArray | None = None  # these three: of a critic
+    returns: FloatArray | None = None
+    critic_weights: FloatArray | None = None
 
 
 class Learner:
@@ -101,8 +120,10 @@ class Learner:
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = step.recipe.coefficients
         self._needs_covariance = needs_covariance(algorithm.loss)
+        self._takes_reference = takes_reference(algorithm, offloads=offload_reference)
+        self._missed = 0  # most mini-batches that a step could not make
         self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
-        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(2,))
+        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
 
     # ---- what a checkpoint holds
 
@@ -180,8 +201,9 @@ class Learner:
         returns = None
         if learnt.returns is not None:
             returns = with_advantages(batch, learnt.returns).advantages
-        stats = self._update(batch, columns, found.get("values"), returns, version, turns)
-        stats["train/flops"] += len(found) * forward_flops(self._step.spec, batch)
+        stats = self._update(Part(batch, columns, found.get("values"), returns), version, turns)
+        passes = len(found.keys() - {"last_values"})  # which come with the values
+        stats["train/flops"] += passes * forward_flops(self._step.spec, batch)
         self._after(stats, version)
         return {**shaped.counts, **told, **gap, **stats}
 
@@ -198,18 +220,19 @@ class Learner:
         """Everything that a forward pass has to say of the batch beforehand, as far as needed."""
         has, found = self._with, {}
         algorithm = self._algorithm
-        in_reward = algorithm.kl_in == "reward" and self.reference is not None
+        refers = self.reference is not None
         advised = self._teacher.source != "none" and self._teacher.form == "advantage"
-        takes = takes_proximal(algorithm, refers=self.reference is not None)
+        takes = takes_proximal(algorithm, refers=refers)
         if has.own_pass is not None and takes:
             own, logprobs = self.state.params, has.own_pass.logprobs
             found["proximal"] = logprobs(own, batch, turns, replays=True)
-        if has.own_pass is not None and (in_reward or self._offloads):
+        if has.own_pass is not None and refers and self._takes_reference:
             found["reference"] = has.own_pass.logprobs(self._fetched(), batch, turns)
         if has.teacher_pass is not None and advised:
             found["teacher"] = has.teacher_pass.logprobs(self.teacher, batch, turns)
         if has.critic is not None and self.critic_state is not None:
-            found["values"] = has.critic.values(self.critic_state.params, batch, turns)
+            looked = has.critic.values(self.critic_state.params, batch, turns)
+            found["values"], found["last_values"] = looked
         return found
 
     def _credited(
@@ -218,7 +241,12 @@ class Learner:
         """The step's data with the critic's values, and the KL taken off the rewards."""
         data, told = shaped.data, dict[str, float]()
         if "values" in found:
-            data = replace(data, values=_by_group(unpacked(batch, found["values"]), data.groups))
+            values, last = (unpacked(batch, found[k]) for k in ("values", "last_values"))
+            data = replace(
+                data,
+                values=_by_group(values, data.groups),
+                last_values=_ends(_by_group(last, data.groups)),
+            )
         if "reference" in found and self._algorithm.kl_in == "reward":
             penalty = self.coefficients.kl * self._divergence(batch, found)
             data, told = _less(data, batch, penalty, self._algorithm.advantage)
@@ -246,6 +274,8 @@ class Learner:
         section = self._teacher
         drew, teacher = batch.behavior_logprobs, found["teacher"]
         told = batch.mask & np.isfinite(drew - teacher)  # a foreign sampler may tell no log-prob
+        if self._with.teacher_pass is not None:
+            told &= batch.token_ids < self._with.teacher_pass.spec.vocab
         gap = -np.asarray(teacher_advantages(drew, teacher, told))
         advantages = section.rewards * batch.advantages - section.coefficient * gap
         mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
@@ -260,63 +290,108 @@ class Learner:
         found: Mapping[str, FloatArray],
         turns: AbstractContextManager[Any],
     ) -> Columns:
-        columns = Columns(proximal_logprobs=found.get("proximal"))
-        if self._offloads:
-            columns = columns._replace(reference_logprobs=found["reference"])
+        columns = Columns(
+            proximal_logprobs=found.get("proximal"), reference_logprobs=found.get("reference")
+        )
         if self._needs_covariance:
             rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
             columns = columns._replace(covariance_rank=rank)
         teacher, has = self._teacher, self._with
         if has.teacher_pass is not None and teacher.form == "loss" and teacher.top_k:
-            ids, logprobs = has.teacher_pass.top(self.teacher, batch, turns)
+            if teacher.top_of == "student" and has.own_pass is not None:
+                ids, _ = has.own_pass.top(self.state.params, batch, turns)
+                logprobs = has.teacher_pass.logprobs_at(self.teacher, batch, ids, turns)
+            else:
+                ids, logprobs = has.teacher_pass.top(self.teacher, batch, turns)
             columns = columns._replace(teacher_ids=ids, teacher_logprobs=logprobs)
         return columns
 
     def _update(
-        self,
-        batch: PackedBatch,
-        columns: Columns,
-        values: FloatArray | None,
-        returns: FloatArray | None,
-        version: int,
-        turns: AbstractContextManager[Any],
+        self, step: Part, version: int, turns: AbstractContextManager[Any]
     ) -> dict[str, float]:
         """Every mini-batch of every epoch: the policy, then the critic."""
         reports, of_critic = [], []
-        warming = self._with.critic is not None and version < self._critic_warmup
+        critic = self._with.critic
+        warming = critic is not None and version < self._critic_warmup
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
+        looked_up = step.columns.reference_logprobs is not None
         how: dict[str, Any] = {
             "version": version,
             "coefficients": self.coefficients,
-            "reference_params": None if self._offloads else self.reference,
+            "reference_params": None if looked_up else self.reference,
             "teacher_params": self.teacher if whole_teacher else None,
             "turns": turns,
         }
-        for epoch in range(self._algorithm.epochs):
-            parts = self._algorithm.minibatches
-            seed = (self._seed, version, epoch)
-            for rows in minibatch_rows(len(batch.token_ids), parts, seed):
-                part, of_part = (batch, columns) if parts == 1 else _rows(batch, columns, rows)
+        algorithm = self._algorithm
+        missing = 0
+        for epoch in range(algorithm.epochs):
+            parts = self._parts(step, (self._seed, version, epoch))
+            missing += algorithm.minibatches - len(parts)
+            for index, part in enumerate(parts):
+                done = epoch * algorithm.minibatches + index * algorithm.minibatches / len(parts)
                 if not warming:
-                    self.state, stats = self._step.update(self.state, part, columns=of_part, **how)
-                    reports.append(stats)
-                if self._with.critic is not None and returns is not None:
-                    assert values is not None and self.critic_state is not None
-                    self.critic_state, stats = self._with.critic.update(
-                        self.critic_state, part, values[rows], returns[rows], turns=turns
+                    at = self._asked(version - self._first_step) + done
+                    self.state, stats = self._step.update(
+                        self.state, part.batch, columns=part.columns, at=at, **how
                     )
+                    reports.append(stats)
+                if critic is not None and part.returns is not None:
+                    assert part.values is not None and self.critic_state is not None
+                    self.critic_state, stats = critic.update(
+                        self.critic_state, part.batch, part.values, part.returns,
+                        weights=part.critic_weights, turns=turns, at=self._asked(version) + done,
+                    )  # fmt: skip
                     of_critic.append(stats)
         if warming:
-            told = self._step.measure(self.state.params, batch, columns=columns, **how)
+            told = self._step.measure(self.state.params, step.batch, columns=step.columns, **how)
             reports.append({**told, "train/skipped": 0.0, "train/flops": 0.0})
+        self._tell_of_missing(missing)
         retries = sum(r.get("faults/oom_retries", 0.0) for r in (*reports, *of_critic))
         return {
             **mean_report(reports),
             **mean_report(of_critic, tokens="critic/tokens"),
             "faults/oom_retries": retries,
             "train/updates": 0.0 if warming else float(len(reports)),
-            **({"critic/warming": float(warming)} if self._with.critic is not None else {}),
+            "train/missing_updates": float(missing),
+            **({"critic/warming": float(warming)} if critic is not None else {}),
         }
+
+    @property
+    def _first_step(self) -> int:
+        """In which the policy learns: its learning rate's course begins there."""
+        return self._critic_warmup if self._with.critic is not None else 0
+
+    def _asked(self, steps: int) -> int:
+        """Updates that the configuration asks for in so many steps; the learning rate follows
+        them, whatever number was really made."""
+        return steps * self._algorithm.epochs * self._algorithm.minibatches
+
+    def _parts(self, step: Part, seed: Sequence[int]) -> list[Part]:
+        """The mini-batches of one epoch: of the step's sequences, each in rows of its own.
+
+        Each token weighs what it does in the whole step, times the number of parts: the mean of
+        their gradients is the step's, whatever part a sequence is in.
+        """
+        if self._algorithm.minibatches == 1:
+            return [step]
+        dealt = deal(step.batch, self._algorithm.minibatches, seed)
+        times = len(dealt)
+        step = step._replace(columns=step.columns._replace(**self._step.weights(step.batch, times)))
+        if step.returns is not None:
+            step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
+        return [_part_at(step, places_of(step.batch, sequences)) for sequences in dealt]
+
+    def _tell_of_missing(self, missing: int) -> None:
+        """Once for every number that is larger than those before."""
+        if missing > self._missed:
+            self._missed = missing
+            log.warning(
+                "a step makes %d updates fewer than algorithm.epochs and algorithm.minibatches "
+                "(%d) ask for: it has fewer sequences to learn from. Lower algorithm.minibatches, "
+                "or raise algorithm.groups_per_step or group_size.",
+                missing,
+                self._algorithm.minibatches,
+            )
 
     # ---- what follows the policy
 
@@ -351,8 +426,10 @@ class Learner:
         if not stats.get("critic/warming"):
             self._steer(stats)
         if self.reference is not None and moves.ema:
-            moved = self._follow(self._fetched(), self.state.params, moves.ema)
-            self.reference = self._stored(moved)
+            followed = self._follow(
+                self._fetched(), self.state.params, np.int32(version), moves.ema
+            )
+            self.reference = self._stored(followed)
         if self.reference is not None and _is_due(version, moves.refresh_every):
             self.reference = self._stored(copied(self.state.params))
         if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
@@ -391,6 +468,13 @@ def takes_proximal(algorithm: schema.Algorithm, *, refers: bool) -> bool:
     return several or in_reward or needs_covariance(algorithm.loss)
 
 
+def takes_reference(algorithm: schema.Algorithm, *, offloads: bool) -> bool:
+    """Whether the reference's log-probs are taken once, before the updates, where there is one: the
+    rewards need them, or they would be taken once in each epoch, or it is not on the device."""
+    several = algorithm.epochs > 1 and schema.name_of(algorithm.kl) != "full"
+    return algorithm.kl_in == "reward" or several or offloads
+
+
 def copied(params: Any) -> Any:
     """A copy on the same devices that no step donates."""
     return jax.tree.map(jnp.copy, params)
@@ -415,12 +499,17 @@ def covariance_rank(
     return rank
 
 
-def _moved_average(reference: Any, params: Any, ema: float) -> Any:
-    def moved(old: Any, new: Any) -> Any:
-        mixed = ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
-        return mixed.astype(old.dtype)
+def _moved_average(reference: Any, params: Any, version: Any, ema: float) -> Any:
+    """ema * reference + (1 - ema) * params. In bfloat16 such a step would mostly be lost to
+    rounding: there it is rounded at random, so that the mean is right."""
 
-    return jax.tree.map(moved, reference, params)
+    def mixed(old: Any, new: Any) -> Any:
+        return ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
+
+    found = jax.tree.map(mixed, reference, params)
+    if (dtype := jax.tree.leaves(reference)[0].dtype) == jnp.float32:
+        return found
+    return rounded_tree(jax.random.fold_in(jax.random.key(EMA_SEED), version), found, dtype)
 
 
 def _is_due(version: int, every: int) -> bool:
@@ -428,11 +517,18 @@ def _is_due(version: int, every: int) -> bool:
     return every > 0 and (version + 1) % every == 0
 
 
-def _rows(
-    batch: PackedBatch, columns: Columns, rows: NDArray[np.int64]
-) -> tuple[PackedBatch, Columns]:
-    picked: Any = [None if c is None else c[rows] for c in columns]
-    return rows_of(batch, rows), Columns(*picked)
+def _part_at(step: Part, places: NDArray[np.int64]) -> Part:
+    """The sequences at these places of a step's rows, with all that was found out about them."""
+    columns = [None if c is None else moved(c, places) for c in step.columns]
+    of_critic = [None if c is None else moved(c, places) for c in step[2:]]
+    return Part(repacked(step.batch, places), Columns(*columns), *of_critic)
+
+
+def _ends(values: tuple[tuple[NDArray[Any], ...], ...]) -> tuple[NDArray[np.float64], ...]:
+    """Of each episode its last number: per group [episodes]; 0 where it has no token."""
+    return tuple(
+        np.array([v[-1] if len(v) else 0.0 for v in of_group], np.float64) for of_group in values
+    )
 
 
 def _by_group(

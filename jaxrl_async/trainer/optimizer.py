@@ -1,4 +1,5 @@
-"""The optimizer, from configuration: global-norm clipping, AdamW, and a schedule."""
+"""The optimizer, from configuration: global-norm clipping, AdamW, a schedule, and how weights are
+rounded."""
 
 from typing import Any
 
@@ -13,10 +14,11 @@ from jaxrl_async.config import schema
 def make_schedule(
     section: schema.Trainer, *, learning_rate: float, total_steps: int
 ) -> optax.Schedule:
-    """Learning rate at step 0, 1, ...: a linear warm-up to the peak, then the chosen course.
+    """Learning rate at place 0, 1, ...: a linear warm-up to the peak, then the chosen course.
 
     Update n of the warm-up (from 1) has n / warmup_steps of the peak, so that none is wasted on 0;
-    linear and cosine would reach 0 one step after the last.
+    linear and cosine would reach 0 one update after the last. total_steps: updates that are asked
+    for; where fewer are made, a place lies between two of them.
     """
     warmup, decay_steps = section.warmup_steps, max(total_steps - section.warmup_steps, 1)
 
@@ -36,17 +38,16 @@ def _course(name: str, progress: Array) -> Array:
     return jnp.ones_like(progress)
 
 
-def make_optimizer(
-    section: schema.Trainer, *, schedule: optax.Schedule, decayed: Any
-) -> optax.GradientTransformation:
-    """clip_by_global_norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+def make_optimizer(section: schema.Trainer, *, decayed: Any) -> optax.GradientTransformation:
+    """clip_by_global_norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), of rate 1.
 
-    decayed: tree of bool like the parameters, True where weight decay applies.
+    The caller multiplies with the learning rate, which may follow something else than the number of
+    updates. decayed: tree of bool like the parameters, True where weight decay applies.
     """
     return optax.chain(
         optax.clip_by_global_norm(section.max_grad_norm),
         optax.adamw(
-            schedule,
+            optax.constant_schedule(1.0),  # not 1.0: its count is in every checkpoint
             b1=section.beta1,
             b2=section.beta2,
             eps=section.epsilon,
@@ -54,6 +55,37 @@ def make_optimizer(
             mask=decayed,
         ),
     )
+
+
+def needs_masters(section: schema.Trainer, param_dtype: Any) -> bool:
+    """Whether float32 copies of the weights are kept, which the optimizer moves."""
+    return jnp.dtype(param_dtype) != jnp.float32 and section.rounding == "masters"
+
+
+def optimizer_bytes(section: schema.Trainer, param_dtype: Any) -> int:
+    """Of a weight, beside itself and its gradient: AdamW's two moments, and the master."""
+    return 12 if needs_masters(section, param_dtype) else 8
+
+
+def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
+    """float32 to a neighbour in bfloat16, the nearer one the likelier: right in the mean.
+
+    Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below the last one that
+    bfloat16 has, and cut off with the others. What is not finite is kept.
+    """
+    assert jnp.dtype(dtype) == jnp.bfloat16, "float32 has exactly 16 bits more"
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    moved = bits + jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    cut = jax.lax.bitcast_convert_type(moved & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(values), cut, values).astype(dtype)
+
+
+def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
+    """`stochastically_rounded` of all leaves, each with random bits of its own."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]
+    rounded = [stochastically_rounded(k, x, dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, rounded)
 
 
 def state_shardings(

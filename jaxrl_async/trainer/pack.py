@@ -170,22 +170,78 @@ def _places(batch: PackedBatch) -> NDArray[np.int64]:
     return np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
 
 
-def rows_of(batch: PackedBatch, rows: NDArray[np.int64]) -> PackedBatch:
-    """Some rows of a batch."""
-    columns: dict[str, Any] = {k: getattr(batch, k) for k in PackedBatch.__dataclass_fields__}
-    picked: dict[str, Any] = {k: None if v is None else v[rows] for k, v in columns.items()}
-    return PackedBatch(**picked)
+def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
+    """The sequences to learn from in `parts` random parts, as many in each, or one more.
 
+    A part takes one of the `parts` longest answers, one of the next, and so on: tokens balance, and
+    a sequence is as likely in one part as in another, whatever its length. (verl deals equal
+    numbers in the step's order, TRL after a shuffle.) Worked answers are dealt alike, apart. Fewer
+    parts where there are fewer sequences; one that learns nothing is in none, unless all do.
 
-def minibatch_rows(num_rows: int, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
-    """The rows in `parts` random parts of nearly the same size; fewer where there are fewer rows.
-
-    One part is all rows in their order. seed: numbers that key the shuffle.
+    seed: numbers that key the shuffle. Gives sequence_ids, sorted.
     """
-    if parts == 1:
-        return [np.arange(num_rows)]
-    order = np.random.default_rng(list(seed)).permutation(num_rows)
-    return [np.sort(part) for part in np.array_split(order, min(parts, num_rows))]
+    num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
+    own, worked = (
+        np.bincount(batch.sequence_ids[mask], minlength=num_sequences)
+        for mask in (batch.mask, batch.supervised)
+    )
+    kinds = [lengths for lengths in (own, worked) if lengths.any()]
+    if not kinds:
+        return [np.arange(num_sequences)]
+    parts = min(parts, int(np.count_nonzero(kinds[0])))
+    rng = np.random.default_rng(list(seed))
+    dealt = [_dealt(lengths, parts, rng) for lengths in kinds]
+    return [np.sort(np.concatenate(of_part)) for of_part in zip(*dealt, strict=True)]
+
+
+def _dealt(
+    lengths: NDArray[np.int64], parts: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Places of lengths above 0. What cannot be dealt evenly is drawn by lot, so that no length is
+    in the larger parts more often."""
+    there = rng.permutation(np.flatnonzero(lengths))
+    left, even = np.split(there, [len(there) % parts])
+    even = even[np.argsort(-lengths[even], kind="stable")]
+    dealt = list(rng.permuted(even.reshape(-1, parts), axis=1).T)
+    for part, place in zip(rng.permutation(parts), left, strict=False):
+        dealt[part] = np.append(dealt[part], place)
+    return dealt
+
+
+def places_of(batch: PackedBatch, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the tokens of some sequences of a batch lie in it, packed into rows of their own.
+
+    Flat places [rows, length]; -1 for padding. `repacked` and `moved` follow them.
+    """
+    at = _places(batch)
+    counts = np.bincount(batch.sequence_ids.ravel()[at])
+    own = np.split(at, np.cumsum(counts)[:-1])
+    length = batch.token_ids.shape[1]
+    rows = _first_fit_decreasing([int(counts[s]) for s in sequences], length)
+    places = np.full((len(rows), length), -1, np.int64)
+    for row, members in zip(places, rows, strict=True):
+        tokens = np.concatenate([own[sequences[m]] for m in members])
+        row[: len(tokens)] = tokens
+    return places
+
+
+def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDArray[Any]:
+    """[rows, length, ...] of a batch at the places that `places_of` gives; `fill` in padding."""
+    found = values.reshape(-1, *values.shape[2:])[places]
+    found[places < 0] = fill
+    return found
+
+
+def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
+    """The batch of some of its sequences alone, which keep their sequence_ids and group_ids."""
+    columns: dict[str, Any] = {
+        name: moved(getattr(batch, name), places, fill)
+        for name, (_, fill) in (_PADDING | _OPTIONAL).items()
+        if getattr(batch, name) is not None
+    }
+    starts = (columns["positions"] == 0) & (places >= 0)
+    columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)
+    return PackedBatch(**columns)
 
 
 def fits(group: EpisodeGroup, row_length: int) -> bool:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from jaxrl_async.mesh import NO_TURNS, batch_sharding, put, whole
 from jaxrl_async.model.attention import decoder_settings
-from jaxrl_async.model.divergence import top_logprobs
+from jaxrl_async.model.divergence import logprobs_at, top_logprobs
 from jaxrl_async.model.logprobs import replayed_logprobs
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.pack import micro_batches
+from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Params
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
@@ -37,11 +37,14 @@ class LogprobPass:
         chunk: int,
         temperature: float = 1.0,
         top_k: int = 0,
+        top_vocab: int | None = None,
         dtype: Any = jnp.float32,
         attention: str = "auto",
     ) -> None:
-        """temperature: the sampler's (0 counts as 1); top_k: what `top` gives."""
+        """temperature: the sampler's (0 counts as 1); top_k: what `top` gives, of ids below
+        top_vocab; null: of all."""
         self.spec, self._micro_rows, self._top_k = spec, micro_rows, top_k
+        self._top_vocab = top_vocab
         self._rows = batch_sharding(mesh)
         self._settings = decoder_settings(
             mesh,
@@ -53,6 +56,7 @@ class LogprobPass:
         )
         self._logprobs = jax.jit(self._logprobs_of, out_shardings=self._rows)
         self._top = jax.jit(self._top_of, out_shardings=self._rows)
+        self._at = jax.jit(self._logprobs_at, out_shardings=self._rows)
 
     def logprobs(
         self,
@@ -82,17 +86,32 @@ class LogprobPass:
         ids, logprobs = self._over(self._top, params, own, turns)
         return ids, logprobs
 
+    def logprobs_at(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        ids: IntArray,
+        turns: AbstractContextManager[Any] = NO_TURNS,
+    ) -> FloatArray:
+        """Log-probs of ids [rows, length, k], each at its place, as `top` gives its own."""
+        own = replace(batch, expert_ids=None)
+        return self._over(self._at, params, own, turns, ids)[0]
+
     def _over(
         self,
         program: Callable[..., Any],
         params: Params,
         batch: PackedBatch,
         turns: AbstractContextManager[Any],
+        column: NDArray[Any] | None = None,
     ) -> Sequence[NDArray[Any]]:
+        """column: [rows, length, ...] that the program takes in place of batch.kept."""
         parts = []
-        for micro in micro_batches(batch, self._micro_rows):
+        micros = micro_batches(batch, self._micro_rows)
+        columns = [m.kept for m in micros] if column is None else split(column, self._micro_rows, 0)
+        for micro, last in zip(micros, columns, strict=True):
             tokens = (micro.token_ids, micro.positions, micro.segment_ids)
-            arrays = (*tokens, micro.kept, micro.expert_ids)
+            arrays = (*tokens, last, micro.expert_ids)
             with turns:
                 found = program(params, *put(arrays, self._rows))
                 parts.append([whole(a) for a in jax.tree.leaves(found)])
@@ -117,4 +136,11 @@ class LogprobPass:
         self, params: Params, ids: Array, positions: Array, segments: Array, *_: Array | None
     ) -> tuple[Array, Array]:
         arrays = (ids, positions, segments)
-        return top_logprobs(self.spec, params, *arrays, k=self._top_k, **self._settings)
+        k, vocab = self._top_k, self._top_vocab
+        return top_logprobs(self.spec, params, *arrays, k=k, vocab=vocab, **self._settings)
+
+    def _logprobs_at(
+        self, params: Params, ids: Array, positions: Array, segments: Array, chosen: Array, _: None
+    ) -> Array:
+        arrays = (ids, positions, segments)
+        return logprobs_at(self.spec, params, *arrays, chosen, **self._settings)

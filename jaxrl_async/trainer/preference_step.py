@@ -113,16 +113,18 @@ class PreferenceStep:
         reference_params: Params | None = None,
         mismatched: PreferenceBatch | None = None,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs; the state given is donated.
 
         reference_params: frozen weights on this mesh; dpo, ipo and kto need them. mismatched: what
-        kto's baseline is estimated on, `pack` of data.preferences.mismatched. A non-finite loss or
-        gradient leaves the state as it was, and train/skipped is 1.
+        kto's baseline is estimated on, `pack` of data.preferences.mismatched. at: as
+        TrainStep.update's. A non-finite loss or gradient leaves the state as it was, and
+        train/skipped is 1.
         """
         context = self._context(state.params, batch, reference_params, mismatched, turns)
         micros = micro_batches_of(batch, self.micro_rows)
-        state, stats = self._updater.update(state, micros, context, turns)
+        state, stats = self._updater.update(state, micros, context, turns, at)
         return state, stats | _told_of(batch, context)
 
     def measure(
@@ -236,15 +238,17 @@ class RewardStep:
         batch: PreferenceBatch,
         *,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs, which must be whole; the state given is donated.
 
-        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
+        at: as TrainStep.update's. A non-finite loss or gradient leaves the state as it was, and
+        train/skipped is 1.
         """
         _check_whole(batch)
         context = PairContext(answer_weight(batch))
         micros = micro_batches_of(batch, self.micro_rows)
-        state, stats = self._updater.update(state, micros, context, turns)
+        state, stats = self._updater.update(state, micros, context, turns, at)
         return state, stats | _told_of(batch, context)
 
     def measure(self, params: Params, batch: PreferenceBatch) -> dict[str, float]:

@@ -65,6 +65,8 @@ class Columns(NamedTuple):
     covariance_rank: FloatArray | None = None  # as in losses.TokenInputs
     teacher_ids: IntArray | None = None  # [rows, length, k] the teacher's likeliest tokens
     teacher_logprobs: FloatArray | None = None  # [rows, length, k]
+    weights: FloatArray | None = None  # these two: of a part of a step; null: of this batch alone
+    supervised_weights: FloatArray | None = None
 
 
 class Context(NamedTuple):
@@ -145,19 +147,21 @@ class TrainStep:
         reference_params: Params | None = None,
         teacher_params: Params | None = None,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on the whole batch; the state given is donated.
 
         version: of the weights that learn, to tell fresh tokens from stale ones in the report.
         coefficients: null takes the algorithm's. reference_params: frozen weights for the KL, on
         this mesh; null: none. turns: held for each program, until it has run, where a sampler
-        shares the devices. A non-finite loss or gradient leaves the state as it was, and
-        train/skipped is 1. The report's keys are explained in metrics.metric.METRICS.
+        shares the devices. at: place on the learning rate's course, in updates; null: as many as
+        were made. A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
+        The report's keys are explained in metrics.metric.METRICS.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
         micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
-        state, stats = self._updater.update(state, micros, context, turns)
+        state, stats = self._updater.update(state, micros, context, turns, at)
         passes = self._updater.num_passes(micros)
         sizes = self._sizes(batch, len(micros), reference_params is not None)
         return state, stats | sizes | {"train/micro_batches": float(passes)}
@@ -179,6 +183,17 @@ class TrainStep:
         context = self._context(version, coefficients, reference_params, teacher_params)
         with turns:
             return self._updater.measure(params, micros, context)
+
+    def weights(self, batch: PackedBatch, times: int = 1) -> dict[str, Any]:
+        """What each token counts in the loss, of Columns; [rows, length] each.
+
+        times: number of parts of a step that are learnt one after the other, so that the mean of
+        their gradients is the step's.
+        """
+        found = {"weights": self._aggregate(batch)}
+        if self._supervised_coefficient:
+            found["supervised_weights"] = supervised_weights(batch, self._supervised_coefficient)
+        return {k: v * np.float32(times) for k, v in found.items()}
 
     def lower(self, params: Params, micro: DeviceBatch, context: Context) -> dict[str, Any]:
         """The programs of `update` for shapes alone, not compiled: gradient, update."""
@@ -210,11 +225,10 @@ class TrainStep:
         return Context(np.int32(version), on_device, reference_params, teacher_params)
 
     def _micros(self, batch: PackedBatch, columns: Columns) -> list[DeviceBatch]:
-        extra: dict[str, Any] = {"weights": self._aggregate(batch), **columns._asdict()}
-        if self._supervised_coefficient:
-            extra["supervised_weights"] = supervised_weights(batch, self._supervised_coefficient)
+        if columns.weights is None:
+            columns = columns._replace(**self.weights(batch))
         parts: dict[str, Any] = {
-            k: split(v, self.micro_rows, 0) for k, v in extra.items() if v is not None
+            k: split(v, self.micro_rows, 0) for k, v in columns._asdict().items() if v is not None
         }
         shared = [name for name in DeviceBatch._fields if name in PackedBatch.__dataclass_fields__]
         return [

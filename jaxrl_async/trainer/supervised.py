@@ -85,13 +85,15 @@ class SupervisedStep:
         batch: PackedBatch,
         *,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs; the state given is donated.
 
-        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
+        at: as TrainStep.update's. A non-finite loss or gradient leaves the state as it was, and
+        train/skipped is 1.
         """
         micros = self._micros(batch)
-        state, stats = self._updater.update(state, micros, None, turns)
+        state, stats = self._updater.update(state, micros, None, turns, at)
         stats |= packing_measures(batch, self.micro_rows, len(micros))
         return state, stats | {"train/flops": train_flops(self._spec, batch, reference=False)}
 

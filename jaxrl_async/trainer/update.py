@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -36,12 +37,20 @@ from jaxrl_async.mesh import (
 )
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.trainer.objective import Totals, summarize
-from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule, state_shardings
+from jaxrl_async.trainer.optimizer import (
+    make_optimizer,
+    make_schedule,
+    needs_masters,
+    rounded_tree,
+    state_shardings,
+)
 
 log = logging.getLogger(__name__)
 
 Params = Any  # nested dict of arrays in the tree of a table of weights
 
+ROUNDING_SEED = 0
+"""Of the random bits of trainer.rounding=stochastic; the number of the update is folded in."""
 MAX_QUEUED = 4
 """Programs in flight on forced-host devices, whose collectives can deadlock behind a long queue."""
 
@@ -52,6 +61,13 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     step: Array  # [] int32, updates made; skipped ones do not count
+
+
+class WithMasters(NamedTuple):
+    """An optimizer's state where the weights are kept in another type than they learn in."""
+
+    optimizer: Any
+    masters: Params  # float32; the weights are these, rounded to the nearest
 
 
 class GradSum(NamedTuple):
@@ -88,7 +104,10 @@ class Updater:
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
-        self._optimizer = make_optimizer(trainer, schedule=self._schedule, decayed=decayed(table))
+        self._optimizer = make_optimizer(trainer, decayed=decayed(table))
+        self._masters = needs_masters(trainer, param_dtype)
+        narrow = jnp.dtype(param_dtype) != jnp.float32
+        self._stochastic = narrow and trainer.rounding == "stochastic"
         self._compiler_options = dict(trainer.compiler_options) or None
         self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self.replicated: Any = NamedSharding(mesh, PartitionSpec())
@@ -99,7 +118,8 @@ class Updater:
     def _compile(self, table: Any, of_params: Any, offloads: bool) -> None:
         """Declare the jitted programs; XLA compiles each at its first call.
 
-        offloads: AdamW's moments live in the host's memory, and are on the device in `apply` only.
+        offloads: AdamW's moments, and the masters, live in the host's memory, and are on the device
+        in `apply` only.
         """
         shapes = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
@@ -107,15 +127,12 @@ class Updater:
             is_leaf=lambda w: isinstance(w, Weight),
         )
         lying = in_memory(HOST, of_params) if offloads else of_params
-        opt, in_use = (
-            state_shardings(self._optimizer, shapes, of_moments, self.replicated)
-            for of_moments in (lying, of_params)
-        )
+        opt, in_use = (self._opt_shardings(shapes, of_moments) for of_moments in (lying, of_params))
         self._opt_in_use = in_use if offloads else None
         self.state_shardings = TrainState(of_params, opt, self.replicated)
         sums = GradSum(of_params, self.replicated)
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
-        self._init_opt = jax.jit(lambda p: self._optimizer.init(_float32(p)), out_shardings=opt)
+        self._init_opt = jax.jit(self._fresh_opt, out_shardings=opt)
         self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
         jit = partial(jax.jit, compiler_options=self._compiler_options)
         self._accumulate = jit(
@@ -130,11 +147,15 @@ class Updater:
             lambda *args: self._objective(*args)[1], out_shardings=self.replicated
         )
 
+    def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
+        found = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
+        return WithMasters(found, of_moments) if self._masters else found
+
     def init(self, params: Params) -> TrainState:
         """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
-        params = self._copy(jax.device_put(params, self.state_shardings.params))
+        given = jax.device_put(params, self.state_shardings.params)
         step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
-        return TrainState(params, self._init_opt(params), step)
+        return TrainState(self._copy(given), self._init_opt(given), step)
 
     def update(
         self,
@@ -142,10 +163,12 @@ class Updater:
         micros: Sequence[Any],
         context: Any,
         turns: AbstractContextManager[Any] = NO_TURNS,
+        at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
 
-        turns: held for each program, until it has run, where a sampler shares the devices.
+        turns: held for each program, until it has run, where a sampler shares the devices. at:
+        place on the learning rate's course, in updates; null: as many as were made.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
         TrainingError where memory does not suffice with one row on each device; the state is then
         as it was; ConfigError for an option that the compiler does not know.
@@ -167,7 +190,7 @@ class Updater:
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
             retries += 1
         with turns:
-            state, applied = self._apply(state, sums)
+            state, applied = self._apply(state, sums, None if at is None else np.float32(at))
             told, host_applied = jax.device_get((totals, applied))
         return state, {
             **summarize(told),
@@ -255,25 +278,47 @@ class Updater:
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
         return GradSum(grads, sums.loss + loss), totals
 
-    def _apply_sum(self, state: TrainState, sums: GradSum) -> tuple[TrainState, dict[str, Array]]:
+    def _apply_sum(
+        self, state: TrainState, sums: GradSum, at: Array | None = None
+    ) -> tuple[TrainState, dict[str, Array]]:
         """The optimizer's step where all is finite; the same state where not."""
         grad_norm = optax.tree.norm(sums.grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
         if self._opt_in_use is not None:
             state = state._replace(opt_state=jax.device_put(state.opt_state, self._opt_in_use))
-        masters = _float32(state.params)
-        updates, opt_state = self._optimizer.update(sums.grads, state.opt_state, masters)
-        params = jax.tree.map(
-            lambda p, new: new.astype(p.dtype), state.params, optax.apply_updates(masters, updates)
-        )
-        moved = TrainState(params, opt_state, state.step + 1)
+        rate = jnp.float32(self._schedule(state.step if at is None else at))
+        moved = self._moved(state, sums.grads, rate)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
         return kept, {
             "grad_norm": grad_norm,
-            "learning_rate": jnp.float32(self._schedule(state.step)),
+            "learning_rate": rate,
             "param_norm": optax.tree.norm(_float32(kept.params)),
             "skipped": 1 - finite.astype(jnp.int32),
         }
+
+    def _fresh_opt(self, params: Params) -> Any:
+        """Of weights in any type; the masters are what they are before they are rounded."""
+        masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+        fresh = self._optimizer.init(masters)
+        return WithMasters(fresh, masters) if self._masters else fresh
+
+    def _moved(self, state: TrainState, grads: Params, rate: Array) -> TrainState:
+        """One step of the optimizer on the masters, or on the weights where there are none."""
+        opt_state, before = state.opt_state, _float32(state.params)
+        if self._masters:
+            opt_state, before = state.opt_state
+        updates, opt_state = self._optimizer.update(grads, opt_state, before)
+        after = jax.tree.map(lambda p, update: p + rate * update, before, updates)
+        params = self._rounded(after, state.step)
+        opt_state = WithMasters(opt_state, after) if self._masters else opt_state
+        return TrainState(params, opt_state, state.step + 1)
+
+    def _rounded(self, params: Params, step: Array) -> Params:
+        """float32 weights in the type that they are kept in, as trainer.rounding says."""
+        if self._stochastic:
+            key = jax.random.fold_in(jax.random.key(ROUNDING_SEED), step)
+            return rounded_tree(key, params, self._param_dtype)
+        return jax.tree.map(lambda p: p.astype(self._param_dtype), params)
 
 
 def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:

@@ -48,7 +48,7 @@ def test_parameters_have_the_tables_tree_and_shapes(head):
 
 def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     value, reward = (with_head(SPEC, POLICY, h, jax.random.key(1)) for h in ("value", "reward"))
-    assert not token_values(SPEC, value, *BATCH).any()
+    assert not np.any(token_values(SPEC, value, *BATCH))
     kernel = np.concatenate(
         [
             with_head(SPEC, POLICY, "reward", jax.random.key(i))[HEAD]["kernel"].ravel()
@@ -63,13 +63,13 @@ def test_a_value_is_of_the_state_before_its_token():
     params = head_params("value")
     hidden = np.asarray(hidden_states(SPEC, params, *BATCH))
     scores = hidden @ np.asarray(params[HEAD]["kernel"]) + np.asarray(params[HEAD]["bias"])
-    got = np.asarray(token_values(SPEC, params, *BATCH))
+    got = np.asarray(token_values(SPEC, params, *BATCH)[0])
     for row, at in np.ndindex(SEGMENTS.shape):
         inside = POSITIONS[row, at] > 0 and SEGMENTS[row, at] > 0
         wanted = scores[row, at - 1] if inside else 0
         assert got[row, at] == pytest.approx(wanted, abs=1e-5)
     changed = TOKENS.at[0, 2].add(1)
-    moved = np.asarray(token_values(SPEC, params, changed % 20, POSITIONS, SEGMENTS))
+    moved = np.asarray(token_values(SPEC, params, changed % 20, POSITIONS, SEGMENTS)[0])
     np.testing.assert_allclose(moved[0, :3], got[0, :3], atol=1e-6)  # has not seen token 2
     assert abs(moved[0, 3] - got[0, 3]) > 1e-5
     np.testing.assert_allclose(moved[0, 4:], got[0, 4:], atol=1e-6)  # another segment

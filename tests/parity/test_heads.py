@@ -40,7 +40,7 @@ def ours(spec, params, head, ids):
     rows = jnp.asarray(np.append(ids, 0) if head == "value" else ids)[None]
     positions, ones = jnp.arange(rows.shape[1])[None], jnp.ones_like(rows)
     if head == "value":
-        return np.asarray(token_values(spec, params, rows, positions, ones))[0, 1:]
+        return np.asarray(token_values(spec, params, rows, positions, ones)[0])[0, 1:]
     return np.asarray(sequence_scores(spec, params, rows, positions, ones))[0, -1:]
 
 

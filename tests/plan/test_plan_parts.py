@@ -245,6 +245,36 @@ def test_a_refusal_for_memory_is_told_from_another():
     assert needed_bytes("INTERNAL: something else (3.0G)") is None
 
 
+def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
+    """Masters cost as much again as they save: only without them weights in bfloat16 are less."""
+    from types import SimpleNamespace
+
+    from jaxrl_async.plan.advice import advice
+    from jaxrl_async.plan.memory import Memory
+
+    def told(given: dict[str, float], **sections: object) -> list[str]:
+        kinds = {name: n * 2**30 for name, n in given.items()}
+        side = SimpleNamespace(
+            memory=Memory(kinds=kinds, moment="update", usable_bytes=1.0),
+            where=SimpleNamespace(num_devices=1),
+        )
+        fine = SimpleNamespace(
+            memory=Memory(kinds={}, moment="decode", usable_bytes=1.0), where=side.where
+        )
+        spec = SimpleNamespace(vocab=512)
+        found = SimpleNamespace(trainer=side, sampler=fine, spec=spec)
+        return [line for line in advice(found, Config(**sections)) if "rounding" in line]
+
+    wide = {"parameters": 4.0, "optimiser": 8.0, "resting reference": 4.0}
+    (line,) = told(wide)
+    assert "4.00 GiB  model.param_dtype=bfloat16 with trainer.rounding=stochastic" in line
+    narrow = {"parameters": 2.0, "optimiser": 12.0}
+    (line,) = told(narrow, model={"param_dtype": "bfloat16"})
+    assert "4.00 GiB  trainer.rounding=stochastic" in line
+    stochastic = {"trainer": {"rounding": "stochastic"}, "model": {"param_dtype": "bfloat16"}}
+    assert not told({"parameters": 2.0, "optimiser": 8.0}, **stochastic)
+
+
 def test_model_flops_are_six_for_a_weight_and_token():
     from jaxrl_async.model.spec import ModelSpec
     from jaxrl_async.plan.whole import model_flops

@@ -121,6 +121,9 @@ def test_an_offloaded_reference_comes_as_a_column(plain):
         pytest.param({"loss": "clip_cov"}, {}, ["float32", "float32"], id="clip_cov"),
         pytest.param({"loss": {"kl_cov": {}}}, {}, ["float32", "float32"], id="kl_cov"),
         pytest.param({"epochs": 2}, {}, ["float32"], id="proximal"),
+        pytest.param(
+            {"epochs": 2, "kl_coefficient": 0.1}, {}, ["float32", "float32"], id="reference"
+        ),
         pytest.param({"supervised_coefficient": 0.5}, {}, ["float32"], id="supervised"),
         pytest.param({"keep_sampling_mask": True}, {"top_k": 5}, ["uint8"], id="masks"),
         pytest.param({"keep_sampling_mask": True}, {}, [], id="masks of all"),
@@ -134,6 +137,19 @@ def test_a_gradient_takes_the_columns_of_its_algorithm(plain, algorithm, sampler
         added = sum(x.startswith(kind) for x in found) - sum(x.startswith(kind) for x in before)
         assert added == more.count(kind)
     assert ("uint8[4, 160, 4]" in found) == ("uint8" in more), "a bit for each of 32 tokens"
+
+
+def test_an_update_takes_masters_where_weights_in_bfloat16_have_them(plain):
+    def wide(program: Lowered) -> int:
+        return sum(x.startswith("float32") for x in arguments(program))
+
+    leaves = len(jax.tree.leaves(weight_table(lowering.spec_of(config_of()))))
+    model = {"model": {**BASE["model"], "param_dtype": "bfloat16"}}
+    masters = programs_of(config_of(**model))["update"]
+    trainer = {"trainer": {**BASE["trainer"], "rounding": "stochastic"}}
+    stochastic = programs_of(config_of(**model, **trainer))["update"]
+    assert wide(plain["update"]) == wide(masters), "masters in place of weights"
+    assert wide(masters) == wide(stochastic) + leaves
 
 
 def test_masks_that_are_kept_come_out_of_the_decode_block(plain):

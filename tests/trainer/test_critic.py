@@ -139,7 +139,7 @@ def test_a_simple_value_function_is_learnt(params):
     state = step.init(params)
     losses = []
     for _ in range(60):
-        values = step.values(state.params, BATCH)
+        values, _ = step.values(state.params, BATCH)
         state, stats = step.update(state, BATCH, values, returns)
         losses.append(stats["critic/loss"])
     assert losses[-1] < 0.05 * losses[0]
@@ -150,7 +150,7 @@ def test_a_simple_value_function_is_learnt(params):
 
 
 def test_values_come_in_the_batchs_order_and_do_not_depend_on_micro_batches(params):
-    whole, split = (step_of(rows=r).values(params, BATCH) for r in (64, 1))
+    whole, split = (step_of(rows=r).values(params, BATCH)[0] for r in (64, 1))
     assert whole.shape == BATCH.mask.shape and whole.dtype == np.float32
     np.testing.assert_allclose(whole, split, atol=1e-5, rtol=1e-5)
     assert not whole[BATCH.positions == 0].any() and (whole[BATCH.mask] != 0).all()
@@ -187,7 +187,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(params):
     before = copied(state)
     broken = returns.copy()
     broken[BATCH.mask.nonzero()[0][0], BATCH.mask.nonzero()[1][0]] = np.inf
-    values = step.values(state.params, BATCH)
+    values, _ = step.values(state.params, BATCH)
     state, stats = step.update(state, BATCH, values, broken)
     assert stats["critic/skipped"] == 1
     assert_close(before, copied(state), 0)

@@ -13,9 +13,9 @@ from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import init_params
-from jaxrl_async.model.heads import with_head
+from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.advantages import StepAdvantages, StepData, advantage, gae
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied, covariance_rank
 from jaxrl_async.trainer.pack import pack_groups
@@ -146,7 +146,7 @@ def test_shapings_come_before_the_advantage_and_are_counted() -> None:
     assert moved(shaped)["shaping/capped"] == ones
 
 
-def test_mini_batches_and_epochs_make_as_many_updates_on_other_rows() -> None:
+def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> None:
     learner = learner_of(algorithm={"epochs": 2, "minibatches": 3})
     stats = moved(learner)
     assert stats["train/updates"] == 6 and int(learner.state.step) == 6
@@ -424,3 +424,139 @@ def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
         for key in ("train/loss", "policy/kl_reference", "train/grad_norm"):
             assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6)
     assert told[1][1]["policy/kl_reference"] > 0
+
+
+def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() -> None:
+    """Against the double sum in float64 with the critic's own scores of each episode alone."""
+    cut = [
+        replace(g, episodes=tuple(replace(e, stop=StopReason.LENGTH) for e in g.episodes[:2]))
+        for g in GROUPS
+    ]
+    cut = [replace(g, scores=g.scores[:2]) for g in cut]
+    seen = []
+
+    def looking(data: StepData) -> StepAdvantages:
+        seen.append(data)
+        return gae(data, bootstrap=True)
+
+    learner = learner_of(algorithm={"advantage": "gae"}, companions=critic_parts())
+    assert learner.critic_state is not None
+    of_critic = with_head(SPEC, PARAMS, "value", jax.random.key(2))
+    scores_of = dict(of_critic)
+    scores_of["value_head"] = {
+        "kernel": jax.random.normal(jax.random.key(3), (16,)),
+        "bias": jnp.ones(1),
+    }
+    learner.critic_state = CRITIC.init(scores_of)
+    learner._advantage = looking
+    moved(learner, cut)
+    (data,) = seen
+    for g, values, last in zip(data.groups, data.values, data.last_values, strict=True):
+        for e, v, end in zip(g.episodes, values, last, strict=True):
+            ids = jnp.asarray(e.token_ids)[None]
+            positions = jnp.arange(ids.shape[1])[None]
+            alone = token_scores(SPEC, scores_of, ids, positions, jnp.ones_like(ids))[0]
+            np.testing.assert_allclose(v[1:], alone[:-1], atol=1e-5)
+            assert end == pytest.approx(float(alone[-1]), abs=1e-5) and abs(end) > 1e-3
+
+
+@pytest.mark.parametrize("warming", [0, 1])
+def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warming: int) -> None:
+    """8 mini-batches are asked for, and 6 sequences there: 6 updates a step, in 3 steps."""
+    trainer = schema.Trainer(micro_batch_tokens=4 * ROW, logprob_chunk=32, schedule="linear")
+    section = schema.Algorithm(learning_rate=1e-2, minibatches=8, advantage="gae")
+    common: dict[str, Any] = {**COMMON, "trainer": trainer}
+    step = TrainStep(
+        SPEC, MESH, TRAINER_RULES, algorithm=section, **{**common, "total_steps": 8 * (3 - warming)}
+    )
+    critic = CriticStep(
+        SPEC, MESH, TRAINER_RULES, learning_rate=1e-2, **{**common, "total_steps": 8 * 3}
+    )
+    parts = {"critic": critic, "critic_state": critic.init(critic_parts()["critic_state"].params)}
+    learner = Learner(
+        step,
+        step.init(PARAMS),
+        algorithm=section,
+        advantage=advantage.resolve("gae"),
+        row_length=ROW,
+        companions=Companions(own_pass=PASS, **parts),
+        critic_warmup=warming,
+    )
+    rates: dict[str, list[float]] = {"train": [], "critic": []}
+    for name, of in (("train", step), ("critic", critic)):
+        real = of._updater.update
+
+        def told(*args: Any, real: Any = real, name: str = name) -> Any:
+            state, stats = real(*args)
+            rates[name].append(stats["train/learning_rate"])
+            return state, stats
+
+        of._updater.update = told  # type: ignore[method-assign]
+    reports = [moved(learner, GROUPS[:2], version=v) for v in range(3)]
+    assert [r["train/missing_updates"] for r in reports] == [2, 2, 2]
+    assert step._updater._accumulate._cache_size() <= 1, "one program for all mini-batches"
+    assert [r["train/updates"] for r in reports] == [0] * warming + [6] * (3 - warming)
+    for name, steps in (("train", 3 - warming), ("critic", 3)):
+        made = 6 * steps
+        wanted = [1e-2 * (1 - n / made) for n in range(made)]
+        np.testing.assert_allclose(rates[name], wanted, rtol=1e-5)
+
+
+class CountedPass:
+    """The real pass; how often each kind of weights went through it."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference, self.passes = reference, {"reference": 0, "policy": 0}
+
+    def logprobs(self, params: Any, *args: Any) -> Any:
+        same = jax.tree.leaves(params)[0] is jax.tree.leaves(self.reference)[0]
+        self.passes["reference" if same else "policy"] += 1
+        return PASS.logprobs(params, *args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "inside"),
+    [
+        ({"kl_in": "reward", "kl": "k1", "epochs": 1}, 1, 0),
+        ({"kl_in": "reward", "kl": "k1", "epochs": 3}, 1, 0),
+        ({"kl_in": "loss", "epochs": 1}, 0, 1),
+        ({"kl_in": "loss", "epochs": 3, "minibatches": 2}, 1, 0),
+    ],
+    ids=str,
+)
+def test_the_reference_looks_at_a_step_once(
+    settings: dict[str, Any], before: int, inside: int
+) -> None:
+    learner = learner_of(
+        algorithm={"kl_coefficient": 0.1, **settings}, companions={"reference": copied(OTHER)}
+    )
+    counted = CountedPass(learner.reference)
+    learner._with = replace(learner._with, own_pass=counted)  # type: ignore[arg-type]
+    real, given = learner._step.update, []
+
+    def update(*args: Any, **how: Any) -> Any:
+        given.append(how["reference_params"] is not None)
+        return real(*args, **how)
+
+    learner._step.update = update  # type: ignore[method-assign]
+    try:
+        stats = moved(learner)
+    finally:
+        del learner._step.update  # the class's again, which other tests share
+    assert counted.passes["reference"] == before
+    assert sum(given) == inside and len(given) == stats["train/updates"]
+    assert stats["policy/kl_reference"] > 0
+
+
+def test_a_reference_looked_up_once_says_what_it_says_in_every_update() -> None:
+    """The same two epochs, and the reference in each of them."""
+    settings = {"kl_coefficient": 0.5, "epochs": 2}
+    told = []
+    for inside in (False, True):
+        learner = learner_of(algorithm=settings, companions={"reference": copied(OTHER)})
+        if inside:
+            learner._takes_reference = False
+        told.append((moved(learner), learner.params))
+    assert apart(told[0][1], told[1][1]) < 1e-5
+    for key in ("policy/kl_reference", "train/loss"):
+        assert told[0][0][key] == pytest.approx(told[1][0][key], rel=1e-4)

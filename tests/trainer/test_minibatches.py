@@ -1,0 +1,181 @@
+"""Mini-batches: parts of a step's sequences, in which each weighs what it does in the whole."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.learner import Learner, Part
+from jaxrl_async.trainer.pack import TrainSequence, deal, moved, pack, places_of, repacked
+from jaxrl_async.trainer.step import Columns, TrainStep
+from jaxrl_async.types import PackedBatch
+
+VOCAB = 24
+SPEC = ModelSpec.from_architecture(
+    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+)
+MESH = make_slices(schema.Mesh(), jax.devices()).trainer
+PARAMS = init_params(SPEC, jax.random.key(0))
+
+
+def sequence(length: int, number: int = 0, *, learns: bool = True, worked: bool = False):
+    rng = np.random.default_rng(number)
+    return TrainSequence(
+        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+        mask=(np.arange(length) >= 1) & learns,
+        behavior_logprobs=-3 - rng.random(length).astype(np.float32),
+        versions=np.zeros(length, np.int32),
+        advantages=np.full(length, rng.normal(), np.float32),
+        group=number // 4,
+        supervised=worked,
+    )
+
+
+def learner_of(row_length: int, minibatches: int, **algorithm) -> Learner:
+    section = schema.Algorithm(minibatches=minibatches, learning_rate=0.0, **algorithm)
+    step = TrainStep(
+        SPEC,
+        MESH,
+        TRAINER_RULES,
+        algorithm=section,
+        trainer=schema.Trainer(micro_batch_tokens=4 * row_length, logprob_chunk=32),
+        row_length=row_length,
+        total_steps=9,
+    )
+    return Learner(
+        step,
+        step.init(PARAMS),
+        algorithm=section,
+        advantage=advantage.resolve("group_mean"),
+        row_length=row_length,
+    )
+
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.39, 0.8, 128), 16, 4000).astype(int)
+EPISODES = pack([sequence(n, i) for i, n in enumerate(LENGTHS)], 4096)
+"""128 lognormal episodes, 817 tokens in the mean and 2,929 at most, in 26 rows."""
+
+
+def sequence_weights(parts: list[Part]) -> np.ndarray:
+    """Of each episode, over all updates."""
+    found = np.zeros(len(LENGTHS))
+    for part in parts:
+        mask = part.batch.mask
+        np.add.at(found, part.batch.sequence_ids[mask], part.columns.weights[mask] / len(parts))
+    return found
+
+
+@pytest.mark.parametrize("minibatches", [4, 16, 64])
+@pytest.mark.parametrize("aggregate", ["sequence_mean", "per_group", "token_mean"])
+def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
+    minibatches, aggregate
+):
+    """Rows of neighbours in length, each mini-batch a mean of its own, gave the longest quarter
+    1.2, 2.5 and 3.6 times the weight of the shortest."""
+    learner = learner_of(4096, minibatches, aggregate=aggregate)
+    parts = learner._parts(Part(EPISODES, Columns()), (0, 0, 0))
+    assert len(parts) == minibatches
+    whole = learner._step.weights(EPISODES)["weights"][EPISODES.mask]
+    wanted = np.zeros(len(LENGTHS))
+    np.add.at(wanted, EPISODES.sequence_ids[EPISODES.mask], whole)
+    np.testing.assert_allclose(sequence_weights(parts), wanted, rtol=1e-4)
+    if aggregate == "sequence_mean":
+        order = np.argsort(LENGTHS)
+        found = sequence_weights(parts)
+        ratio = found[order[-32:]].mean() / found[order[:32]].mean()
+        assert ratio == pytest.approx(1, abs=1e-4)
+
+
+def test_mini_batches_have_as_many_sequences_and_nearly_as_many_tokens():
+    for minibatches in (4, 16):
+        parts = deal(EPISODES, minibatches, (0, 0, 0))
+        assert {len(p) for p in parts} == {128 // minibatches}
+        tokens = np.array([LENGTHS[p].sum() for p in parts])
+        assert tokens.std() / tokens.mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"aggregate": "sequence_mean", "loss": "gspo"},
+        {"aggregate": "token_mean", "supervised_coefficient": 0.5},
+        {"aggregate": "per_group"},
+    ],
+    ids=str,
+)
+def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
+    """Also where sequences cannot be dealt evenly. The loss is linear in each token's part, so that
+    its gradient follows."""
+    sequences = [sequence(3 + 2 * i, i, worked=i in (3, 8)) for i in range(11)]
+    batch = pack([*sequences, sequence(9, 11, learns=False)], 32)
+    learner = learner_of(32, 4, **algorithm)
+    step = learner._step
+    parts = learner._parts(Part(batch, Columns()), (0, 0, 0))
+    assert len(parts) == 4
+    losses = [step.measure(PARAMS, p.batch, columns=p.columns)["train/loss"] for p in parts]
+    assert np.mean(losses) == pytest.approx(step.measure(PARAMS, batch)["train/loss"], rel=1e-5)
+
+
+def batches(draw_lengths: list[int], silent: list[bool]) -> PackedBatch:
+    pairs = enumerate(zip(draw_lengths, silent, strict=True))
+    return pack([sequence(n, i, learns=not s, worked=i % 5 == 4) for i, (n, s) in pairs], 16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(2, 16), st.booleans()), min_size=1, max_size=30),
+    parts=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, seed):
+    batch = batches([n for n, _ in lengths], [s for _, s in lengths])
+    learns = np.unique(batch.sequence_ids[batch.mask | batch.supervised])
+    dealt = deal(batch, parts, (seed,))
+    assert len(dealt) <= parts
+    if len(learns):
+        np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), learns)
+    own = np.unique(batch.sequence_ids[batch.mask])
+    sizes = [np.isin(p, own).sum() for p in dealt]
+    assert max(sizes) - min(sizes) <= 1
+    for part in dealt:
+        places = places_of(batch, part)
+        found = repacked(batch, places)
+        np.testing.assert_array_equal(np.unique(found.sequence_ids[places >= 0]), part)
+        for number in part:
+            before, after = batch.sequence_ids == number, found.sequence_ids == number
+            for name in ("token_ids", "positions", "mask", "supervised", "behavior_logprobs",
+                         "versions", "advantages", "group_ids"):  # fmt: skip
+                values = getattr(batch, name)
+                np.testing.assert_array_equal(values[before], getattr(found, name)[after])
+            wide = np.stack([batch.token_ids, batch.positions], -1)
+            np.testing.assert_array_equal(wide[before], moved(wide, places)[after])
+            rows, at = np.nonzero(after)
+            assert len(set(rows)) == 1 and (np.diff(at) == 1).all()
+            assert len(np.unique(found.segment_ids[after])) == 1
+        for row in range(len(places)):
+            real = found.segment_ids[row] > 0
+            assert len(np.unique(found.segment_ids[row][real])) == len(
+                np.unique(found.sequence_ids[row][real])
+            )
+            assert not found.mask[row][~real].any() and (found.sequence_ids[row][~real] == -1).all()
+
+
+def test_no_length_is_in_the_larger_parts_more_often():
+    batch = pack([sequence(n, i) for i, n in enumerate((2, 3, 4, 12, 14))], 16)
+    found = np.zeros(5)
+    for seed in range(600):
+        for part in deal(batch, 3, (seed,)):
+            found[part] += len(part) == 1
+    assert (np.abs(found / 600 - 1 / 5) < 0.07).all()  # one of five is alone; 4 standard errors
+
+
+def test_the_deal_is_keyed_by_its_seed():
+    first, again, other = (deal(EPISODES, 4, seed) for seed in ((1, 2), (1, 2), (1, 3)))
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert any((a != b).any() for a, b in zip(first, other, strict=True))
