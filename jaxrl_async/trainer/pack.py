@@ -44,6 +44,7 @@ _PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value
     "supervised": (np.bool_, False),
 }
 _OPTIONAL = {"kept": ALL_BITS, "expert_ids": UNKNOWN_EXPERT}  # field -> value of padding
+_FILLS = {name: fill for name, (_, fill) in _PADDING.items()} | _OPTIONAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +237,7 @@ def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
     """The batch of some of its sequences alone, which keep their sequence_ids and group_ids."""
     columns: dict[str, Any] = {
         name: moved(getattr(batch, name), places, fill)
-        for name, (_, fill) in (_PADDING | _OPTIONAL).items()
+        for name, fill in _FILLS.items()
         if getattr(batch, name) is not None
     }
     starts = (columns["positions"] == 0) & (places >= 0)
@@ -253,7 +254,7 @@ def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
     """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
     columns = {
         name: split(getattr(batch, name), rows, fill)
-        for name, fill in ({k: v for k, (_, v) in _PADDING.items()} | _OPTIONAL).items()
+        for name, fill in _FILLS.items()
         if getattr(batch, name) is not None
     }
     return [
