@@ -234,6 +234,7 @@ def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # its data is not part of the project: elsewhere it is skipped
 @pytest.mark.skipif(not GSM8K.exists(), reason="needs ../shared/data/gsm8k")
 def test_gsm8k_runs_from_a_model_directory_and_ends_as_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
