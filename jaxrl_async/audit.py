@@ -29,7 +29,7 @@ class Rules:
     max_staleness: int
     groups_per_step: int
     reuse: int = 1
-    waits: bool = True  # for each group that is admitted (staleness.when_too_old=wait)
+    waits: bool = False  # for each group that is admitted (staleness.when_too_old=wait)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,7 +241,9 @@ def test_preempting_several_processes_while_one_waits_loses_no_group(
     for plan in [*plans, [NOTHING] * 2]:
         was, version = run_together(tmp_path, plan, was, version, how)
     lines = read_lines(tmp_path / "ledger.jsonl")
-    found = audit(lines, Rules(max_staleness=max_staleness, groups_per_step=2 * PER_STEP))
+    found = audit(
+        lines, Rules(max_staleness=max_staleness, groups_per_step=2 * PER_STEP, waits=True)
+    )
     assert found.problems == () and found.steps == version == sum(map(len, plans)) + 2
     states = (was, *was.others)
     saved = {
