@@ -29,7 +29,7 @@ class Rules:
     max_staleness: int
     groups_per_step: int
     reuse: int = 1
-    waits: bool = True  # for each group that is admitted (staleness.when_too_old=wait)
+    waits: bool = False  # for each group that is admitted (staleness.when_too_old=wait)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,12 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
     lags: Counter[int] = Counter()
     drops: dict[int, str] = {}  # group -> reason
     admitted_at: dict[int, int] = {}  # group -> version
-    last = -1
+    last, count = -1, 1  # count: of processes, as far as it is told
     for number, line in enumerate(lines, start=1):
         fate: str = line["fate"]
         if fate == "resumed":
             places = line.get("places") or [line["next_group"]]
+            count = len(places)
             old = {g for g in admitted if g // len(places) < places[g % len(places)]}
             for told in (admitted_at, ended, drops):
                 for anew in [g for g in told if g not in old]:
@@ -122,7 +123,14 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
     )
     if lost and rules.waits and rules.reuse == 1:
         problems.append(f"groups {_told(lost)} are lost: too old to be trained on, and not dropped")
-    missing = sorted(set(range(max(admitted, default=-1) + 1)) - admitted)
+    missing = sorted(
+        gap
+        for process in range(count)
+        for gap in set(
+            range(process, max((g for g in admitted if g % count == process), default=-1), count)
+        )
+        - admitted
+    )
     if missing:
         problems.append(f"groups {_told(missing)} were never admitted, and later ones were")
     return Audit(
@@ -163,7 +171,7 @@ def audit_run(folder: Path) -> Audit:
         max_staleness=config["staleness"]["max_staleness"],
         groups_per_step=config["algorithm"]["groups_per_step"],
         reuse=config["buffer"]["reuse"],
-        waits=config["staleness"]["when_too_old"] == "wait",
+        waits=config["staleness"].get("when_too_old", "wait") == "wait",
     )
     lines = [x for x in read_lines(folder / "ledger.jsonl") if "fate" in x]
     found = audit(lines, rules)

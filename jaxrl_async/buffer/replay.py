@@ -267,7 +267,7 @@ class ReplayBuffer:
                 self._ledger.write("returned", group=number, **facts)
             tickets = {number: group.ticket for number, group in ready.items()}
             self._pending = dict(sorted((self._pending | tickets).items()))
-            self._ready |= ready
+            self._ready = dict(sorted((self._ready | ready).items()))
             self._kept, self._uses = kept, uses
             self._trained -= len(fresh)
             self._reused -= len(again)
@@ -323,6 +323,7 @@ class ReplayBuffer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._ledger.close()
 
     def stats(self) -> BufferStats:
         """A consistent reading."""

@@ -136,16 +136,13 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
 
 
 @pytest.mark.parametrize("tears", [False, True], ids=["whole", "torn"])
-def test_an_update_that_raises_is_not_counted_and_a_resumed_run_makes_its_step(
-    tmp_path, tears, caplog
-):
+def test_an_update_that_raises_is_not_counted_and_a_resumed_run_makes_its_step(tmp_path, tears):
     """Torn: the update before it is the newest that is saved."""
     rules = Rules(max_staleness=1, groups_per_step=PER_STEP)
     saved, error = trained(tmp_path, 2, tears)
     assert error is not None and max(saved) == 2
     found = audit(read_lines(tmp_path / "ledger.jsonl"), rules)
     assert found.problems == () and found.steps == 2 and found.trained == 2 * PER_STEP
-    assert ("is not saved" in caplog.text) is tears
     trained(tmp_path, None, False, was=saved[2], version=2)
     found = audit(read_lines(tmp_path / "ledger.jsonl"), rules)
     assert found.problems == () and found.steps == 4 and found.resumed == 1
@@ -187,9 +184,11 @@ def run_together(folder, plan, was, version, how):
                 for number, ticket in sorted(playing.items()):
                     if number in fails:
                         buffer.fail(ticket, make_prompt(number), Drop.FAILED)
-                    else:
+                    elif buffer.stats().ready < PER_STEP:
                         buffer.put(make_group(ticket, [ticket.version]))
-                playing.clear()
+                    else:
+                        continue
+                    del playing[number]
 
         for fails in plan:
             finish(fails[index])
@@ -242,7 +241,9 @@ def test_preempting_several_processes_while_one_waits_loses_no_group(
     for plan in [*plans, [NOTHING] * 2]:
         was, version = run_together(tmp_path, plan, was, version, how)
     lines = read_lines(tmp_path / "ledger.jsonl")
-    found = audit(lines, Rules(max_staleness=max_staleness, groups_per_step=2 * PER_STEP))
+    found = audit(
+        lines, Rules(max_staleness=max_staleness, groups_per_step=2 * PER_STEP, waits=True)
+    )
     assert found.problems == () and found.steps == version == sum(map(len, plans)) + 2
     states = (was, *was.others)
     saved = {

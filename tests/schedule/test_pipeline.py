@@ -466,6 +466,7 @@ class World:
             max_staleness=self.setup.max_staleness,
             groups_per_step=self.setup.per_step,
             reuse=self.setup.reuse,
+            waits=self.setup.when_too_old == "wait",
         )
         assert audit(self.ledger, rules).problems == (), "the ledger adds up"
         told = {*self.fates, *open_, *lost}
