@@ -199,7 +199,8 @@ def _key(request: Request) -> tuple[int, int]:
 
 def _stop_ids(request: Request, room: Room) -> tuple[int, ...]:
     ids: Any = request.stop_token_ids
-    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
+    row = ids.ndim == 1 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
+    if not row or isinstance(ids, str | bytes):
         _refuse(request, "stop_token_ids", ids, "a tuple of token ids")
     if len(ids) > MAX_STOP_TOKENS:
         _refuse(request, "stop_token_ids", ids, f"at most {MAX_STOP_TOKENS} token ids")

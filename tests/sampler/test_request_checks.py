@@ -25,7 +25,9 @@ WRONG = {
     "forced_length": [0, -1, 2.0, "4", 33],
     "key": [(2**31, 0), (0, -(2**31) - 1), (1,), (1, 2, 3), 7, "ab", (1.0, 2), (None, 1)],
     "branch": [2**31, -1, None, 1.5, "0"],
-    "stop_token_ids": [(2**40,), "text", (-1,), (VOCAB,), tuple(range(9)), None, (1.0,), 5],
+    "stop_token_ids": [
+        (2**40,), "text", (-1,), (VOCAB,), tuple(range(9)), None, (1.0,), 5, np.array(3),
+    ],
     "sampling": [None, {}, "greedy"],
     "extras": [None, 1, "yes"],
 }  # fmt: skip
