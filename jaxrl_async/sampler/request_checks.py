@@ -35,6 +35,7 @@ class Room:
     seed: int | None = None
     kv_shape: tuple[int, int, int] | None = None  # layers, kv_heads, head_dim
     kv_dtype: str | None = None
+    experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
 
 
 def checked_request(request: Request, room: Room, *, answer_fits: bool = True) -> Request:
@@ -105,6 +106,7 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
             )
     _check_masks(name, saved, request, count)
     _check_kv(name, saved, len(request.token_ids) + count, room)
+    _check_experts(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **told)
 
 
@@ -295,4 +297,22 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
     if kv.dtype.name != room.kv_dtype:
         raise RolloutError(
             f"{name}: kv is {kv.dtype.name}, but this sampler's cache is {room.kv_dtype}. {hint}"
+        )
+
+
+def _check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
+    """Whether the experts of what was drawn are those of this sampler's model: of every token but
+    the last, which has been through none."""
+    ids: Any = saved.expert_ids
+    if ids is None or room.experts is None or not len(saved.token_ids):
+        return
+    layers, chosen, experts = room.experts
+    good = isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer)
+    good = good and ids.shape == (tokens, layers, chosen)
+    if not (good and bool(((ids >= 0) & (ids < experts)).all())):
+        raise RolloutError(
+            f"{name}: expert_ids are not [{tokens}, {layers}, {chosen}] numbers of experts from 0 "
+            f"to {experts - 1}, one row for each token but the last. Give what a sampler saved, or "
+            "resume it without: dataclasses.replace(partial, expert_ids=None, kv=None, "
+            "kv_version=None)."
         )

@@ -184,6 +184,7 @@ class Sampler:
             seed=seed,
             kv_shape=(spec.layers, spec.kv_heads, spec.head_dim),
             kv_dtype=jnp.dtype(dtype).name,
+            experts=(spec.layers, spec.experts_per_token, spec.experts) if keep_routing else None,
         )
         self._rounds = 0  # that ran: waiting does not count
         self._idle_s: float | None = None  # longest sleep; a replay may sleep through a wake-up

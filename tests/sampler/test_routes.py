@@ -11,7 +11,7 @@ import pytest
 from tiny import Script
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.model.decoder import Params, init_params, replayed_states
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
@@ -192,3 +192,21 @@ def test_a_saved_request_of_which_nothing_was_drawn_tells_all_its_experts(sample
         versions=nothing, seed=sampler.seed, expert_ids=np.zeros((0, LAYERS, CHOSEN), np.int8),
     )  # fmt: skip
     np.testing.assert_array_equal(sampler.resume([empty])[0].expert_ids, whole.expert_ids)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda e: e[:-1], lambda e: e + EXPERTS, lambda e: e.astype(np.float32)]
+)
+def test_experts_that_no_sampler_told_are_refused(sampler, wrong):
+    one = wish(7, max_new_tokens=12)
+    done = sampler.generate([one])[0]
+    saved = Partial(
+        request=one,
+        token_ids=done.token_ids[:4],
+        logprobs=done.logprobs[:4],
+        versions=done.versions[:4],
+        seed=sampler.seed,
+        expert_ids=wrong(done.expert_ids[: len(one.token_ids) + 3]),
+    )
+    with pytest.raises(RolloutError, match="expert_ids"):
+        sampler.resume([saved])
