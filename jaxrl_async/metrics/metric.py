@@ -326,6 +326,7 @@ METRICS: tuple[Metric, ...] = (
         ("sampler/prefix_hit_share", "share", "Prompt tokens whose KV was found, not computed."),
         ("sampler/kv_page_share", "share", "KV pages in use, kept prefixes included."),
         ("sampler/in_flight", "requests", "Requests that hold a slot or a reserve place."),
+        ("sampler/failed", "requests", "Raised on the sampler's thread, and failed alone."),
         ("sampler/preempted", "requests", "Gave their KV up for a while, memory being short."),
         ("sampler/restarted", "requests", "Began again after a swap (on_new_weights=restart)."),
         ("sampler/discarded_tokens", "tokens", "Drawn, then thrown away by a restart."),

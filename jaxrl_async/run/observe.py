@@ -50,6 +50,7 @@ class Observer:
 
 
 ADDED = (
+    "sampler/failed",
     "sampler/preempted",
     "sampler/restarted",
     "sampler/discarded_tokens",
@@ -102,7 +103,7 @@ def kv_use(was: Any, now: Any) -> dict[str, float]:
     asked = now.prefix_asked_tokens - was.prefix_asked_tokens
     used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
     found = now.prefix_hit_tokens - was.prefix_hit_tokens
-    counted = ("preempted", "restarted", "discarded_tokens", "recomputed_tokens")
+    counted = ("failed", "preempted", "restarted", "discarded_tokens", "recomputed_tokens")
     return {
         **({"sampler/occupancy_while_waiting": used / waiting} if waiting else {}),
         **({"sampler/prefix_hit_share": found / asked} if asked else {}),

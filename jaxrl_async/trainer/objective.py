@@ -194,14 +194,19 @@ def mean_report(
     """One report of several updates on parts of one step, by the kind of each metric.
 
     Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`.
+    Losses are not: a part's tokens weigh in it what they do in the step, times the number of parts,
+    so that the step's loss is the plain mean.
     """
     if len(reports) == 1:
         return dict(reports[0])
     weights = [r.get(tokens, 0.0) for r in reports]
 
     def reduction(key: str, value: float, weight: float) -> Any:
-        kind = metric_of(key).kind
-        return Mean(value * weight, weight) if kind is Mean else kind(value)
+        metric = metric_of(key)
+        if metric.kind is not Mean:
+            return metric.kind(value)
+        weight = 1.0 if metric.unit == "loss" else weight
+        return Mean(value * weight, weight)
 
     return merge(
         {k: reduction(k, v, w or 1.0) for k, v in r.items()}

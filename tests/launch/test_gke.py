@@ -288,3 +288,12 @@ def test_a_run_in_several_processes_is_checked_before_it_is_sent():
     )
     with pytest.raises(ConfigError, match=r"data\.curriculum works in one process only"):
         gke.run_config(values, ROOT)
+
+
+def test_a_wrong_name_of_a_function_makes_no_manifest(tmp_path, capsys):
+    tree = {**ONE_HOST, "overrides": [*ONE_HOST["overrides"], "algorithm.loss=ppo_clp"]}
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert gke.main([str(values)]) == 2
+    told = capsys.readouterr()
+    assert not told.out and "did you mean 'ppo_clip'" in told.err

@@ -481,3 +481,24 @@ def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):
     code = command(tmp_path, SCRATCH, "--resume")
     check_refusal(capsys, code, 2, "is a link that leads out of the run's folder")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.loss=ppo_clp", "did you mean 'ppo_clip'"),
+        ("algorithm.correction=trunctate", "did you mean 'truncate'"),
+        ("algorithm.aggregate={constant: {divisor: -48}}", "divisor"),
+        ("reward.function=exat", "did you mean 'exact'"),
+    ],
+)
+def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_printed(
+    tmp_path, capsys, override, told
+):
+    code = command(tmp_path, override, "--print-config")
+    check_refusal(capsys, code, 2, told)
+
+
+def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(tmp_path, capsys):
+    code = command(tmp_path, "reward.function=/there/mine.py:good", "--print-config")
+    assert code == 0 and "/there/mine.py:good" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.losses import TokenInputs
 from jaxrl_async.trainer.objective import (
     make_recipe,
+    mean_report,
     policy_objective,
     summarize,
     supervised_objective,
@@ -145,3 +146,12 @@ def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights
     assert stats["policy/recomputed_logprob_share"] == pytest.approx(g[m].mean())
     told = np.abs(np.asarray(x.policy_logprobs - x.behavior_logprobs))[m & ~g]
     assert stats["mismatch/all_mean"] == pytest.approx(told.mean(), rel=1e-5)
+
+
+def test_a_steps_loss_is_the_plain_mean_of_its_parts_and_an_entropy_that_of_its_tokens():
+    parts = [
+        {"train/loss": 1.0, "policy/entropy": 1.0, "train/tokens": 1.0},
+        {"train/loss": 3.0, "policy/entropy": 3.0, "train/tokens": 3.0},
+    ]
+    got = mean_report(parts)
+    assert got["train/loss"] == 2.0 and got["policy/entropy"] == 2.5

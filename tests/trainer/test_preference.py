@@ -213,8 +213,3 @@ def test_the_report_counts_wins_margins_and_rewards_over_what_is_there():
     assert means["preference/chosen_length"] == 3
     assert float(loss) == pytest.approx(0.5 * float(got.loss[:3].sum()))
     assert report.sums["train/tokens"] == 11
-
-
-def test_trl_gives_the_same_losses():
-    pytest.importorskip("trl", reason="agreement with TRL needs trl, which is not a dependency")
-    pytest.skip("TRL computes its losses inside its trainers; compared through the equations above")
