@@ -899,7 +899,7 @@ class Config(Section):
         a, teacher, staleness, job = self.algorithm, self.teacher, self.staleness, self.run.job
         for other in OF_OTHER_JOBS[job]:
             fields = type(getattr(self, other)).model_fields
-            yield " ".join(f"{other}.{n}" for n in fields), False, "another run.job"
+            yield " ".join(f"{other}.{n}" for n in fields), False, f"another run.job than {job}"
         rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
         yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl"
         if job in ("preference", "reward_model"):

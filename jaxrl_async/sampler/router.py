@@ -11,9 +11,10 @@ was dealt before and of who has answered, so equal calls to idle samplers are de
 A request that was under way in a sampler that failed begins again from its prompt in another: its
 randomness is keyed by identity, so the same weights draw the same tokens. One that was on the
 device in two samplers that died begins again alone: if that one dies too, the request is to blame
-and is refused, and nobody else is taken along. Each caller gets exactly
-one answer; what a sampler says after it was taken out is ignored. One thread looks after the
-samplers; what is done when is decided in supervise.py.
+and is refused, and nobody else is taken along, unless one request after another is blamed so and none
+answered: then it is the samplers that fail. Each caller gets exactly one answer; what a sampler
+says after it was taken out is ignored. One thread looks after the samplers; what is done when is
+decided in supervise.py.
 """
 
 import asyncio
@@ -144,6 +145,7 @@ class Router:
         self._limits, self._count, self._clock = limits or Limits(), count, clock
         self._seats = [_Seat(sampler=s, up_at=clock(), moved_at=clock()) for s in samplers]
         self._waiting: list[_Job] = []  # nobody has them now
+        self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
         self._homes: dict[bytes, int] = {}
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -442,7 +444,7 @@ class Router:
             else:
                 completion = inner.result()
                 if np.isfinite(completion.logprobs).all():
-                    seat.nonfinite = 0
+                    seat.nonfinite = self._blamed_in_a_row = 0
                     result = completion
                 elif self._draws_again(index, job):
                     return
@@ -540,7 +542,8 @@ class Router:
                 job.inner = None
                 if why is Trouble.DEAD and job.request.request_id in blamed:
                     job.died.append(seat)
-            guilty = jobs if len(jobs) == 1 and len(jobs[0].died) > SUSPECT_AFTER else []
+            guilty = jobs if self._is_to_blame(jobs) else []
+            self._blamed_in_a_row += len(guilty)
             self._waiting += [job for job in jobs if job not in guilty]
             seat.excused = bool(guilty)
             for excused in (died for job in guilty for died in job.died[:-1]):
@@ -562,6 +565,13 @@ class Router:
                 Trouble.NONFINITE: f"{health.nonfinite} refused completions in a row",
             }[why],
         )
+
+    def _is_to_blame(self, jobs: Sequence[_Job]) -> bool:
+        """Whether the one request that a sampler had was its end. Where as many requests as a
+        sampler may start again were blamed, and nothing answered since, samplers fail whatever they
+        are given."""
+        alone = len(jobs) == 1 and len(jobs[0].died) > SUSPECT_AFTER
+        return alone and self._blamed_in_a_row < self._limits.restarts
 
     def _give_up(self, index: int) -> None:
         seat = self._seats[index]

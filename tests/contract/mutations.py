@@ -14,7 +14,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("all_wrong - others_wrong)", "all_wrong + others_wrong)"),
         ("np.where(values > 0, passed, 1 - passed)", "np.where(values > 0, passed, passed)"),
         ("steepness * (rates - middle)", "steepness * (rates + middle)"),
-        ("np.append(v[1:], 0.0)", "np.append(v[1:], v[-1:])"),
+        ("np.append(v[1:], end)", "np.append(v[1:], v[-1:])"),
         ("np.full(len(v), gamma * lam)", "np.full(len(v), gamma)"),
         ("np.where(gaps > 1,", "np.where(gaps > 2,"),
         ("np.dot(weights, values) / weights.sum()", "np.dot(weights, values) / len(weights)"),

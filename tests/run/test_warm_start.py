@@ -31,14 +31,13 @@ TINY = (
     "algorithm={group_size: 2, groups_per_step: 4, learning_rate: 1e-2}",
     "trainer={row_length: 32, micro_batch_tokens: 256}",
     "staleness.max_staleness=0",
-    "preference.batch_size=8",
     "warm_start={steps: 6, batch_size: 8}",
     "run.steps=1",
     "eval.every=0",
     "checkpoint.every=4",
     "metrics={peak_flops: 1e9, tensorboard: false}",
 )
-JOBS = {"rl": (), "preference": ("run.job=preference",)}
+JOBS = {"rl": (), "preference": ("run.job=preference", "preference.batch_size=8")}
 
 
 @pytest.fixture(scope="module")
