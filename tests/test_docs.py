@@ -130,14 +130,24 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
     assert config.run.name == path.stem
 
 
+BESIDE = {
+    "data.jsonl.": ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
+                    "reward.function=mine.py:judged"],
+    "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
+    "trainer.rounding": ["model.param_dtype=bfloat16"],
+    "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
+}  # fmt: skip
+"""What a setting needs to be read, by how it begins."""
+
+
 def test_overrides_in_readme_are_valid():
     sections = "|".join(Config.model_fields)
     words = re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))", README)
     assert len(words) > 10
     for word in words:
         base = "configs/dpo.yaml" if word.startswith("preference.") else "configs/addition.yaml"
-        with_source = ["data.source=jsonl"] if word.startswith("data.jsonl") else []
-        load(ROOT / base, [*with_source, word])
+        beside = next((words for start, words in BESIDE.items() if word.startswith(start)), [])
+        load(ROOT / base, [*beside, word])
 
 
 def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):

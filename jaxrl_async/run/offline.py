@@ -24,7 +24,6 @@ from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, pref
 from jaxrl_async.data.preferences import mismatched
 from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
@@ -186,13 +185,7 @@ def preference(
 
 
 def _answers_compared(config: Config, tokenizer: Tokenizer) -> Split[Any]:
-    section = config.preference
-    loss = preference_loss.resolve(section.loss)
-    if section.reference is not None and not needs_reference(loss):
-        raise ConfigError(
-            f"preference.reference is set, but preference.loss={section.loss} compares with no "
-            "reference. Set preference.reference=null, or take dpo, ipo, ipo_average or kto."
-        )
+    loss = preference_loss.resolve(config.preference.loss)
     return _pairs(config, tokenizer, halves=needs_baseline(loss))
 
 

@@ -54,12 +54,13 @@ def _is_absent(choice: Any) -> bool:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ConfigError where a setting names a directory or a file that is not there."""
+    """Raise ConfigError where a setting names a directory or a file that is not there, or cannot be
+    (os.path tells so of a name that is too long, where pathlib raises)."""
     for setting, path in _folders(config):
-        if path is not None and not Path(path).is_dir():
+        if path is not None and not os.path.isdir(path):
             raise ConfigError(_missing(setting, path, "folder", ""))
     for setting, path in _files(config):
-        if path is not None and not Path(path).exists():
+        if path is not None and not os.path.exists(path):
             raise ConfigError(_missing(setting, path, "file", " --repo-type dataset"))
 
 
@@ -88,7 +89,7 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
 
 def _missing(setting: str, path: str, what: str, kind: str) -> str:
     told = f"{setting} = {path!r}: there is no such {what} here. "
-    if not HUB_NAME.fullmatch(path) or Path(path).parent.exists():
+    if not HUB_NAME.fullmatch(path) or os.path.exists(Path(path).parent):
         return f"{told}Correct the path; it is looked for from {Path.cwd()}."
     own = path.rpartition("/")[2]
     then = own if what == "folder" else f"{own}/FILE.jsonl"

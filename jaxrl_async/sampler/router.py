@@ -11,10 +11,10 @@ was dealt before and of who has answered, so equal calls to idle samplers are de
 A request that was under way in a sampler that failed begins again from its prompt in another: its
 randomness is keyed by identity, so the same weights draw the same tokens. One that was on the
 device in two samplers that died begins again alone: if that one dies too, the request is to blame
-and is refused, and nobody else is taken along, unless one request after another is blamed so and none
-answered: then it is the samplers that fail. Each caller gets exactly one answer; what a sampler
-says after it was taken out is ignored. One thread looks after the samplers; what is done when is
-decided in supervise.py.
+and is refused, and nobody else is taken along, unless one request after another is blamed so and
+none answered: then it is the samplers that fail. Each caller gets exactly one answer; what a
+sampler says after it was taken out is ignored. One thread looks after the samplers; what is done
+when is decided in supervise.py.
 """
 
 import asyncio

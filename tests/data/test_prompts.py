@@ -227,7 +227,7 @@ def test_jsonl_pairs_never_hold_a_held_out_record_and_fit_a_row(tmp_path):
 def test_pairs_from_a_file_of_their_own(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_text(json.dumps(question(5)))
-    config = Config(warm_start={"path": str(path)})
+    config = Config(warm_start={"path": str(path), "steps": 1})
     ids, _ = next(warm_start_pairs(config, TOKENIZER))
     assert TOKENIZER.decode(ids) == "q5so it is 5 #### 5"
 

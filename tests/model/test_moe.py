@@ -201,8 +201,9 @@ def test_value_and_gradients_under_replay_are_those_of_a_one_hot_in_float64(para
     np.testing.assert_array_equal(changed, differ.sum(axis=-1))
 
 
-def test_experts_that_the_router_would_choose_itself_change_nothing_bit_for_bit(params):
-    """Told for all tokens, for some, or for none: the others are free."""
+def test_experts_that_the_router_would_choose_itself_change_no_bit_of_the_value(params):
+    """Told for all tokens, for some, or for none: the others are free. The gradient's sums may be
+    fused in another order, which the last bits show."""
     _, free = jax.jit(by_one_hot)(params, random_experts(7), PULL)
     for _ in range(SPEC.layers):  # each layer's choice holds once those below are free, too
         _, free = jax.jit(by_one_hot)(params, free, PULL)
@@ -219,7 +220,8 @@ def test_experts_that_the_router_would_choose_itself_change_nothing_bit_for_bit(
         (same, changed), alike = run(params, experts)
         assert not np.asarray(changed).any()
         assert value == same
-        jax.tree.map(np.testing.assert_array_equal, gradients, alike)
+        for got, want in zip(jax.tree.leaves(alike), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
 
 
 def test_ids_take_one_byte_up_to_128_experts():

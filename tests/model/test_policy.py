@@ -123,5 +123,7 @@ def test_a_sampler_beyond_the_models_positions_is_refused(saved):
     with pytest.raises(
         ConfigError, match=r"sampler.max_length \(128\).*max_position_embeddings \(64\)"
     ):
-        Sampler(policy)
+        Sampler(policy, section=schema.Sampler(max_length=128))
     Sampler(policy, section=schema.Sampler(max_length=64, max_new_tokens=8)).close()
+    with Sampler(policy) as sampler:
+        assert sampler.section.max_length == 64, "without settings, what the model was made for"

@@ -405,10 +405,17 @@ def test_records_that_cannot_be_used_are_refused_with_their_line(
 
 def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "none", tmp_path / "pipe", "a" * 300):
+    no_records = (1, "DataError: ", "Give a file of JSON lines")
+    nothing = (2, "config error: data.jsonl.path = ", "there is no such file")
+    for path, told in (
+        (tmp_path, no_records),
+        (tmp_path / "pipe", no_records),
+        (tmp_path / "none", nothing),
+        ("a" * 300, nothing),
+    ):
         data = f"data={{source: jsonl, jsonl: {{path: '{path}'}}}}"
         code = command(tmp_path, f"model.path={model}", data)
-        check_refusal(capsys, code, 1, "DataError: ", "Give a file of JSON lines")
+        check_refusal(capsys, code, *told)
 
 
 # ---- rewards
@@ -455,7 +462,7 @@ def test_a_part_that_the_reward_has_not_gives_no_signal(tmp_path, capsys):
     told = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
     check_refusal(capsys, command(tmp_path, *given), 2, told)
     given = [SCRATCH, "algorithm.signal_part=correct"]
-    check_refusal(capsys, command(tmp_path, *given), 2, "dynamic_sampling drops, and that is off")
+    check_refusal(capsys, command(tmp_path, *given), 2, "algorithm.dynamic_sampling=true")
 
 
 # ---- the run's folder

@@ -127,7 +127,9 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
             asked = {first + place: next(prompts) for place in range(GROUPS)}
             answers = drawn(sampler, asked, tokenizer)
             rewards = rewards_of(answers, tokenizer)
-            state, stats = step.update(state, packed(answers, rewards, version), version=version)
+            state, stats = step.update(
+                state, packed(answers, rewards, version), version=version, at=version
+            )
             del stats["train/flops"]  # the run tells a share of the peak instead
             lines.append({"reward/mean": rewards.mean(), "reward/std": rewards.std(), **stats})
         sampler.close()

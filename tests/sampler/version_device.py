@@ -51,6 +51,7 @@ class VersionDevice:
         self.slots, self.reserve, self.places = slots, reserve, slots + reserve
         self.max_length, self.pages, self.page_tokens = max_length, pages, page_tokens
         self.block, self.num_compiled = block, 0
+        self.keeps_routes = False
         self.watch = lambda slot, versions, version: None
 
     def prepare(self, params: int) -> int:
