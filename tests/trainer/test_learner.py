@@ -508,10 +508,10 @@ class CountedPass:
     def __init__(self, reference: Any) -> None:
         self.reference, self.passes = reference, {"reference": 0, "policy": 0}
 
-    def logprobs(self, params: Any, *args: Any) -> Any:
+    def logprobs(self, params: Any, *args: Any, **how: Any) -> Any:
         same = jax.tree.leaves(params)[0] is jax.tree.leaves(self.reference)[0]
         self.passes["reference" if same else "policy"] += 1
-        return PASS.logprobs(params, *args)
+        return PASS.logprobs(params, *args, **how)
 
 
 @pytest.mark.parametrize(
