@@ -7,7 +7,8 @@
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
 stderr; 2 a bad command line or configuration; 75 told to end by SIGTERM, with everything saved
-within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C.
+within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C, or one before anything
+was begun.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory
 from jaxrl_async.launch import distributed
-from jaxrl_async.run.signals import PREEMPTED_CODE
+from jaxrl_async.run.signals import PREEMPTED_CODE, end_on_ctrl_c
 
 USAGE = (
     "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] "
@@ -109,4 +110,5 @@ def _without_value(args: list[str], option: str) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
+    end_on_ctrl_c()
     sys.exit(main())

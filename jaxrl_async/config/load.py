@@ -274,10 +274,10 @@ def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
 
 def _override_value(raw: str, target: Any) -> Any:
     """What `raw` means for the field: text for text fields, else YAML."""
-    if isinstance(target, FieldInfo) and _is_text(target.annotation):
+    if isinstance(target, FieldInfo):
         if raw in ("null", "~") and _is_optional(target.annotation):
             return None
-        if raw[:1] not in ("'", '"'):
+        if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
     value = _parse(raw, f"{_show(raw)} on the command line")
     return raw if _is_choice(target) and not isinstance(value, dict | list) else value

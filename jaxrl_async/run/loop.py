@@ -162,6 +162,12 @@ def _told_by_first(config: Config, lockstep: Lockstep, act: Callable[[Run], obje
             found = {"resume": run.resume}
         except ConfigError as error:
             found = {"error": str(error)}
+        except OSError as error:
+            if lockstep.count == 1:
+                raise
+            found = {
+                "error": f"process 0 cannot use run.dir={config.run.dir}: {error}. Correct it."
+            }
     found = lockstep.gather_json(found)[0]
     if "error" in found:
         raise ConfigError(found["error"])

@@ -41,6 +41,17 @@ def _in_notebook() -> bool:
     return ipython is not None and ipython.get_ipython() is not None
 
 
+def end_on_ctrl_c() -> None:
+    """Have Ctrl-C end the process in one line, until a Stop takes over: what is imported meanwhile
+    would answer with its own traceback, or swallow it. Nothing has been made by then."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\nSIGINT: nothing was begun; ending\n")
+        os._exit(EXIT_CODE)
+
+    signal.signal(signal.SIGINT, end)
+
+
 class Stop:
     """Whether somebody asked the run to stop, and who.
 

@@ -159,6 +159,8 @@ class Sampler:
         told of what is taken in between which blocks, or prescribes it.
         one_thread: on a CPU, use one core only (several samplers side by side). keep_routing:
         completions tell each token's experts; of a mixture of experts alone (ConfigError)."""
+        if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
+            raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
         spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
         self.section = section or roomy_section(spec, dtype)
         check_positions(spec, self.section.max_length, "sampler.max_length", "the policy")

@@ -550,3 +550,11 @@ def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write)
     shared = ["sampler.slots=4", "staleness.max_staleness=2", "algorithm.group_size=2"]
     for job in ("sft", "preference", "reward_model"):
         load(write(""), [f"run.job={job}", *shared])
+
+
+@pytest.mark.parametrize("nothing", ["null", "~"])
+def test_null_on_the_command_line_is_nothing_also_for_a_function(tmp_path, nothing):
+    file = tmp_path / "c.yaml"
+    file.write_text("algorithm: {correction: tis}\n")
+    assert load(file, []).algorithm.correction == "tis"
+    assert load(file, [f"algorithm.correction={nothing}"]).algorithm.correction is None

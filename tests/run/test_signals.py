@@ -136,3 +136,19 @@ def test_a_run_that_ends_in_time_is_left_alone():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.wait(10)
     assert codes == [] and stop._timer.finished.is_set()
+
+
+def test_ctrl_c_before_a_run_has_begun_ends_in_one_line(tmp_path):
+    """While JAX and others are imported, whose own answer would be a traceback or none at all."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{dir: '{tmp_path / 'runs'}'}}\n")
+    program = (
+        "import os, runpy, signal, sys\n"
+        "import jaxrl_async.launch.distributed as distributed\n"
+        "distributed.start = lambda config: os.kill(os.getpid(), signal.SIGINT) or config\n"
+        f"sys.argv = ['train', {str(file)!r}]\n"
+        "runpy.run_module('jaxrl_async.train', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 130 and not (tmp_path / "runs").exists()
+    assert done.stderr == "\nSIGINT: nothing was begun; ending\n"

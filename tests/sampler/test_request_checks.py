@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, make_sampler, request
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.router import Router
 from jaxrl_async.types import Request, SamplingParams
@@ -132,3 +132,9 @@ def test_what_raises_for_one_request_on_the_samplers_thread_is_that_requests_alo
         assert [f.result(60).token_ids.tolist() for f in futures] == wanted
         sampler._on_thread(batch.check_integrity)
         assert sampler.error is None and sampler.stats().failed == 1
+
+
+@pytest.mark.parametrize("seed", [1.5, "0", None, 2**31])
+def test_a_seed_that_is_no_whole_number_is_refused_at_once(seed) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        make_sampler(seed=seed)
