@@ -192,7 +192,7 @@ def test_a_sampler_of_fewer_bits_agrees_better_where_its_experts_are_replayed(nu
     one = measured(step_on(), sampler, batch)
     free = measured(step_on(), sampler, replace(batch, expert_ids=None))
     assert one["mismatch/mean"] < 0.02 and one["mismatch/mean"] < free["mismatch/mean"] / 2
-    assert 0.1 < one["routing/changed_share"] < 0.9
+    assert 0.005 < one["routing/changed_share"] < 0.9, "some choices would be others"
 
 
 MESHES = (
@@ -226,7 +226,7 @@ TINY = (
     f"model.architecture={str(SHAPE).replace(chr(39), '')}",
     "data.addition.eval_size=16",
     "warm_start.steps=0",
-    "sampler={slots: 16, max_new_tokens: 16, top_k: 8}",
+    "sampler={slots: 16, max_new_tokens: 16, top_k: 8, on_new_weights: drain}",
     "staleness.max_staleness=1",
     "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1.0e-3}",
     "algorithm={keep_routing: true, keep_sampling_mask: true}",
@@ -248,13 +248,16 @@ def run(folder: Path, *wishes: str) -> list[dict[str, Any]]:
     return read_lines(folder / config.run.name / "metrics.jsonl")
 
 
-def assert_replayed(lines: Sequence[dict[str, Any]]) -> None:
+def assert_replayed(lines: Sequence[dict[str, Any]], *, one_version: bool = True) -> None:
+    """one_version: no answer was drawn by several: of one that was, later tokens look at KV, or the
+    trainer at experts, of the weights before."""
     for line in lines:
         assert line["train/skipped"] == 0
         assert 0.9 < line["routing/replayed_share"] < 1, "of each episode all but the last token"
         assert line["routing/changed_share"] < 0.2, "a step or two apart"
     fresh = [line["mismatch/max"] for line in lines if "mismatch/max" in line]
-    assert fresh and max(fresh) < 1e-4, "with the same weights the ratio is 1"
+    if one_version:
+        assert fresh and max(fresh) < 1e-4, "with the same weights the ratio is 1"
 
 
 @pytest.mark.slow
@@ -271,7 +274,8 @@ def test_a_run_that_is_resumed_replays_what_its_checkpoint_holds(tmp_path: Path)
     first = run(tmp_path, *wishes, "run.steps=2")[1:]
     lines = run(tmp_path, *wishes, "run.resume=true", "run.overwrite=false")[1:]
     assert (len(first), len(lines)) == (2, 4)
-    assert_replayed(lines)
+    assert_replayed(first)
+    assert_replayed(lines, one_version=False)
 
 
 @pytest.mark.slow
@@ -283,4 +287,4 @@ def test_a_run_on_meshes_with_several_samplers_replays(tmp_path: Path):
         "staleness.max_staleness=2",
         "sampler.on_new_weights=recompute",
     )[1:]
-    assert_replayed(lines)
+    assert_replayed(lines, one_version=False)

@@ -264,7 +264,7 @@ def test_gsm8k_runs_from_a_model_directory_and_ends_as_one(tmp_path: Path) -> No
         "data.jsonl.max_bad_share=0.2",
         "sampler={slots: 8, max_length: 384, max_new_tokens: 8, block: 8}",
         "algorithm={group_size: 2, groups_per_step: 2}",
-        "trainer={row_length: 384, micro_batch_tokens: 768}",
+        "trainer={row_length: 384, micro_batch_tokens: 768, warmup_steps: 1}",
         "metrics.tensorboard=true",
     ]
     train(load(ROOT / "configs" / "gsm8k.yaml", overrides))
