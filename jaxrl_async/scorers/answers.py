@@ -45,7 +45,7 @@ HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
 """LaTeX that holds an answer without making another of it."""
 EMPHASIS = [
     re.compile(
-        rf"(?<![^\s(\[{{\"'=:>$*_`-])(?<![0-9)\]}}][ ])({mark}{{1,3}})(?![\s{mark}])"
+        rf"(?<![^\s(\[{{\"'=:>$*_`-])({mark}{{2,3}}|(?<![0-9)\]}}][ ]){mark})(?![\s{mark}])"
         rf"((?:[^{mark}\n]|(?<=[^\W_]){mark}(?=[^\W_]))++)(?<!\s)\1(?![^\s.,;:!?)\]}}\"'*_`%$<-])"
     )
     for mark in (r"\*", "_", "`")
@@ -55,6 +55,7 @@ ANNOTATION = re.compile(r"<<[^<>\n]*>>(?=-?\$?[0-9.])")
 """GSM8K's calculator, before the number that it gave: 9*2=<<9*2=18>>18."""
 TAG = re.compile(r"</?answer>", re.IGNORECASE)
 ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
+"""Money, not the border of a formula; none where numbers on both sides would become one."""
 NEIGHBOURS = 200
 """Characters on each side of a number that are looked at."""
 MAX_ANSWER = 1000

@@ -119,6 +119,7 @@ WRITTEN = r"""
 1 1  **Answer:** 18
 1 1  **Answer: 2*9=18**
 1 1  **#### 18**
+1 ?  (see 1) **18**
 1 1  <answer>18</answer>
 1 1  5 eggs <answer> **18** </answer>
 1 1  Answer: \$18
