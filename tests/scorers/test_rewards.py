@@ -111,6 +111,34 @@ def test_everything_and_a_column_never_hides_what_is_ours():
 
 
 def test_one_call_for_a_whole_group():
+@pytest.mark.parametrize(
+    ("signature", "name"),
+    [
+        ("answer, reference, prompt", "reference"),
+        ("reference, answer, prompt", "reference"),
+        ("prompt, reference, answer", "reference"),
+        ("answer, prompt, r", "prompt"),
+        ("p, answer, columns", "columns"),
+        ("completion, prompt, reference, /", "completion"),
+        ("p, answer, tests", "tests"),
+        ("prompt, tests, reference", "tests"),
+    ],
+)
+def test_no_parameter_is_given_something_else_than_its_name_says(user_file, signature, name):
+    path = user_file(f"def r({signature}): return 1")
+    with pytest.raises(
+        ConfigError, match=f"parameter '{name}' that would be.*Name the one .* `completion`"
+    ):
+        make_scorer(Reward(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")])
+
+
+def test_three_in_order_may_have_the_names_of_their_own_places(user_file):
+    path = user_file("def r(prompt, answer, reference, *, tests): return float(answer == 'a')")
+    section = Reward(function=f"{path}:r")
+    records = [prompt(tests=1, prompt="of the record", reference="too")]
+    assert score(make_scorer(section, spell, records), episode("a"), of=records[0])[0].reward == 1
+
+
     calls = []
 
     def ranked(prompt, completions, group):
@@ -244,6 +272,7 @@ class Unshowable:
         {"a": None},
         {"a": float("nan")},
         {"a": {}},
+        ("def f(a, b, c, d, /): pass", "cannot be called as reward"),
         {"a": 1e308, "b": 1e308},
         {"a b": 1, "a_b": 2},
         {"token_rewards": [1.0, 2.0]},
