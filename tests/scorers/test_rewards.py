@@ -20,6 +20,7 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
 from jaxrl_async.scorers.guard import checked
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
+from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -387,6 +388,33 @@ def test_whatever_a_reward_raises_is_told_with_its_cause(failure, is_async):
         score(broken if is_async else plain, episode("a"))
     assert type(caught.value.__cause__).__name__ == kind
     assert score(lambda p, c, r: 1.0, episode("a"))[0].reward == 1.0, "nothing else broke"
+
+def test_correct_that_rounding_brought_over_its_bounds_is_within_them():
+    for number, told in ((sum([1 / 9] * 9), 1), (-1e-17, 0), (1 + 1e-7, 1), (0.25, 0.25)):
+        scores = score(lambda p, c, r, n=number: {"correct": n}, episode("a"))
+        (got,) = checked(scores, (episode("a"),), prompt())
+        assert got.parts == {"correct": told} and got.reward == scores[0].reward
+    scores = score(lambda p, c, r: {"correct": 1.000002}, episode("a"))
+    with pytest.raises(RolloutError, match=r"'correct' of 1\.000002\..*from 0 to 1"):
+        checked(scores, (episode("a"),), prompt())
+
+
+# ---- a trial before the run
+
+
+def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_is_none(caplog):
+    scorer = scorer_of(lambda p, c, r: {"correct": 0})
+    for reference, warned in (("", False), ("2", True)):
+        found = try_once(
+            scorer,
+            prompt(reference=reference),
+            lambda text: np.array([ord(c) for c in text], np.int32),
+            "reward.function = mine",
+        )
+        assert found.parts == {"correct": 0}
+        assert ("own right answer, '2', is right to 0" in caplog.text) == warned
+        assert bool(caplog.records) == warned
+
 
 
 def test_async_functions_wait_side_by_side_each_with_its_own_time():
