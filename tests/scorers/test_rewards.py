@@ -233,6 +233,8 @@ def test_a_users_function_is_loaded_and_its_parts_are_summed(user_file):
         ("g = 1", "has no function f"),
         ("f = 1", "has no function f"),
         ("def f(a): pass", "cannot be called as reward"),
+        {"exact": {"weight": 10**400}},
+        {"exact": {"weight": -(10**400)}},
         ("def f(a, b, /, completion): pass", "cannot be called as reward"),
     ],
 )
