@@ -16,6 +16,7 @@ UNIT = r"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km
 LARGER_BEFORE = re.compile(
     r"""(?: [^\W_] | _ | [.,^√±<>≤≥≠\\/*×÷] | !=            # glued: x2, 1.2, 1,2, 2^3, >5
         | [0-9)}\]] [ ]* (?: \*\* | // | [-+*^/×÷] ) [ ]* -?    # 10 - 5, 1 / 2
+        | (?: [0-9*+/^×÷-] | [0-9)}\]] [ ]* [-+*^/×÷] [ ]* ) [({\[] [ ]*    # 2(5), 3 * (5)
         | [0-9)}\]] [ ]+ x [ ]+                           # 9 x 2
         | \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | [lg]eq? | [lgn]t | neq? ) [ ]*
         | [0-9] (?: : | [ ]+ : [ ]* )                      # 1:2, not "step 1: 2"
@@ -30,6 +31,7 @@ LARGER_BEFORE = re.compile(
 """What stands before a number that is a part of something larger."""
 LARGER_AFTER = re.compile(
     r"""(?: (?!UNIT) [^\W_] | _ | [\^({\[√] | [,.:][0-9]  # glued: 3x, 2(5), not 18kg
+        | [ ]* [)}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({\[]      # (5) * 3, (5)(3)
         | [ ]+ x [ ]+ [0-9]
         | [ ]* \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | pi )
         | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* [^\W\d_](?![^\W_]) ) | [ ]: [ ]* [0-9] )
