@@ -4,7 +4,7 @@ A field's docstring is its help text (`--help`), and names its unit. Needs no JA
 """
 
 from collections.abc import Iterator
-from math import isfinite
+from sys import float_info
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -661,7 +661,8 @@ class Reward(Section):
         for choice in listed:
             weight = arguments_of(choice).get("weight", 1.0)
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if arguments_of(choice).keys() - {"weight"} or not is_number or not isfinite(weight):
+            is_number = is_number and abs(weight) <= float_info.max  # isfinite(10**400) raises
+            if arguments_of(choice).keys() - {"weight"} or not is_number:
                 raise ValueError(
                     f"reward.function: {name_of(choice)} takes one argument, weight, a number; "
                     f"given {arguments_of(choice)}. Correct it."

@@ -9,9 +9,16 @@ NUMBER = re.compile(
 )
 """A number as people write it; commas stand before each three digits or are none of it."""
 DASHES = str.maketrans(dict.fromkeys("−–—‒", "-"))
+UNIT = r"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b | kwh?
+    | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months? | years?
+    | usd | eur | gbp | cents? | dollars? | euros? | percent ) (?! [\w({\[^] )"""
+"""A unit that may be glued to its number; one letter may be a variable."""
 LARGER_BEFORE = re.compile(
     r"""(?: [^\W_] | _ | [.,^√±<>≤≥≠\\/*×÷] | !=            # glued: x2, 1.2, 1,2, 2^3, >5
-        | [0-9)}\]] [ ]* [-+*^/×÷] [ ]* -?                 # 10 - 5, 1 / 2
+        | [0-9)}\]] [ ]* (?: \*\* | // | [-+*^/×÷] ) [ ]* -?    # 10 - 5, 1 / 2
+        | (?: [0-9*+/^×÷-] | [0-9)}\]] [ ]* [-+*^/×÷] [ ]* ) [({\[] [ ]*    # 2(5), 3 * (5)
+        | [0-9)}\]] [ ]+ x [ ]+                           # 9 x 2
+        | \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | [lg]eq? | [lgn]t | neq? ) [ ]*
         | [0-9] (?: : | [ ]+ : [ ]* )                      # 1:2, not "step 1: 2"
         | (?<![^\W\d_]) [^\W\d_] [ ]* [-+*^/×÷] [ ]*       # x + 2
         | [^=:\s] [ ]+ - [ ]+                              # is - 5: a sign or a dash?
@@ -23,16 +30,34 @@ LARGER_BEFORE = re.compile(
 )
 """What stands before a number that is a part of something larger."""
 LARGER_AFTER = re.compile(
-    r"""(?: [^\W_] | _ | [\^({\[√] | [,.:][0-9]
+    r"""(?: (?!UNIT) [^\W_] | _ | [\^({\[√] | [,.:][0-9]  # glued: 3x, 2(5), not 18kg
+        | [ ]* [)}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({\[]      # (5) * 3, (5)(3)
+        | [ ]+ x [ ]+ [0-9]
+        | [ ]* \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | pi )
         | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* [^\W\d_](?![^\W_]) ) | [ ]: [ ]* [0-9] )
         | \s* , [^(){}\[\]]* [)\]}]                        # 1, 2)
         | [ ]* (?: hundred | thousand | million | billion | trillion | dozen )
-        )""",
+        )""".replace("UNIT", UNIT),
     re.VERBOSE | re.IGNORECASE,
 )
 """What stands after one."""
+TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+"""LaTeX for words and for letters of another kind."""
 HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
 """LaTeX that holds an answer without making another of it."""
+EMPHASIS = [
+    re.compile(
+        rf"(?<![^\s(\[{{\"'=:>$*_`-])({mark}{{2,3}}|(?<![0-9)\]}}][ ]){mark})(?![\s{mark}])"
+        rf"((?:[^{mark}\n]|(?<=[^\W_]){mark}(?=[^\W_]))++)(?<!\s)\1(?![^\s.,;:!?)\]}}\"'*_`%$<-])"
+    )
+    for mark in (r"\*", "_", "`")
+]
+"""Pairs of Markdown's marks with words' borders outside of them: **18**, not 2*3*4 or 2 *3* 4."""
+ANNOTATION = re.compile(r"<<[^<>\n]*>>(?=-?\$?[0-9.])")
+"""GSM8K's calculator, before the number that it gave: 9*2=<<9*2=18>>18."""
+TAG = re.compile(r"</?answer>", re.IGNORECASE)
+ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
+"""Money, not the border of a formula; none where numbers on both sides would become one."""
 NEIGHBOURS = 200
 """Characters on each side of a number that are looked at."""
 MAX_ANSWER = 1000
@@ -46,10 +71,19 @@ EQUALS = re.compile(r"(?<![!<>=])=")
 def final_number(text: str) -> Decimal | None:
     """The number that a worked answer ends with; None without one, or where it is a part of
     something larger."""
-    _, marker, tail = text.translate(DASHES).rpartition("####")
-    tail = HOLDERS.sub("{", tail)
+    _, marker, tail = undressed(text).translate(DASHES).rpartition("####")
+    tail = HOLDERS.sub("{", TEXT.sub(r"\1", tail))
     found = list(NUMBER.finditer(tail))
     return _alone(tail, found[0] if marker else found[-1]) if found else None
+
+
+def undressed(text: str) -> str:
+    """A text without what only shows where its answer is: emphasis, <answer> tags, annotations of
+    a calculator, the backslash of a dollar."""
+    for _ in range(2):  # **_18_**
+        for pair in EMPHASIS:
+            text = pair.sub(r"\2", text)
+    return ESCAPED_DOLLAR.sub("", ANNOTATION.sub("", TAG.sub("\n", text)))
 
 
 def _alone(text: str, found: re.Match[str]) -> Decimal | None:
@@ -69,6 +103,7 @@ def final_line(text: str) -> str:
     What the last \boxed{} holds, as \boxed{}; else the line after the last '####'; else, without a
     formula, the last line, after its last '=' where it has no comma.
     """
+    text = undressed(text)
     last = last_boxed(text)
     if last is not None:
         return f"\\boxed{{{last}}}"

@@ -31,9 +31,10 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
     """Right where the final number is the reference's: the first after the last '####', else the
     last.
 
-    18, 18.0, $18, 18% and 1,018 without its comma are numbers; a number that is a part of something
-    larger (1/2, 10-5, sqrt(2), (1,2), x^2, 2x, 5 million, > 3) is none, and neither right nor
-    looked past. The format is that of Cobbe et al. 2021 (arXiv:2110.14168).
+    18, 18.0, $18, 18%, **18**, 18kg and 1,018 without its comma are numbers; a number that is a
+    part of something larger (1/2, 10-5, sqrt(2), (1,2), x^2, 2x, 18g, 5 million, > 3) is none, and
+    neither right nor looked past: one letter behind a number may be a variable. The format is that
+    of Cobbe et al. 2021 (arXiv:2110.14168).
     """
     right, given = final_number(_needed(reference)), final_number(completion)
     return {CORRECT: float(right is not None and given == right)}

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -28,6 +29,9 @@ from jaxrl_async.scorers.results import finite, shown
 from jaxrl_async.types import CORRECT, Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+
+ROUNDING = 1e-6
+"""How far from 0 to 1 a part `correct` may lie: sum([1 / 9] * 9) is 1.0000000000000002."""
 
 
 class GuardedScorer:
@@ -107,7 +111,8 @@ class GuardedScorer:
 
 
 def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """The scores as a tuple. Raises RefusedScore that says which is wrong and how."""
+    """The scores as a tuple, each part `correct` within 0 and 1. Raises RefusedScore that says
+    which is wrong and how."""
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
         given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
@@ -129,7 +134,7 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
                 )
         _check_parts(score.parts, where)
         _check_token_rewards(score.token_rewards, len(episode.token_ids), f"{where}, episode {i}")
-    return tuple(scores)
+    return tuple(map(_clipped, scores))
 
 
 def is_finite_number(value: object) -> bool:
@@ -149,12 +154,20 @@ def _check_parts(parts: Mapping[str, float], where: str) -> None:
                 f"{where} names a part {name!r}, and reward/{name} is a metric of its own. Rename "
                 "the part."
             )
-    if not 0 <= parts.get(CORRECT, 0.0) <= 1:
+    if not -ROUNDING <= parts.get(CORRECT, 0.0) <= 1 + ROUNDING:
         raise RefusedScore(
-            f"{where} gave a part {CORRECT!r} of {parts[CORRECT]:g}. It says how right an answer "
-            "is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is something "
-            "else."
+            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. It says how right an "
+            "answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is "
+            "something else."
         )
+
+
+def _clipped(score: Score) -> Score:
+    """The score, its part `correct` without what rounding brought over 1 or under 0."""
+    correct = score.parts.get(CORRECT, 0.0)
+    if 0 <= correct <= 1:
+        return score
+    return replace(score, parts={**score.parts, CORRECT: min(1.0, max(0.0, float(correct)))})
 
 
 def _check_token_rewards(rewards: Any, length: int, where: str) -> None:

@@ -7,7 +7,8 @@ Score(...)                                 as it is
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -20,6 +21,8 @@ from jaxrl_async.types import Episode, FloatArray, Score
 
 TOKEN_REWARDS = "token_rewards"
 """Key of a mapping that holds no part: rewards of single tokens on top of the parts' sum."""
+MODEL = "model"
+"""Part of a Score that is a reward model's number."""
 REMEDY = "It must give a finite number, or a mapping of names to finite numbers."
 
 
@@ -41,25 +44,47 @@ def score_of(result: Any, episode: Episode) -> Score:
     )
 
 
-def added(scores: Sequence[tuple[str, float, Score]], *, alone: bool) -> Score:
-    """One Score of several functions' of one episode, each with its name and weight.
+def told_apart(
+    by_function: Mapping[str, Sequence[Score]], taken: Iterable[str] = ()
+) -> list[list[Score]]:
+    """Several functions' Scores of a group, by the functions' names, no two with an equal part.
 
-    The parts are theirs, before weighting; the number of a function without parts is a part by its
-    name, unless it is alone. Raises RefusedScore where two name the same part.
+    The number of a function without parts is a part by its name, unless it is alone. A part that
+    an earlier function gives, or that is taken, is FUNCTION.PART. Raises RefusedScore where that
+    is one, too.
     """
-    parts: dict[str, float] = {}
-    for name, _, score in scores:
-        mine = score.parts or ({} if alone else {name: score.reward})
-        if twice := sorted(parts.keys() & mine.keys()):
-            raise RefusedScore(
-                f"gave a part {twice[0]!r}, which another function of reward.function gives, too. "
-                "Rename one of them."
-            )
-        parts |= mine
-    tokens = [weight * s.token_rewards for _, weight, s in scores if s.token_rewards is not None]
+    alone, known, apart = len(by_function) == 1, set(taken), []
+    for function, scores in by_function.items():
+        parts = [score.parts or ({} if alone else {function: score.reward}) for score in scores]
+        names = _names_apart(sorted({name for each in parts for name in each}), function, known)
+        known |= set(names.values())
+        apart.append(
+            [
+                replace(score, parts={names[name]: value for name, value in each.items()})
+                for score, each in zip(scores, parts, strict=True)
+            ]
+        )
+    return apart
+
+
+def _names_apart(parts: Sequence[str], function: str, known: Collection[str]) -> dict[str, str]:
+    """What a function's parts are called beside those that are known."""
+    names = {p: part_name(f"{function}.{p}") if p in known else p for p in parts}
+    if len({*names.values()} - {*known}) < len(names):
+        raise RefusedScore(
+            f"has parts of {function}, {', '.join(map(repr, parts))}, that cannot be told from "
+            f"{', '.join(map(repr, sorted(known)))}, which there are. Rename them."
+        )
+    return names
+
+
+def added(scores: Sequence[tuple[float, Score]]) -> Score:
+    """One Score of several functions' of one episode, each with its weight. The parts are theirs,
+    before weighting, no two of one name."""
+    tokens = [weight * s.token_rewards for weight, s in scores if s.token_rewards is not None]
     return Score(
-        reward=_sum(weight * score.reward for _, weight, score in scores),
-        parts=parts,
+        reward=_sum(weight * score.reward for weight, score in scores),
+        parts={name: value for _, score in scores for name, value in score.parts.items()},
         token_rewards=np.sum(tokens, axis=0, dtype=np.float32) if tokens else None,
     )
 

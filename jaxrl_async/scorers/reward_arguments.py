@@ -38,8 +38,11 @@ class RewardArguments:
         return any(name in self.names for name in OF_THE_GROUP)
 
     def check(self, prompts: Iterable[Prompt], where: str) -> None:
-        """Raise ConfigError, which begins with `where`, for a parameter that nothing here has."""
+        """Raise ConfigError, which begins with `where`, for a parameter that nothing here has, and
+        for one that is called in order and named after a column."""
         columns = sorted({str(name) for prompt in prompts for name in prompt.columns})
+        if self.in_order and (named := sorted((self.taken & set(columns)) - set(IN_ORDER))):
+            raise ConfigError(f"{where} {_misnamed(named[0])}")
         known = {*OF_THE_TASK, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
         for name in sorted(self.needed - known):
             near = get_close_matches(name, known, n=1)
@@ -92,13 +95,17 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
     first = 0 if by_name else len(IN_ORDER)
     required = [p for p in places if p.default is Parameter.empty]
     fits = len(places) >= first or any_number
-    if not fits or (by_name and any(p.kind is Parameter.POSITIONAL_ONLY for p in required)):
+    nameless = [p for p in places[first:] if p.kind is Parameter.POSITIONAL_ONLY]
+    if not fits or any(p in required for p in nameless):
         raise ConfigError(
             f"{where} cannot be called as reward(prompt, completion, reference): it takes "
             f"({', '.join(map(str, parameters))}). Let it take these three, or ask by name for "
             f"what it needs: {', '.join((*OF_TASK_AND_ONE, *OF_THE_GROUP))}, or a column of the "
             "records."
         )
+    misplaced = [p for p, own in zip(places, IN_ORDER, strict=False) if p.name != own]
+    if not by_name and (wrong := [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]):
+        raise ConfigError(f"{where} {_misnamed(wrong[0])}")
     others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
     return RewardArguments(
         in_order=not by_name,
@@ -106,6 +113,14 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
         needed=frozenset(p.name for p in others if p.default is Parameter.empty),
         everything=everything,
         taken=frozenset(p.name for p in places[:first]),
+    )
+
+
+def _misnamed(name: str) -> str:
+    return (
+        f"has a parameter {name!r} that would be given something else: none can be given by the "
+        f"name `completion`, and so the first three are {', '.join(IN_ORDER)}, in order. Name the "
+        "one that is the answer's text `completion`: then each is given what it is named after."
     )
 
 

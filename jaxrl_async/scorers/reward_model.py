@@ -25,12 +25,13 @@ from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Scorer
+from jaxrl_async.scorers.results import MODEL as MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
 
 log = logging.getLogger(__name__)
 
-MODEL, FUNCTION = "model", "function"
-"""Parts of a Score: the model's number, and the function's where that names no parts itself."""
+FUNCTION = "function"
+"""Part of a Score: the function's number, where that names no parts itself."""
 SHORTEST = 32
 """Tokens that a row is padded to at least."""
 
@@ -122,11 +123,7 @@ class RewardModelScorer:
                 "Train it again with a smaller algorithm.learning_rate, or set "
                 "model.dtype=float32."
             )
-        if MODEL in given.parts:
-            raise RolloutError(
-                f"the reward function names a part {MODEL!r}, which is the reward model's name. "
-                "Rename the part."
-            )
+        assert MODEL not in given.parts, "make_scorer tells the functions' parts from it"
         parts = dict(given.parts)
         if self._function is not None and not parts:
             parts = {FUNCTION: given.reward}

@@ -9,7 +9,7 @@ Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +18,7 @@ from jaxrl_async.config.schema import Reward
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
-from jaxrl_async.scorers.results import added, score_of, shown
+from jaxrl_async.scorers.results import MODEL, added, score_of, shown, told_apart
 from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
 from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
@@ -76,13 +76,16 @@ class RewardScorer:
         *,
         timeout_s: float,
         threads: int = 16,
+        taken: Set[str] = frozenset(),
     ) -> None:
         """`decode` turns drawn tokens into text without special tokens. timeout_s: of one call.
-        threads: for functions that are not async, at most. Raises ConfigError."""
+        threads: for functions that are not async, at most. taken: names of parts that somebody
+        else gives. Functions have names of their own. Raises ConfigError."""
         self._judges = [
             (judge, reward_arguments_of(judge.function, judge.where)) for judge in judges
         ]
         self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
+        self._taken = taken
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError where a function asks for what none of these prompts has."""
@@ -101,14 +104,13 @@ class RewardScorer:
             self._judged(judge, arguments, episodes, texts, prompt)
             for judge, arguments in self._judges
         )
-        names = [(judge.short_name, judge.weight) for judge, _ in self._judges]
-        with _about(" and ".join(name for name, _ in names), prompt):
+        names = [judge.short_name for judge, _ in self._judges]
+        weights = [judge.weight for judge, _ in self._judges]
+        with _about(" and ".join(names), prompt):
+            apart = told_apart(dict(zip(names, by_judge, strict=True)), self._taken)
             return tuple(
-                added(
-                    [(*of, score) for of, score in zip(names, scores, strict=True)],
-                    alone=len(names) == 1,
-                )
-                for scores in zip(*by_judge, strict=True)
+                added(list(zip(weights, scores, strict=True)))
+                for scores in zip(*apart, strict=True)
             )
 
     async def _judged(
@@ -143,7 +145,10 @@ class RewardScorer:
             try:
                 if is_async(judge.function):
                     return (await run_async(work, self._timeout_s)).get()
-                return (await self._threads.run(work, self._timeout_s)).get()
+                result = (await self._threads.run(work, self._timeout_s)).get()
+                if inspect.isawaitable(result):  # of a lambda around an async function
+                    result = (await run_async(lambda: result, self._timeout_s)).get()
+                return result
             except TooLate:
                 what = "the group" if arguments.whole_group else "one answer"
                 raise RolloutTimeout(
@@ -168,9 +173,9 @@ class _about:
 
 
 def _one_each(results: Any, count: int) -> list[Any]:
-    """The results of a whole group as a list."""
+    """The results of a whole group as a list. A set has no order."""
     try:
-        listed = None if isinstance(results, str | bytes | Mapping) else list(results)
+        listed = None if isinstance(results, str | bytes | Mapping | Set) else list(results)
     except TypeError:
         listed = None
     if listed is None or len(listed) != count:
@@ -202,6 +207,12 @@ def make_scorer(
             f"reward.function has two functions named {twice[0]!r}: their parts would be one "
             "metric. Rename one of them."
         )
-    scorer = RewardScorer(judges, decode, timeout_s=section.timeout_s, threads=section.threads)
+    scorer = RewardScorer(
+        judges,
+        decode,
+        timeout_s=section.timeout_s,
+        threads=section.threads,
+        taken=frozenset() if section.model is None else frozenset({MODEL}),
+    )
     scorer.check(prompts)
     return scorer

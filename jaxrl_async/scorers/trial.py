@@ -19,9 +19,9 @@ def try_once(
 ) -> Score:
     """Score the prompt's reference, as if the policy had drawn it, once; that score.
 
-    Warns where a score's part `correct` says that the reference is not right. Raises ConfigError,
-    which begins with `setting`, where the scorer raises, takes too long or gives something else
-    than a reward: no step has been made then.
+    Warns where a score's part `correct` says that the reference, where there is one, is not right.
+    Raises ConfigError, which begins with `setting`, where the scorer raises, takes too long or
+    gives something else than a reward: no step has been made then.
     """
     answer = encode(prompt.reference)
     is_prompt = np.zeros(len(prompt.token_ids), bool)
@@ -42,7 +42,7 @@ def try_once(
             (found,) = thread.submit(asyncio.run, score()).result()
     except RolloutError as error:
         raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error
-    if found.parts.get(CORRECT, 1.0) < 1.0:
+    if prompt.reference.strip() and found.parts.get(CORRECT, 1.0) < 1.0:
         log.warning(
             "%s says that the first held-out prompt's own right answer, %.80r, is right to %g. "
             "Unless it asks for more than the answer, another grader fits these records.",

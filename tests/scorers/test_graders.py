@@ -102,6 +102,89 @@ VERDICTS = [  # completion, reference, and what exact, gsm8k and math must say
 ]
 
 
+WRITTEN = r"""
+1 1  The answer is **18**.
+1 1  #### **18**
+1 1  Answer: **18** eggs
+1 1  **18 dollars**
+1 1  **$18**
+1 1  $**18**
+1 1  **18**%
+1 1  *18*
+1 1  _18_
+1 1  ***18***
+1 1  **_18_**
+1 1  `18`
+1 1  **Answer: 18**
+1 1  **Answer:** 18
+1 1  **Answer: 2*9=18**
+1 1  **#### 18**
+1 ?  (see 1) **18**
+1 1  <answer>18</answer>
+1 1  5 eggs <answer> **18** </answer>
+1 1  Answer: \$18
+1 1  it costs \$9 twice: \$18
+1 1  \boxed{\$18}
+1 1  \boxed{18\text{ dollars}}
+1 1  \boxed{18\,\text{kg}}
+1 1  **\boxed{18}**
+1 1  9*2=<<9*2=18>>18
+1 1  9*2=$<<9*2=18>>18 dollars
+1 1  18kg
+1 1  18 kg
+1 1  18cm
+1 ?  18km/h
+0 ?  18g
+0 0  18x
+0 0  18xy
+0 0  18pi
+0 0  18kg^2
+0 0  18kg*2
+0 0  2*3*18
+0 0  2 *3* 18
+0 0  2 ** 18
+0 0  2**18**
+0 0  18*3*2
+0 0  2 x 18
+0 0  18 x 2
+0 0  2 \times 18
+0 0  2(18)
+0 0  -(18)
+0 0  3*(18)
+0 0  3 * (18)
+0 0  3*(**18**)
+0 0  3 * **18**
+0 0  **3** * **18**
+0 0  #### (18)*3
+0 0  #### (18) * 3
+0 0  #### (18)(3)
+1 1  (18)
+1 ?  (18) eggs
+0 0  18\pi
+0 0  \boxed{18\pi}
+0 ?  \boxed{18\text{x}}
+0 0  5\$18
+0 0  **1**8
+0 0  **18**2
+0 0  *18
+0 0  (1,**18**)
+0 0  sqrt(**18**)
+0 0  1/**18**
+0 0  **1/18**
+0 0  **10-18**
+0 0  **18x**
+0 0  **> 18**
+0 0  x \leq 18
+0 0  <answer>1/18</answer>
+0 0  <<9*2=18>>19
+"""
+"""What gsm8k and math must say of a text that is not the reference, 18, to the letter."""
+VERDICTS += [
+    (line[5:], "18", 0, int(line[0]), NOT_ASKED if line[2] == "?" else int(line[2]))
+    for line in WRITTEN.strip().splitlines()
+]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_stays():
     yield
@@ -120,7 +203,7 @@ def test_exact_and_gsm8k_pay_for_what_is_right_alone(
 def test_math_pays_for_what_is_right_alone():
     asked = [(c, r, same) for c, r, _, _, same in VERDICTS if same is not NOT_ASKED]
     found = [(c, r, math(c, r)["correct"]) for c, r, _ in asked]
-    assert len(asked) > 60 and found == asked
+    assert len(asked) > 100 and found == asked
 
 
 @given(completion=st.text(), reference=st.text().filter(str.strip))
@@ -156,7 +239,35 @@ def test_a_record_without_an_answer_cannot_be_graded(grader):
 
 
 def test_a_long_answer_is_looked_through_once():
-    for piece in ("1,", "(1, ", "x ", "$", "9", "\\boxed{", "answer is ", "#### ", "- "):
+    pieces = [
+        "1,",
+        "(1, ",
+        "x ",
+        "$",
+        "9",
+        "\\boxed{",
+        "answer is ",
+        "#### ",
+        "- ",
+        "*",
+        "*a ",
+        "a*",
+    ]
+    pieces += [
+        "*a*a ",
+        " *a*a",
+        "**a* ",
+        "_a ",
+        " _a_",
+        "_",
+        "`",
+        "`a ",
+        "<<",
+        "<<a",
+        "\\text{",
+        "\\$",
+    ]
+    for piece in pieces:
         started = time.process_time()
         final_number(piece * 50_000), final_line(piece * 50_000), last_boxed(piece * 50_000)
         assert time.process_time() - started < 2, piece

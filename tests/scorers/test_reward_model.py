@@ -141,13 +141,10 @@ def test_without_a_function_the_model_alone_rewards(model, params):
     assert only.reward == pytest.approx(2 * alone(params, sequence(9, 1)), abs=1e-5)
 
 
-def test_parts_of_the_function_stay_and_may_not_be_named_model(model):
+def test_parts_of_the_function_stay(model):
     fine = Fixed(Score(reward=1.0, parts={"right": 1.0}))
     (scored,) = score(RewardModelScorer(model, function=fine), sequence(9, 1))
     assert scored.parts.keys() == {"right", "model"}
-    clash = Fixed(Score(reward=1.0, parts={"model": 1.0}))
-    with pytest.raises(RolloutError, match="Rename the part"):
-        score(RewardModelScorer(model, function=clash), sequence(9, 1))
 
 
 def test_a_score_that_is_not_finite_names_the_prompt(params):

@@ -20,6 +20,7 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
 from jaxrl_async.scorers.guard import checked
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
+from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -110,6 +111,34 @@ def test_everything_and_a_column_never_hides_what_is_ours():
     assert got.reward == 2
 
 
+@pytest.mark.parametrize(
+    ("signature", "name"),
+    [
+        ("answer, reference, prompt", "reference"),
+        ("reference, answer, prompt", "reference"),
+        ("prompt, reference, answer", "reference"),
+        ("answer, prompt, r", "prompt"),
+        ("p, answer, columns", "columns"),
+        ("completion, prompt, reference, /", "completion"),
+        ("p, answer, tests", "tests"),
+        ("prompt, tests, reference", "tests"),
+    ],
+)
+def test_no_parameter_is_given_something_else_than_its_name_says(user_file, signature, name):
+    path = user_file(f"def r({signature}): return 1")
+    with pytest.raises(
+        ConfigError, match=f"parameter '{name}' that would be.*Name the one .* `completion`"
+    ):
+        make_scorer(Reward(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")])
+
+
+def test_three_in_order_may_have_the_names_of_their_own_places(user_file):
+    path = user_file("def r(prompt, answer, reference, *, tests): return float(answer == 'a')")
+    section = Reward(function=f"{path}:r")
+    records = [prompt(tests=1, prompt="of the record", reference="too")]
+    assert score(make_scorer(section, spell, records), episode("a"), of=records[0])[0].reward == 1
+
+
 def test_one_call_for_a_whole_group():
     calls = []
 
@@ -122,7 +151,7 @@ def test_one_call_for_a_whole_group():
         {"correct": 0, "rank": 0},
         {"correct": 1, "rank": 1},
     ]
-    for wrong in ([1.0], 1.0, "ab", {"a": 1, "b": 2}, None):
+    for wrong in ([1.0], 1.0, "ab", {"a": 1, "b": 2}, None, {1.0, 0.0}, frozenset({1.0, 0.0})):
         with pytest.raises(RolloutError, match="must give one result for each"):
             score(lambda completions, w=wrong: w, episode("a"), episode("b"))
 
@@ -151,9 +180,45 @@ def test_several_functions_are_added_by_weight_and_named(user_file):
     assert second.reward == -1.0
 
 
-def test_two_functions_never_share_a_part(user_file):
-    with pytest.raises(RolloutError, match="gave a part 'correct', which another function"):
-        score(scorer_of(lambda p, c, r: {"correct": 1}, lambda *a: {"correct": 0}), episode("a"))
+def test_the_first_function_says_what_is_correct_and_a_later_one_under_its_name(user_file):
+    path = user_file("def f(completion): return {'correct': 0.5, 'short': 1}\n")
+    section = Reward(function=["exact", {f"{path}:f": {"weight": 0.1}}, "gsm8k"])
+    (got,) = score(make_scorer(section, spell), episode("so 2"))
+    parts = {"correct": 0, "f.correct": 0.5, "short": 1, "gsm8k.correct": 1}
+    assert got.parts == parts and got.reward == pytest.approx(0.15 + 1)
+    assert checked((got,), (episode("so 2"),), prompt())
+    assert all(metric_of(f"reward/{part}").key == "reward/<part>" for part in parts)
+    (got,) = score(make_scorer(Reward(function=["gsm8k", "exact"]), spell), episode("so 2"))
+    assert got.parts == {"correct": 1, "exact.correct": 0}
+
+
+def test_a_part_has_one_meaning_in_all_answers_of_a_group():
+    def sometimes(completion):
+        return {"correct": 1} if completion == "a" else {"other": 1}
+
+    scores = score(scorer_of(sometimes, lambda p, c, r: {"correct": 0}), *map(episode, "ab"))
+    assert [s.parts for s in scores] == [
+        {"correct": 1, "mine1.correct": 0},
+        {"other": 1, "mine1.correct": 0},
+    ]
+
+
+def test_parts_that_cannot_be_told_apart_are_refused():
+    first = lambda p, c, r: {"correct": 1, "mine1.correct": 1}  # noqa: E731
+    with pytest.raises(RolloutError, match=r"parts of mine1, 'correct', that cannot be told from"):
+        score(scorer_of(first, lambda p, c, r: {"correct": 0}), episode("a"))
+
+
+def test_a_part_named_model_is_told_from_the_reward_models(user_file):
+    path = user_file("def f(completion): return {'model': 1, 'b': 2}\n")
+    with_model = Reward(function=f"{path}:f", model="a_folder")
+    (got,) = score(make_scorer(with_model, spell), episode("a"))
+    assert got.parts == {"f.model": 1, "b": 2}
+    (got,) = score(make_scorer(Reward(function=f"{path}:f"), spell), episode("a"))
+    assert got.parts == {"model": 1, "b": 2}
+
+
+def test_two_functions_of_one_name_are_refused(user_file):
     (path, other) = (user_file("def f(p, c, r): return 1", f"{n}.py") for n in "ab")
     with pytest.raises(ConfigError, match="two functions named 'f'"):
         make_scorer(Reward(function=[f"{path}:f", f"{other}:f"]), spell)
@@ -168,6 +233,8 @@ def test_two_functions_never_share_a_part(user_file):
         {"exact": {"wieght": 1}},
         {"exact": {"weight": "1"}},
         {"exact": {"weight": float("nan")}},
+        {"exact": {"weight": 10**400}},
+        {"exact": {"weight": -(10**400)}},
     ],
 )
 def test_a_list_of_functions_that_cannot_be_meant_is_refused(function):
@@ -205,6 +272,7 @@ def test_a_users_function_is_loaded_and_its_parts_are_summed(user_file):
         ("f = 1", "has no function f"),
         ("def f(a): pass", "cannot be called as reward"),
         ("def f(a, b, /, completion): pass", "cannot be called as reward"),
+        ("def f(a, b, c, d, /): pass", "cannot be called as reward"),
     ],
 )
 def test_a_users_file_that_cannot_work_is_refused_at_load(user_file, code, expected):
@@ -321,6 +389,33 @@ def test_correct_is_from_0_to_1():
         checked(scores, (episode("a"),), prompt())
 
 
+def test_correct_that_rounding_brought_over_its_bounds_is_within_them():
+    for number, told in ((sum([1 / 9] * 9), 1), (-1e-17, 0), (1 + 1e-7, 1), (0.25, 0.25)):
+        scores = score(lambda p, c, r, n=number: {"correct": n}, episode("a"))
+        (got,) = checked(scores, (episode("a"),), prompt())
+        assert got.parts == {"correct": told} and got.reward == scores[0].reward
+    scores = score(lambda p, c, r: {"correct": 1.000002}, episode("a"))
+    with pytest.raises(RolloutError, match=r"'correct' of 1\.000002\..*from 0 to 1"):
+        checked(scores, (episode("a"),), prompt())
+
+
+# ---- a trial before the run
+
+
+def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_is_none(caplog):
+    scorer = scorer_of(lambda p, c, r: {"correct": 0})
+    for reference, warned in (("", False), ("2", True)):
+        found = try_once(
+            scorer,
+            prompt(reference=reference),
+            lambda text: np.array([ord(c) for c in text], np.int32),
+            "reward.function = mine",
+        )
+        assert found.parts == {"correct": 0}
+        assert ("own right answer, '2', is right to 0" in caplog.text) == warned
+        assert bool(caplog.records) == warned
+
+
 # ---- where it runs, and what it raises
 
 
@@ -375,6 +470,22 @@ def test_async_functions_wait_side_by_side_each_with_its_own_time():
     scores = score(scorer_of(judge, timeout_s=5), *[episode("ab"[i % 2]) for i in range(50)])
     assert most == 50 and time.monotonic() - started < 4
     assert [s.reward for s in scores] == [1.0, 0.0] * 25
+
+
+def test_an_async_function_inside_of_a_plain_one_is_awaited_with_its_limit():
+    async def judge(completion):
+        await asyncio.sleep(60 if completion == "slow" else 0)
+        return {"correct": 1}
+
+    wrapped = scorer_of(lambda completion: judge(completion), timeout_s=0.5)
+    assert score(wrapped, episode("a"))[0].parts == {"correct": 1}
+    with pytest.raises(RolloutTimeout, match=r"took more than 0.5 s for one answer"):
+        score(wrapped, episode("slow"))
+
+    async def ranked(completions):
+        return [1.0] * len(completions)
+
+    assert score(lambda completions: ranked(completions), episode("a"))[0].reward == 1
 
 
 def test_all_async_functions_are_on_one_loop_so_that_they_may_share_a_session():
