@@ -3,11 +3,14 @@
 A field's docstring is its help text (`--help`), and names its unit. Needs no JAX.
 """
 
+import logging
 from collections.abc import Iterator
 from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+log = logging.getLogger(__name__)
 
 MAX_WHOLE = 2**31 - 1
 """Largest whole number of a setting."""
@@ -67,12 +70,9 @@ class Section(BaseModel):
     )
 
     def is_set(self, name: str) -> bool:
-        """Whether a setting was given. A section that is written out in full, as --print-config
-        does, says so only of what is not the default."""
-        fields = type(self).model_fields
-        if self.model_fields_set >= fields.keys():
-            return bool(getattr(self, name) != fields[name].get_default(call_default_factory=True))
-        return name in self.model_fields_set
+        """Whether a setting differs from its default: writing the default down changes nothing."""
+        default = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) != default)
 
 
 class Run(Section):
@@ -857,21 +857,20 @@ class Config(Section):
             )
 
     def _all_is_read(self) -> Iterator[str]:
-        """What is set, and nothing would read."""
-        for keys, is_read, wanted in self._readers():
+        """What is set, and nothing would read. Where the switch of a feature was turned off in so
+        many words, what the feature would read may stay: an override can turn off what a file
+        describes, and it is told in a warning."""
+        for keys, is_read, wanted, switches in self._readers():
             for key in keys.split():
                 section, name = self._owner(key)
-                if not is_read and section.is_set(name):
-                    yield (
-                        f"{key} ({getattr(section, name)}) is read by nothing without {wanted}. "
-                        f"Set that, or leave {key} out."
-                    )
+                if is_read or not section.is_set(name):
+                    continue
+                told = f"{key} ({getattr(section, name)}) is read by nothing without {wanted}"
+                if off := [switch for switch in switches.split() if self._is_given(switch)]:
+                    log.warning("%s, and %s is %s", told, off[0], self._value(off[0]))
+                else:
+                    yield f"{told}. Set that, or leave {key} out."
         algorithm, reward = self.algorithm, self.reward
-        if algorithm.kl_target is not None and not algorithm.kl_coefficient:
-            yield (
-                "algorithm.kl_target steers algorithm.kl_coefficient by factors, and that is 0. "
-                "Give it a value to start from, such as 0.01."
-            )
         if reward.model is None and reward.function_weight != 1:
             yield (
                 f"reward.function_weight ({reward.function_weight}) weighs the function against "
@@ -894,63 +893,86 @@ class Config(Section):
             section = getattr(section, part)
         return section, name
 
-    def _readers(self) -> Iterator[tuple[str, bool, str]]:
-        """Keys, whether something reads them, and what would make it so."""
+    def _is_given(self, key: str) -> bool:
+        """Whether a setting was written down, be it as its default."""
+        section, name = self._owner(key)
+        return name in section.model_fields_set
+
+    def _value(self, key: str) -> Any:
+        section, name = self._owner(key)
+        return getattr(section, name)
+
+    def _readers(self) -> Iterator[tuple[str, bool, str, str]]:
+        """Keys, whether something reads them, what would make it so, and the switches that turn it
+        off."""
         a, teacher, staleness, job = self.algorithm, self.teacher, self.staleness, self.run.job
         for other in OF_OTHER_JOBS[job]:
             fields = type(getattr(self, other)).model_fields
-            yield " ".join(f"{other}.{n}" for n in fields), False, f"another run.job than {job}"
+            keys = " ".join(f"{other}.{n}" for n in fields)
+            yield keys, False, f"another run.job than {job}", ""
         rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
-        yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl"
+        yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl", ""
         if job in ("preference", "reward_model"):
-            yield "preference.loss preference.reference", job == "preference", "run.job=preference"
-            yield "preference.margin", job == "reward_model", "run.job=reward_model"
+            asked = "run.job=preference"
+            yield "preference.loss preference.reference", job == "preference", asked, ""
+            yield "preference.margin", job == "reward_model", "run.job=reward_model", ""
             refers = name_of(self.preference.loss) not in ("simpo", "orpo")
-            yield "preference.reference", refers, "a preference.loss that compares with it"
-        yield (
-            "data.jsonl.path data.jsonl.eval_path",
-            self.data.source == "jsonl",
-            ("data.source=jsonl"),
-        )
+            yield "preference.reference", refers, "a preference.loss that compares with it", ""
+        of_file = "data.jsonl.path data.jsonl.eval_path"
+        yield of_file, self.data.source == "jsonl", "data.source=jsonl", ""
         mixes = bool(a.supervised_coefficient)
-        yield "warm_start.path", bool(self.warm_start.steps) or mixes, "warm_start.steps above 0"
-        yield "weights.probe_tolerance", self.weights.probe, "weights.probe=true"
+        reads = bool(self.warm_start.steps) or mixes
+        yield "warm_start.path", reads, "warm_start.steps above 0", "warm_start.steps"
+        probes = self.weights.probe
+        yield "weights.probe_tolerance", probes, "weights.probe=true", "weights.probe"
         if job != "rl":
             return
-        yield (
-            "data.curriculum_pool data.curriculum_threshold",
-            self.data.curriculum != "none",
-            ("data.curriculum"),
-        )
-        drops = staleness.when_too_old == "drop"
-        yield "staleness.overcommit", drops, "staleness.when_too_old=drop"
-        yield "staleness.ess_target", staleness.adapt == "ess", "staleness.adapt=ess"
+        of_order = "data.curriculum_pool data.curriculum_threshold"
+        yield of_order, self.data.curriculum != "none", "data.curriculum", "data.curriculum"
+        drops, switch = staleness.when_too_old == "drop", "staleness.when_too_old"
+        yield "staleness.overcommit", drops, f"{switch}=drop", switch
+        adapts, switch = staleness.adapt == "ess", "staleness.adapt"
+        yield "staleness.ess_target", adapts, f"{switch}=ess", switch
         of_signal = "algorithm.max_resampled algorithm.signal_part algorithm.signal_std"
-        yield of_signal, a.dynamic_sampling, "algorithm.dynamic_sampling=true"
+        switch = "algorithm.dynamic_sampling"
+        yield of_signal, a.dynamic_sampling, f"{switch}=true", switch
         of_reference = " ".join(f"reference.{name}" for name in Reference.model_fields)
-        refers, why = bool(a.kl_coefficient), "algorithm.kl_coefficient above 0"
-        yield f"algorithm.kl algorithm.kl_in {of_reference}", refers, why
-        yield "algorithm.kl_horizon", a.kl_target is not None, "algorithm.kl_target"
+        refers, switch = bool(a.kl_coefficient), "algorithm.kl_coefficient"
+        of_kl = f"algorithm.kl algorithm.kl_in algorithm.kl_target {of_reference}"
+        yield of_kl, refers, f"{switch} above 0", switch
+        steers, switch = a.kl_target is not None, "algorithm.kl_target"
+        yield "algorithm.kl_horizon", steers, switch, switch
         bonus = bool(a.entropy_coefficient or a.entropy_target)
-        yield "algorithm.entropy_clip", bonus, "algorithm.entropy_coefficient or entropy_target"
-        yield "algorithm.entropy_step", a.entropy_target is not None, "algorithm.entropy_target"
-        yield "algorithm.supervised_batch", mixes, "algorithm.supervised_coefficient above 0"
-        of_critic = " ".join(f"critic.{name}" for name in Critic.model_fields)
-        has_critic = name_of(a.advantage) == "gae"
-        yield of_critic, has_critic, "algorithm.advantage=gae, which has a critic"
-        of_teacher = ["form", "coefficient", "rewards", "kind", "top_k", "beta", "refresh_every"]
+        wanted, switch = "algorithm.entropy_coefficient", "algorithm.entropy_target"
+        yield "algorithm.entropy_clip", bonus, f"{wanted} or entropy_target", f"{wanted} {switch}"
+        yield "algorithm.entropy_step", a.entropy_target is not None, switch, switch
+        switch = "algorithm.supervised_coefficient"
+        yield "algorithm.supervised_batch", mixes, f"{switch} above 0", switch
+        of_critic = " ".join(f"critic.{n}" for n in Critic.model_fields if n != "path")
+        has_critic, wanted = (
+            name_of(a.advantage) == "gae",
+            "algorithm.advantage=gae, which has a critic",
+        )
+        yield of_critic, has_critic, wanted, "algorithm.advantage"
+        yield "critic.path", has_critic, wanted, ""  # a folder that the start would look for
+        of_teacher = [n for n in Teacher.model_fields if n not in ("source", "path")]
         teaches, by_loss = teacher.source != "none", teacher.form == "loss"
-        yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, "teacher.source"
+        switch = "teacher.source"
+        yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, switch, switch
         if teaches:
-            yield "teacher.refresh_every", teacher.source == "self", "teacher.source=self"
-            yield "teacher.kind teacher.top_k", by_loss, "teacher.form=loss"
-            yield "teacher.beta", by_loss and teacher.kind == "js", "teacher.form=loss and kind=js"
-            yield (
+            yield "teacher.refresh_every", teacher.source == "self", f"{switch}=self", switch
+            switch, wanted = "teacher.form", "teacher.form=loss"
+            yield "teacher.kind teacher.top_k", by_loss, wanted, switch
+            mixed, switch = teacher.kind == "js", "teacher.kind" if by_loss else switch
+            yield "teacher.beta", by_loss and mixed, f"{wanted} and kind=js", switch
+            of_rewards, switch = (
                 "algorithm.advantage algorithm.loss algorithm.shaping",
-                bool(teacher.rewards or not by_loss),
-                "teacher.rewards above 0",
+                "teacher.rewards",
             )
-        yield "reward.model_weight", self.reward.model is not None, "reward.model"
+            rewarded = bool(teacher.rewards or not by_loss)
+            yield of_rewards, rewarded, f"{switch} above 0", switch
+        has_model = self.reward.model is not None
+        yield "reward.model_weight", has_model, "reward.model", "reward.model"
 
     def _shaping_is_read(self) -> Iterator[str]:
         """Shapings by length look at answers that can be so long."""

@@ -350,7 +350,7 @@ def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overr
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["algorithm.kl_target=0.1"], "kl_coefficient by factors, and that is 0"),
+        (["algorithm.kl_target=0.1"], "read by nothing without algorithm.kl_coefficient above 0"),
         (["reference.ema=0.9"], "reference.ema (0.9) is read by nothing without algorithm.kl_c"),
         (["critic.path=somewhere"], "read by nothing without algorithm.advantage=gae"),
         (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
@@ -399,30 +399,27 @@ UNREAD = [
     (["algorithm.signal_part=length"], "algorithm.dynamic_sampling=true"),
     (["algorithm.entropy_clip=1"], "algorithm.entropy_coefficient or entropy_target"),
     (["algorithm.entropy_step=0.1"], "algorithm.entropy_target"),
-    (["algorithm.kl=k3"], "algorithm.kl_coefficient above 0"),  # the default, and set
-    (["algorithm.kl_in=loss"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl=k1"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl_in=reward"], "algorithm.kl_coefficient above 0"),
     (["algorithm.kl_coefficient=0.1", "algorithm.kl_horizon=5"], "algorithm.kl_target"),
     (["algorithm.supervised_batch=4"], "algorithm.supervised_coefficient above 0"),
     (["critic.warmup_steps=3"], "algorithm.advantage=gae"),
-    (["critic.learning_rate=1e-5"], "algorithm.advantage=gae"),
+    (["critic.learning_rate=1e-4"], "algorithm.advantage=gae"),
     (["critic.clip=null"], "algorithm.advantage=gae"),
     (["reference.refresh_every=3"], "algorithm.kl_coefficient above 0"),
     (["teacher.kind=js"], "teacher.source"),
-    (["teacher.coefficient=1"], "teacher.source"),
-    (["teacher.source=self", "teacher.kind=reverse"], "teacher.form=loss"),
+    (["teacher.coefficient=2"], "teacher.source"),
+    (["teacher.source=self", "teacher.kind=forward"], "teacher.form=loss"),
     (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
     (
-        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.5"],
+        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.25"],
         "teacher.form=loss and kind=js",
     ),
-    (["teacher.source=path", "teacher.path=x", "teacher.refresh_every=3"], "teacher.source=self"),
-    (["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], "teacher.rewards above 0"),
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
-    (["warm_start.steps=0", "warm_start.path=x"], "warm_start.steps above 0"),
-    (["weights.probe=false", "weights.probe_tolerance=1"], "weights.probe=true"),
+    (["warm_start.path=x"], "warm_start.steps above 0"),
     (["reward.model_weight=0.5"], "reward.model"),
     (["sft.batch_size=4"], "another run.job"),
     (["preference.loss=ipo"], "another run.job"),
@@ -430,13 +427,68 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("overrides", "wanted"), UNREAD, ids=[words[-1] for words, _ in UNREAD])
-def test_what_nothing_reads_is_refused_with_what_would_make_it_read(overrides, wanted):
-    message = refusal(CONFIGS / "addition.yaml", *overrides)
+def test_what_nothing_reads_is_refused_with_what_would_make_it_read(write, overrides, wanted):
+    message = refusal(write(""), *overrides)
     key = overrides[-1].partition("=")[0]
-    if key == "teacher.rewards":
-        key = "algorithm.advantage"
     assert f"{key} (" in message and f"is read by nothing without {wanted}" in message
     assert f"leave {key} out" in message
+
+
+TURNED_OFF = [
+    ("grpo", ["algorithm.kl_coefficient=0"], []),  # the file's k3 is the default
+    ("rloo", ["algorithm.kl_coefficient=0"], ["algorithm.kl (k1)", "algorithm.kl_in (reward)"]),
+    (
+        "grpo",
+        ["algorithm.kl_coefficient=0.0", "algorithm.kl_target=0.1"],
+        ["algorithm.kl_target (0.1)"],
+    ),
+    (
+        "self_distill",
+        ["teacher.source=none"],
+        ["teacher.form (loss)", "teacher.kind (js)", "teacher.coefficient (0.05)"],
+    ),
+    ("addition", ["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], []),
+    (
+        "rloo",
+        [
+            "algorithm.kl_coefficient=0",
+            "algorithm.kl=k3",
+            "algorithm.kl_in=loss",
+            "algorithm.correction=null",
+            "teacher.source=self",
+            "teacher.form=loss",
+            "teacher.rewards=0",
+        ],
+        ["algorithm.advantage (rloo)", "algorithm.loss (reinforce)"],
+    ),
+    (
+        "ppo_critic",
+        ["algorithm.advantage=rloo"],
+        ["critic.learning_rate (0.0005)", "critic.warmup_steps (5)"],
+    ),
+    ("self_distill", ["teacher.kind=reverse", "teacher.beta=0.25"], ["teacher.beta (0.25)"]),
+    ("opd", ["teacher.refresh_every=3"], ["teacher.refresh_every (3)"]),
+    (
+        "addition",
+        ["weights.probe=false", "weights.probe_tolerance=1"],
+        ["weights.probe_tolerance (1.0)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "told"), TURNED_OFF, ids=[f"{n} {o[0]}" for n, o, _ in TURNED_OFF]
+)
+def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
+    write, caplog, name, overrides, told
+):
+    config = load(CONFIGS / f"{name}.yaml", overrides)
+    assert [r.getMessage().partition(" is read by")[0] for r in caplog.records] == told
+    assert load(write(dump(config))) == config
+
+
+def test_a_default_that_is_written_down_is_refused_nowhere(write):
+    load(write(""), ["algorithm.kl=k3", "critic.clip=0.2", "teacher.kind=reverse"])
 
 
 READ = [
@@ -538,12 +590,14 @@ def test_a_reference_is_refused_beside_a_preference_loss_without_one(write):
     assert "preference.reference (x)" in refusal(write(""), *words, "preference.loss=simpo")
 
 
-def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write):
+def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write, caplog):
     """As --print-config prints it, and a run's config.yaml holds it."""
     whole = Config().model_dump()
     assert load(write(yaml.safe_dump(whole))) == Config()
+    assert not caplog.records
     whole["critic"]["warmup_steps"] = 3
-    assert "critic.warmup_steps (3)" in refusal(write(yaml.safe_dump(whole)))
+    load(write(yaml.safe_dump(whole)))
+    assert "critic.warmup_steps (3)" in caplog.text
 
 
 def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write):
