@@ -159,6 +159,23 @@ def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> No
     assert apart(learner.params, other.params) > 0
 
 
+@pytest.mark.parametrize("minibatches", [2, 5, 12])
+def test_measures_of_a_step_are_the_same_however_many_updates_it_is_learnt_in(
+    minibatches: int,
+) -> None:
+    """The mean of the parts' effective sample sizes was far above that of the step: parts of one
+    sequence have one of 1 each."""
+    settings = {"learning_rate": 0.0, "advantage": "group_mean"}
+    whole = moved(learner_of(algorithm=settings))
+    parts = moved(learner_of(algorithm={**settings, "minibatches": minibatches}))
+    assert parts["train/updates"] == minibatches
+    assert whole["train/sequences"] == parts["train/sequences"] == 12
+    assert whole["offpolicy/sequence_ess_share"] < 0.9
+    for key in whole:
+        if key.startswith("offpolicy/") or key == "train/loss":
+            assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+
+
 def test_with_several_updates_the_proximal_policy_is_the_one_at_the_start() -> None:
     """With learning rate 0 the policy stays the proximal one, so the loss's ratio is 1."""
     settings = {"anchor": "proximal", "epochs": 2, "correction": "tis"}
