@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxrl_async.config.userfile import is_own
+
 log = logging.getLogger(__name__)
 
 MAX_WHOLE = 2**31 - 1
@@ -42,6 +44,11 @@ COMPARED_IN_GROUP = (
 DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl")
 """Advantages that divide by the spread or the mean of a group's rewards, so that a group of equal
 rewards and a KL in them gets advantages of full size made of that KL alone."""
+CENTERED_IN_STEP = ("reinforce_pp", "discounted_batch")
+"""Advantages that are 0 for a step of one answer, undiscounted, as `discounted` is for a group of
+one."""
+WITHOUT_RATIO = ("gpg",)
+"""Losses that have no ratio: where nothing is corrected, no anchor is looked at."""
 GRADERS = {"exact", "gsm8k", "math"}
 """Built-in rewards, which compare with the record's answer."""
 OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
@@ -920,6 +927,11 @@ class Config(Section):
             yield "preference.reference", refers, "a preference.loss that compares with it", ""
         of_file = "data.jsonl.path data.jsonl.eval_path"
         yield of_file, self.data.source == "jsonl", "data.source=jsonl", ""
+        reads = self.data.source == "jsonl" or self.warm_start.path is not None
+        of_records = "data.jsonl.prompt_field data.jsonl.template"
+        yield of_records, reads, "data.source=jsonl or warm_start.path", ""
+        of_shape = " ".join(f"model.architecture.{name}" for name in Architecture.model_fields)
+        yield of_shape, self.model.path is None, "model.path=null", "model.path"
         mixes = bool(a.supervised_coefficient)
         reads = bool(self.warm_start.steps) or mixes
         yield "warm_start.path", reads, "warm_start.steps above 0", "warm_start.steps"
@@ -965,12 +977,15 @@ class Config(Section):
             yield "teacher.kind teacher.top_k", by_loss, wanted, switch
             mixed, switch = teacher.kind == "js", "teacher.kind" if by_loss else switch
             yield "teacher.beta", by_loss and mixed, f"{wanted} and kind=js", switch
-            of_rewards, switch = (
-                "algorithm.advantage algorithm.loss algorithm.shaping",
-                "teacher.rewards",
+            switch = "teacher.rewards"
+            of_rewards = " ".join(
+                f"algorithm.{n}" for n in ("advantage", "loss", "shaping", "correction", "anchor")
             )
             rewarded = bool(teacher.rewards or not by_loss)
             yield of_rewards, rewarded, f"{switch} above 0", switch
+        corrects = a.correction not in (None, "none")
+        anchors = name_of(a.loss) not in WITHOUT_RATIO or corrects
+        yield "algorithm.anchor", anchors, "another algorithm.loss or a correction", ""
         has_model = self.reward.model is not None
         yield "reward.model_weight", has_model, "reward.model", "reward.model"
 
@@ -992,12 +1007,14 @@ class Config(Section):
     def _all_is_learnt(self) -> Iterator[str]:
         """Settings with which nothing could be learnt, or only noise."""
         a, teacher, rl = self.algorithm, self.teacher, self.run.job == "rl"
-        updates = self.run.steps * (a.epochs * a.minibatches if rl else 1)
-        if self.trainer.warmup_steps > updates:
+        waits = self.critic.warmup_steps if rl and name_of(a.advantage) == "gae" else 0
+        updates = (self.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
+        if self.trainer.warmup_steps > updates > 0:
+            less = " less critic.warmup_steps" if waits else ""
             yield (
                 f"trainer.warmup_steps ({self.trainer.warmup_steps}) is more than all updates of "
-                f"the run ({updates}: run.steps, times algorithm.epochs and minibatches): the "
-                "learning rate would never reach its peak. Lower it, or raise run.steps."
+                f"the run ({updates}: run.steps{less}, times algorithm.epochs and minibatches): "
+                "the learning rate would never reach its peak. Lower it, or raise run.steps."
             )
         if not rl:
             return
@@ -1019,6 +1036,14 @@ class Config(Section):
                 f"algorithm.advantage={name} compares the answers to one prompt, and "
                 "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or "
                 "set algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
+            )
+        yield from self._tokens_differ()
+        answers = a.groups_per_step * a.group_size
+        if a.minibatches > answers:
+            yield (
+                f"algorithm.minibatches ({a.minibatches}) is more than the answers of a step "
+                f"({answers}: groups_per_step * group_size): no part would be left for some of "
+                f"them. Set it to {answers} at most."
             )
         if a.dynamic_sampling and a.group_size < 2:
             yield (
@@ -1059,6 +1084,25 @@ class Config(Section):
                 f"algorithm.supervised_coefficient learns at sampler.temperature "
                 f"({self.sampler.temperature}), and worked answers are learnt at 1. Set the "
                 "temperature to 1, or the coefficient to 0."
+            )
+
+    def _tokens_differ(self) -> Iterator[str]:
+        """Advantages of tokens that are all alike, where they are compared with each other alone:
+        one answer, rewarded as a whole, undiscounted."""
+        a, name = self.algorithm, name_of(self.algorithm.advantage)
+        steps = a.kl_coefficient and a.kl_in == "reward"
+        if any(is_own(function) for function in self.reward.weights) or steps:
+            return  # single tokens may be rewarded
+        if self.teacher.source != "none" and self.teacher.rewards == 0:
+            return
+        alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
+        whole = arguments_of(a.advantage).get("gamma", 1) == 1
+        if alone and whole and name in ("discounted", *CENTERED_IN_STEP):
+            where = "group" if name == "discounted" else "step"
+            yield (
+                f"algorithm.advantage={name} compares the tokens of a {where}, and one answer with "
+                "gamma=1 gives all the same: all advantages would be 0. Raise algorithm.group_size"
+                + ("." if name == "discounted" else " or groups_per_step.")
             )
 
     def _fits_together(self) -> Iterator[str]:

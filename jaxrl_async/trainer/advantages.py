@@ -152,7 +152,10 @@ def maxrl(data: StepData) -> StepAdvantages:
 
 
 @advantage
-@rule("k must be at most algorithm.group_size", lambda k, group_size: k <= group_size)
+@rule(
+    "k must be at most algorithm.group_size, and what a downsample keeps",
+    lambda k, group_size: k <= group_size,
+)
 def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
     """The reward is that any of k answers is right; analytic over all subsets of the group.
 

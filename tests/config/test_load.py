@@ -70,7 +70,8 @@ def test_an_exponent_without_a_point_is_a_number(write):
     ],
 )
 def test_text_on_the_command_line_is_taken_as_it_stands(write, override, value):
-    assert load(write(""), [override]).data.jsonl.template == value
+    given = ["data.source=jsonl", "data.jsonl.path=x", override]
+    assert load(write(""), given).data.jsonl.template == value
 
 
 def test_a_run_may_be_named_like_a_number_on_the_command_line(write):
@@ -420,6 +421,9 @@ UNREAD = [
     (["data.curriculum_pool=8"], "data.curriculum"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
     (["warm_start.path=x"], "warm_start.steps above 0"),
+    (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
+    (["data.jsonl.template=x {prompt}"], "data.source=jsonl or warm_start.path"),
+    (["algorithm.loss=gpg", "algorithm.anchor=proximal"], "another algorithm.loss or a correction"),
     (["reward.model_weight=0.5"], "reward.model"),
     (["sft.batch_size=4"], "another run.job"),
     (["preference.loss=ipo"], "another run.job"),
@@ -454,12 +458,25 @@ TURNED_OFF = [
             "algorithm.kl_coefficient=0",
             "algorithm.kl=k3",
             "algorithm.kl_in=loss",
-            "algorithm.correction=null",
+            "algorithm.anchor=proximal",
             "teacher.source=self",
             "teacher.form=loss",
             "teacher.rewards=0",
         ],
-        ["algorithm.advantage (rloo)", "algorithm.loss (reinforce)"],
+        [
+            "algorithm.advantage (rloo)",
+            "algorithm.loss (reinforce)",
+            "algorithm.correction ({'truncate': {'cap': 2.0}})",
+            "algorithm.anchor (proximal)",
+        ],
+    ),
+    (
+        "opd",
+        ["model.path=x"],
+        [
+            f"model.architecture.{told}"
+            for told in ("layers (2)", "width (96)", "head_dim (24)", "mlp (256)")
+        ],
     ),
     (
         "ppo_critic",
@@ -506,6 +523,16 @@ READ = [
     ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
     ["algorithm.group_size=1", "teacher.source=self", "teacher.rewards=0"],
     ["trainer.warmup_steps=120"],
+    ["trainer.warmup_steps=115", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+    ["trainer.warmup_steps=480", "algorithm.minibatches=2", "algorithm.epochs=2"],
+    ["algorithm.minibatches=128"],
+    ["algorithm.group_size=1", "algorithm.advantage={discounted: {gamma: 0.9}}"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted", "reward.function=my.py:reward"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted_batch"],
+    ["algorithm.group_size=1", "algorithm.groups_per_step=1", "algorithm.advantage=reinforce_pp",
+     "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"],
+    ["algorithm.loss=gpg", "algorithm.anchor=proximal", "algorithm.correction=tis"],
+    ["warm_start.path=x", "data.jsonl.prompt_field=x", "data.jsonl.template=x {prompt}"],
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
 ]  # fmt: skip
 
@@ -525,6 +552,28 @@ NOTHING_LEARNT = [
     (["sampler.top_k=1"], "leave one token to draw"),
     (["algorithm.kl=k1", "algorithm.kl_coefficient=0.1"], "expected gradient of 0"),
     (["trainer.warmup_steps=121"], "more than all updates of the run (120"),
+    (
+        ["trainer.warmup_steps=116", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+        "(115: run.steps less critic.warmup_steps",
+    ),
+    (["algorithm.minibatches=129"], "more than the answers of a step (128"),
+    (["algorithm.group_size=1", "algorithm.advantage=discounted"], "tokens of a group"),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage=reinforce_pp",
+        ],
+        "tokens of a step",
+    ),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage={discounted_batch: {gamma: 1.0}}",
+        ],
+        "tokens of a step",
+    ),
     (["algorithm.advantage=gae", "critic.warmup_steps=120"], "leaves the policy none"),
     (["teacher.source=self", "teacher.coefficient=0"], "learns nothing from teacher.source=self"),
     (
