@@ -325,10 +325,10 @@ class Learner:
         algorithm = self._algorithm
         missing = 0
         for epoch in range(algorithm.epochs):
-            parts = self._parts(step, (self._seed, version, epoch))
-            missing += algorithm.minibatches - len(parts)
+            many, parts = self._parts(step, (self._seed, version, epoch))
+            missing += algorithm.minibatches - many
             for index, part in enumerate(parts):
-                done = epoch * algorithm.minibatches + index * algorithm.minibatches / len(parts)
+                done = epoch * algorithm.minibatches + index * algorithm.minibatches / many
                 if not warming:
                     at = self._asked(version - self._first_step) + done
                     self.state, stats = self._step.update(
@@ -366,20 +366,22 @@ class Learner:
         them, whatever number was really made."""
         return steps * self._algorithm.epochs * self._algorithm.minibatches
 
-    def _parts(self, step: Part, seed: Sequence[int]) -> list[Part]:
-        """The mini-batches of one epoch: of the step's sequences, each in rows of its own.
+    def _parts(self, step: Part, seed: Sequence[int]) -> tuple[int, Iterator[Part]]:
+        """The mini-batches of one epoch: of the step's sequences, each in rows of its own. Their
+        number; and each when it is asked for, since sampling masks make them large.
 
         Each token weighs what it does in the whole step, times the number of parts: the mean of
         their gradients is the step's, whatever part a sequence is in.
         """
         if self._algorithm.minibatches == 1:
-            return [step]
+            return 1, iter([step])
         dealt = deal(step.batch, self._algorithm.minibatches, seed)
         times = len(dealt)
         step = step._replace(columns=step.columns._replace(**self._step.weights(step.batch, times)))
         if step.returns is not None:
             step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
-        return [_part_at(step, places_of(step.batch, sequences)) for sequences in dealt]
+        parts = (_part_at(step, places_of(step.batch, sequences)) for sequences in dealt)
+        return times, parts
 
     def _tell_of_missing(self, missing: int) -> None:
         """Once for every number that is larger than those before."""
