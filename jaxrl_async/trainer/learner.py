@@ -52,9 +52,6 @@ from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
 
-TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
-"""Advantages that look at token rewards; for all others a KL in the reward is summed over the
-sequence."""
 EMA_SEED = 1
 """Of the random bits that round a moving reference in bfloat16."""
 NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
@@ -545,13 +542,13 @@ def _by_group(
 def _less(
     data: StepData, batch: PackedBatch, penalty: FloatArray, advantage: schema.Choice
 ) -> tuple[StepData, dict[str, float]]:
-    """Rewards less a penalty per token: from the tokens where the estimator looks at them, else
-    from the sequences."""
+    """Rewards less a penalty per token, once: from the tokens, which every estimator here looks at;
+    for a user's own, which may look at the sequences alone, from these."""
     of_tokens = _by_group(unpacked(batch, penalty), data.groups)
     sums = [np.array([p.sum(dtype=np.float64) for p in g]) for g in of_tokens]
     flat = np.concatenate(sums)
     told = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
-    if schema.name_of(advantage) not in TOKEN_LEVEL:
+    if is_own(schema.name_of(advantage)):
         rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
         return replace(data, rewards=rewards), told
     before = data.token_rewards or tuple((None,) * len(g) for g in of_tokens)
