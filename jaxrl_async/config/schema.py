@@ -3,11 +3,16 @@
 A field's docstring is its help text (`--help`), and names its unit. Needs no JAX.
 """
 
+import logging
 from collections.abc import Iterator
 from sys import float_info
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxrl_async.config.userfile import is_own
+
+log = logging.getLogger(__name__)
 
 MAX_WHOLE = 2**31 - 1
 """Largest whole number of a setting."""
@@ -39,6 +44,11 @@ COMPARED_IN_GROUP = (
 DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl")
 """Advantages that divide by the spread or the mean of a group's rewards, so that a group of equal
 rewards and a KL in them gets advantages of full size made of that KL alone."""
+CENTERED_IN_STEP = ("reinforce_pp", "discounted_batch")
+"""Advantages that are 0 for a step of one answer, undiscounted, as `discounted` is for a group of
+one."""
+WITHOUT_RATIO = ("gpg",)
+"""Losses that have no ratio: where nothing is corrected, no anchor is looked at."""
 GRADERS = {"exact", "gsm8k", "math"}
 """Built-in rewards, which compare with the record's answer."""
 OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
@@ -67,12 +77,9 @@ class Section(BaseModel):
     )
 
     def is_set(self, name: str) -> bool:
-        """Whether a setting was given. A section that is written out in full, as --print-config
-        does, says so only of what is not the default."""
-        fields = type(self).model_fields
-        if self.model_fields_set >= fields.keys():
-            return bool(getattr(self, name) != fields[name].get_default(call_default_factory=True))
-        return name in self.model_fields_set
+        """Whether a setting differs from its default: writing the default down changes nothing."""
+        default = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) != default)
 
 
 class Run(Section):
@@ -858,21 +865,20 @@ class Config(Section):
             )
 
     def _all_is_read(self) -> Iterator[str]:
-        """What is set, and nothing would read."""
-        for keys, is_read, wanted in self._readers():
+        """What is set, and nothing would read. Where the switch of a feature was turned off in so
+        many words, what the feature would read may stay: an override can turn off what a file
+        describes, and it is told in a warning."""
+        for keys, is_read, wanted, switches in self._readers():
             for key in keys.split():
                 section, name = self._owner(key)
-                if not is_read and section.is_set(name):
-                    yield (
-                        f"{key} ({getattr(section, name)}) is read by nothing without {wanted}. "
-                        f"Set that, or leave {key} out."
-                    )
+                if is_read or not section.is_set(name):
+                    continue
+                told = f"{key} ({getattr(section, name)}) is read by nothing without {wanted}"
+                if off := [switch for switch in switches.split() if self._is_given(switch)]:
+                    log.warning("%s, and %s is %s", told, off[0], self._value(off[0]))
+                else:
+                    yield f"{told}. Set that, or leave {key} out."
         algorithm, reward = self.algorithm, self.reward
-        if algorithm.kl_target is not None and not algorithm.kl_coefficient:
-            yield (
-                "algorithm.kl_target steers algorithm.kl_coefficient by factors, and that is 0. "
-                "Give it a value to start from, such as 0.01."
-            )
         if reward.model is None and reward.function_weight != 1:
             yield (
                 f"reward.function_weight ({reward.function_weight}) weighs the function against "
@@ -895,63 +901,94 @@ class Config(Section):
             section = getattr(section, part)
         return section, name
 
-    def _readers(self) -> Iterator[tuple[str, bool, str]]:
-        """Keys, whether something reads them, and what would make it so."""
+    def _is_given(self, key: str) -> bool:
+        """Whether a setting was written down, be it as its default."""
+        section, name = self._owner(key)
+        return name in section.model_fields_set
+
+    def _value(self, key: str) -> Any:
+        section, name = self._owner(key)
+        return getattr(section, name)
+
+    def _readers(self) -> Iterator[tuple[str, bool, str, str]]:
+        """Keys, whether something reads them, what would make it so, and the switches that turn it
+        off."""
         a, teacher, staleness, job = self.algorithm, self.teacher, self.staleness, self.run.job
         for other in OF_OTHER_JOBS[job]:
             fields = type(getattr(self, other)).model_fields
-            yield " ".join(f"{other}.{n}" for n in fields), False, f"another run.job than {job}"
+            keys = " ".join(f"{other}.{n}" for n in fields)
+            yield keys, False, f"another run.job than {job}", ""
         rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
-        yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl"
+        yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl", ""
         if job in ("preference", "reward_model"):
-            yield "preference.loss preference.reference", job == "preference", "run.job=preference"
-            yield "preference.margin", job == "reward_model", "run.job=reward_model"
+            asked = "run.job=preference"
+            yield "preference.loss preference.reference", job == "preference", asked, ""
+            yield "preference.margin", job == "reward_model", "run.job=reward_model", ""
             refers = name_of(self.preference.loss) not in ("simpo", "orpo")
-            yield "preference.reference", refers, "a preference.loss that compares with it"
-        yield (
-            "data.jsonl.path data.jsonl.eval_path",
-            self.data.source == "jsonl",
-            ("data.source=jsonl"),
-        )
+            yield "preference.reference", refers, "a preference.loss that compares with it", ""
+        of_file = "data.jsonl.path data.jsonl.eval_path"
+        yield of_file, self.data.source == "jsonl", "data.source=jsonl", ""
+        reads = self.data.source == "jsonl" or self.warm_start.path is not None
+        of_records = "data.jsonl.prompt_field data.jsonl.template"
+        yield of_records, reads, "data.source=jsonl or warm_start.path", ""
+        of_shape = " ".join(f"model.architecture.{name}" for name in Architecture.model_fields)
+        yield of_shape, self.model.path is None, "model.path=null", "model.path"
         mixes = bool(a.supervised_coefficient)
-        yield "warm_start.path", bool(self.warm_start.steps) or mixes, "warm_start.steps above 0"
-        yield "weights.probe_tolerance", self.weights.probe, "weights.probe=true"
+        reads = bool(self.warm_start.steps) or mixes
+        yield "warm_start.path", reads, "warm_start.steps above 0", "warm_start.steps"
+        probes = self.weights.probe
+        yield "weights.probe_tolerance", probes, "weights.probe=true", "weights.probe"
         if job != "rl":
             return
-        yield (
-            "data.curriculum_pool data.curriculum_threshold",
-            self.data.curriculum != "none",
-            ("data.curriculum"),
-        )
-        drops = staleness.when_too_old == "drop"
-        yield "staleness.overcommit", drops, "staleness.when_too_old=drop"
-        yield "staleness.ess_target", staleness.adapt == "ess", "staleness.adapt=ess"
+        of_order = "data.curriculum_pool data.curriculum_threshold"
+        yield of_order, self.data.curriculum != "none", "data.curriculum", "data.curriculum"
+        drops, switch = staleness.when_too_old == "drop", "staleness.when_too_old"
+        yield "staleness.overcommit", drops, f"{switch}=drop", switch
+        adapts, switch = staleness.adapt == "ess", "staleness.adapt"
+        yield "staleness.ess_target", adapts, f"{switch}=ess", switch
         of_signal = "algorithm.max_resampled algorithm.signal_part algorithm.signal_std"
-        yield of_signal, a.dynamic_sampling, "algorithm.dynamic_sampling=true"
+        switch = "algorithm.dynamic_sampling"
+        yield of_signal, a.dynamic_sampling, f"{switch}=true", switch
         of_reference = " ".join(f"reference.{name}" for name in Reference.model_fields)
-        refers, why = bool(a.kl_coefficient), "algorithm.kl_coefficient above 0"
-        yield f"algorithm.kl algorithm.kl_in {of_reference}", refers, why
-        yield "algorithm.kl_horizon", a.kl_target is not None, "algorithm.kl_target"
+        refers, switch = bool(a.kl_coefficient), "algorithm.kl_coefficient"
+        of_kl = f"algorithm.kl algorithm.kl_in algorithm.kl_target {of_reference}"
+        yield of_kl, refers, f"{switch} above 0", switch
+        steers, switch = a.kl_target is not None, "algorithm.kl_target"
+        yield "algorithm.kl_horizon", steers, switch, switch
         bonus = bool(a.entropy_coefficient or a.entropy_target)
-        yield "algorithm.entropy_clip", bonus, "algorithm.entropy_coefficient or entropy_target"
-        yield "algorithm.entropy_step", a.entropy_target is not None, "algorithm.entropy_target"
-        yield "algorithm.supervised_batch", mixes, "algorithm.supervised_coefficient above 0"
-        of_critic = " ".join(f"critic.{name}" for name in Critic.model_fields)
-        has_critic = name_of(a.advantage) == "gae"
-        yield of_critic, has_critic, "algorithm.advantage=gae, which has a critic"
-        of_teacher = ["form", "coefficient", "rewards", "kind", "top_k", "beta", "refresh_every"]
+        wanted, switch = "algorithm.entropy_coefficient", "algorithm.entropy_target"
+        yield "algorithm.entropy_clip", bonus, f"{wanted} or entropy_target", f"{wanted} {switch}"
+        yield "algorithm.entropy_step", a.entropy_target is not None, switch, switch
+        switch = "algorithm.supervised_coefficient"
+        yield "algorithm.supervised_batch", mixes, f"{switch} above 0", switch
+        of_critic = " ".join(f"critic.{n}" for n in Critic.model_fields if n != "path")
+        has_critic, wanted = (
+            name_of(a.advantage) == "gae",
+            "algorithm.advantage=gae, which has a critic",
+        )
+        yield of_critic, has_critic, wanted, "algorithm.advantage"
+        yield "critic.path", has_critic, wanted, ""  # a folder that the start would look for
+        of_teacher = [n for n in Teacher.model_fields if n not in ("source", "path")]
         teaches, by_loss = teacher.source != "none", teacher.form == "loss"
-        yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, "teacher.source"
+        switch = "teacher.source"
+        yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, switch, switch
         if teaches:
-            yield "teacher.refresh_every", teacher.source == "self", "teacher.source=self"
-            yield "teacher.kind teacher.top_k", by_loss, "teacher.form=loss"
-            yield "teacher.beta", by_loss and teacher.kind == "js", "teacher.form=loss and kind=js"
-            yield (
-                "algorithm.advantage algorithm.loss algorithm.shaping",
-                bool(teacher.rewards or not by_loss),
-                "teacher.rewards above 0",
+            yield "teacher.refresh_every", teacher.source == "self", f"{switch}=self", switch
+            switch, wanted = "teacher.form", "teacher.form=loss"
+            yield "teacher.kind teacher.top_k", by_loss, wanted, switch
+            mixed, switch = teacher.kind == "js", "teacher.kind" if by_loss else switch
+            yield "teacher.beta", by_loss and mixed, f"{wanted} and kind=js", switch
+            switch = "teacher.rewards"
+            of_rewards = " ".join(
+                f"algorithm.{n}" for n in ("advantage", "loss", "shaping", "correction", "anchor")
             )
-        yield "reward.model_weight", self.reward.model is not None, "reward.model"
+            rewarded = bool(teacher.rewards or not by_loss)
+            yield of_rewards, rewarded, f"{switch} above 0", switch
+        corrects = a.correction not in (None, "none")
+        anchors = name_of(a.loss) not in WITHOUT_RATIO or corrects
+        yield "algorithm.anchor", anchors, "another algorithm.loss or a correction", ""
+        has_model = self.reward.model is not None
+        yield "reward.model_weight", has_model, "reward.model", "reward.model"
 
     def _shaping_is_read(self) -> Iterator[str]:
         """Shapings by length look at answers that can be so long."""
@@ -971,12 +1008,14 @@ class Config(Section):
     def _all_is_learnt(self) -> Iterator[str]:
         """Settings with which nothing could be learnt, or only noise."""
         a, teacher, rl = self.algorithm, self.teacher, self.run.job == "rl"
-        updates = self.run.steps * (a.epochs * a.minibatches if rl else 1)
-        if self.trainer.warmup_steps > updates:
+        waits = self.critic.warmup_steps if rl and name_of(a.advantage) == "gae" else 0
+        updates = (self.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
+        if self.trainer.warmup_steps > updates > 0:
+            less = " less critic.warmup_steps" if waits else ""
             yield (
                 f"trainer.warmup_steps ({self.trainer.warmup_steps}) is more than all updates of "
-                f"the run ({updates}: run.steps, times algorithm.epochs and minibatches): the "
-                "learning rate would never reach its peak. Lower it, or raise run.steps."
+                f"the run ({updates}: run.steps{less}, times algorithm.epochs and minibatches): "
+                "the learning rate would never reach its peak. Lower it, or raise run.steps."
             )
         if not rl:
             return
@@ -998,6 +1037,14 @@ class Config(Section):
                 f"algorithm.advantage={name} compares the answers to one prompt, and "
                 "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or "
                 "set algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
+            )
+        yield from self._tokens_differ()
+        answers = a.groups_per_step * a.group_size
+        if a.minibatches > answers:
+            yield (
+                f"algorithm.minibatches ({a.minibatches}) is more than the answers of a step "
+                f"({answers}: groups_per_step * group_size): no part would be left for some of "
+                f"them. Set it to {answers} at most."
             )
         if a.dynamic_sampling and a.group_size < 2:
             yield (
@@ -1038,6 +1085,25 @@ class Config(Section):
                 f"algorithm.supervised_coefficient learns at sampler.temperature "
                 f"({self.sampler.temperature}), and worked answers are learnt at 1. Set the "
                 "temperature to 1, or the coefficient to 0."
+            )
+
+    def _tokens_differ(self) -> Iterator[str]:
+        """Advantages of tokens that are all alike, where they are compared with each other alone:
+        one answer, rewarded as a whole, undiscounted."""
+        a, name = self.algorithm, name_of(self.algorithm.advantage)
+        steps = a.kl_coefficient and a.kl_in == "reward"
+        if any(is_own(function) for function in self.reward.weights) or steps:
+            return  # single tokens may be rewarded
+        if self.teacher.source != "none" and self.teacher.rewards == 0:
+            return
+        alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
+        whole = arguments_of(a.advantage).get("gamma", 1) == 1
+        if alone and whole and name in ("discounted", *CENTERED_IN_STEP):
+            where = "group" if name == "discounted" else "step"
+            yield (
+                f"algorithm.advantage={name} compares the tokens of a {where}, and one answer with "
+                "gamma=1 gives all the same: all advantages would be 0. Raise algorithm.group_size"
+                + ("." if name == "discounted" else " or groups_per_step.")
             )
 
     def _fits_together(self) -> Iterator[str]:

@@ -276,6 +276,7 @@ METRICS: tuple[Metric, ...] = (
         ("supervised/tokens", "tokens", "Tokens of worked answers mixed into the step."),
         ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),
         ("train/tokens", "tokens", "Tokens that were learnt."),
+        ("train/sequences", "sequences", "Sequences with a token that was learnt."),
         ("train/sequence_tokens", "tokens", "Tokens in the packed rows, prompts included."),
         ("warm/updates", "updates", "Updates that the supervised warm start made."),
         ("train/flops", "FLOP", "Model FLOP of the step, forward and backward."),

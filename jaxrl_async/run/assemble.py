@@ -85,7 +85,7 @@ from jaxrl_async.scorers.reward_model import (
 )
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
-from jaxrl_async.trainer.advantages import advantage
+from jaxrl_async.trainer.advantages import advantage, check_weights
 from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.corrections import correction_of, weighs
 from jaxrl_async.trainer.critic import CriticStep
@@ -203,6 +203,7 @@ def assemble(
             f"algorithm.signal_part = {config.algorithm.signal_part!r}: the reward has no such "
             f"part (it has: {', '.join(sorted(parts)) or 'none'}). Correct it."
         )
+    check_weights(config.algorithm.advantage, parts)
     if len(held_out) < lockstep.count:
         raise ConfigError(
             f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "

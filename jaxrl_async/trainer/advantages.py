@@ -14,13 +14,14 @@ what stands before the first drawn token was earned by nobody. Estimators of one
 sequence look at its return: its reward plus the sum of what its tokens earned.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.registry import Above0, AtLeast0, Finite, Registry, Share, Whole, rule
 from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, StopReason
@@ -151,7 +152,10 @@ def maxrl(data: StepData) -> StepAdvantages:
 
 
 @advantage
-@rule("k must be at most algorithm.group_size", lambda k, group_size: k <= group_size)
+@rule(
+    "k must be at most algorithm.group_size, and what a downsample keeps",
+    lambda k, group_size: k <= group_size,
+)
 def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
     """The reward is that any of k answers is right; analytic over all subsets of the group.
 
@@ -239,22 +243,30 @@ def gdpo(
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
     al. 2026 (arXiv:2601.05242). A weight that is not given is 1. What shaping added to the reward
     is one more part, `shaping`, and what tokens earned another, `tokens`; a reward without parts
-    is the part `reward`.
+    is the part `reward`. A weight of a part that no score of the step names has no effect:
+    `check_weights` looks for wrong names before the run.
     """
     told = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
     named = [_parts(*of_group) for of_group in told]
-    unknown = sorted(set(weights or {}) - {name for parts in named for name in parts})
-    if unknown:
-        raise ConfigError(
-            f"advantage 'gdpo': the reward has no part {unknown[0]!r} (it has: "
-            f"{', '.join(sorted({n for p in named for n in p}))}). Correct its weights."
-        )
     sums = [
         np.sum([(weights or {}).get(n, 1.0) * _standardized(v, epsilon) for n, v in p.items()], 0)
         for p in named
     ]
     flat = _standardized(np.concatenate([np.zeros(0), *sums]), epsilon)
     return _per_sequence(data, _cut(flat, sums))
+
+
+def check_weights(choice: Choice, parts: Collection[str]) -> None:
+    """Raise ConfigError where gdpo weighs a part that the reward has not. parts: those it has."""
+    if name_of(choice) != "gdpo":
+        return
+    known = {*(parts or {"reward"}), "shaping", "tokens"}
+    unknown = sorted(set(arguments_of(choice).get("weights") or {}) - known)
+    if unknown:
+        raise ConfigError(
+            f"algorithm.advantage: advantage 'gdpo': the reward has no part {unknown[0]!r} (it "
+            f"has: {', '.join(sorted(known))}). Correct its weights."
+        )
 
 
 def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[str, Doubles]:

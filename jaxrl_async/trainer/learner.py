@@ -52,9 +52,6 @@ from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
 
-TOKEN_LEVEL = ("reinforce_pp", "discounted", "discounted_batch", "gae")
-"""Advantages that look at token rewards; for all others a KL in the reward is summed over the
-sequence."""
 EMA_SEED = 1
 """Of the random bits that round a moving reference in bfloat16."""
 NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
@@ -325,10 +322,10 @@ class Learner:
         algorithm = self._algorithm
         missing = 0
         for epoch in range(algorithm.epochs):
-            parts = self._parts(step, (self._seed, version, epoch))
-            missing += algorithm.minibatches - len(parts)
+            many, parts = self._parts(step, (self._seed, version, epoch))
+            missing += algorithm.minibatches - many
             for index, part in enumerate(parts):
-                done = epoch * algorithm.minibatches + index * algorithm.minibatches / len(parts)
+                done = epoch * algorithm.minibatches + index * algorithm.minibatches / many
                 if not warming:
                     at = self._asked(version - self._first_step) + done
                     self.state, stats = self._step.update(
@@ -366,20 +363,22 @@ class Learner:
         them, whatever number was really made."""
         return steps * self._algorithm.epochs * self._algorithm.minibatches
 
-    def _parts(self, step: Part, seed: Sequence[int]) -> list[Part]:
-        """The mini-batches of one epoch: of the step's sequences, each in rows of its own.
+    def _parts(self, step: Part, seed: Sequence[int]) -> tuple[int, Iterator[Part]]:
+        """The mini-batches of one epoch: of the step's sequences, each in rows of its own. Their
+        number; and each when it is asked for, since sampling masks make them large.
 
         Each token weighs what it does in the whole step, times the number of parts: the mean of
         their gradients is the step's, whatever part a sequence is in.
         """
         if self._algorithm.minibatches == 1:
-            return [step]
+            return 1, iter([step])
         dealt = deal(step.batch, self._algorithm.minibatches, seed)
         times = len(dealt)
         step = step._replace(columns=step.columns._replace(**self._step.weights(step.batch, times)))
         if step.returns is not None:
             step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
-        return [_part_at(step, places_of(step.batch, sequences)) for sequences in dealt]
+        parts = (_part_at(step, places_of(step.batch, sequences)) for sequences in dealt)
+        return times, parts
 
     def _tell_of_missing(self, missing: int) -> None:
         """Once for every number that is larger than those before."""
@@ -543,13 +542,13 @@ def _by_group(
 def _less(
     data: StepData, batch: PackedBatch, penalty: FloatArray, advantage: schema.Choice
 ) -> tuple[StepData, dict[str, float]]:
-    """Rewards less a penalty per token: from the tokens where the estimator looks at them, else
-    from the sequences."""
+    """Rewards less a penalty per token, once: from the tokens, which every estimator here looks at;
+    for a user's own, which may look at the sequences alone, from these."""
     of_tokens = _by_group(unpacked(batch, penalty), data.groups)
     sums = [np.array([p.sum(dtype=np.float64) for p in g]) for g in of_tokens]
     flat = np.concatenate(sums)
     told = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
-    if schema.name_of(advantage) not in TOKEN_LEVEL:
+    if is_own(schema.name_of(advantage)):
         rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
         return replace(data, rewards=rewards), told
     before = data.token_rewards or tuple((None,) * len(g) for g in of_tokens)

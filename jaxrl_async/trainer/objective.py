@@ -29,11 +29,13 @@ from jaxrl_async.trainer.losses import (
     token_loss,
 )
 from jaxrl_async.trainer.offpolicy import (
+    OF_SEQUENCES,
     derived_measures,
     divergence_by_lag,
     off_policy_measures,
 )
 from jaxrl_async.trainer.own import own_loss
+from jaxrl_async.trainer.segments import first_tokens
 
 
 class Coefficients(NamedTuple):
@@ -118,7 +120,12 @@ def policy_objective(
     }
     terms, term_means = _other_terms(recipe, x, weights, coefficients)
     loss = recipe.policy * policy_loss + terms
-    sums = {"train/loss": loss, "train/policy_loss": policy_loss, "train/tokens": jnp.sum(x.mask)}
+    sums = {
+        "train/loss": loss,
+        "train/policy_loss": policy_loss,
+        "train/tokens": jnp.sum(x.mask),
+        "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
+    }
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
     means |= term_means | _distances(x, told) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)
@@ -193,25 +200,24 @@ def mean_report(
 ) -> dict[str, float]:
     """One report of several updates on parts of one step, by the kind of each metric.
 
-    Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`.
-    Losses are not: a part's tokens weigh in it what they do in the step, times the number of parts,
-    so that the step's loss is the plain mean.
+    Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`;
+    those over sequences weigh as many of these. Losses are neither: a part's tokens weigh in it
+    what they do in the step, times the number of parts, so that the step's loss is the plain mean.
+    What is derived from means is so from the step's.
     """
     if len(reports) == 1:
         return dict(reports[0])
-    weights = [r.get(tokens, 0.0) for r in reports]
 
-    def reduction(key: str, value: float, weight: float) -> Any:
+    def reduction(key: str, value: float, report: Mapping[str, float]) -> Any:
         metric = metric_of(key)
         if metric.kind is not Mean:
             return metric.kind(value)
-        weight = 1.0 if metric.unit == "loss" else weight
+        counted = "train/sequences" if key in OF_SEQUENCES else tokens
+        weight = 1.0 if metric.unit == "loss" else report.get(counted) or 1.0
         return Mean(value * weight, weight)
 
-    return merge(
-        {k: reduction(k, v, w or 1.0) for k, v in r.items()}
-        for r, w in zip(reports, weights, strict=True)
-    )
+    merged = merge({k: reduction(k, v, r) for k, v in r.items()} for r in reports)
+    return merged | derived_measures(merged)
 
 
 def _distances(x: TokenInputs, told: Array) -> dict[str, tuple[Array, Array]]:

@@ -13,6 +13,13 @@ from jaxrl_async.trainer.kl import k3_of
 from jaxrl_async.trainer.losses import MAX_LOG_RATIO, TokenInputs, mismatch
 from jaxrl_async.trainer.segments import first_tokens, sequence_mean, sequence_sum
 
+OF_SEQUENCES = (
+    "offpolicy/geometric_ratio_mean",
+    "offpolicy/sequence_weight_mean",
+    "offpolicy/sequence_weight_square_mean",
+)
+"""Means over sequences; all others are over tokens."""
+
 
 def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
     """(total, count) of each mean, over learnt tokens or over sequences with any.

@@ -15,11 +15,12 @@ A user's own function may leave both out, and types, too.
 import difflib
 import functools
 import inspect
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
@@ -113,12 +114,13 @@ class Registry(Generic[F]):
         """
         name, arguments = _parse(self.kind, choice)
         function = self[name]
-        self._check(name, function, arguments)
+        arguments = self._fitted(name, function, arguments)
         self._check_rules(name, function, facts | defaults_of(function) | arguments)
         return functools.partial(function, **arguments) if arguments else function  # type: ignore[return-value]
 
-    def _check(self, name: str, function: F, arguments: dict[str, Any]) -> None:
-        settings = settings_of(function)
+    def _fitted(self, name: str, function: F, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments in the types that the function asks for."""
+        settings, found = settings_of(function), dict[str, Any]()
         types = types_of(function)
         for key, value in arguments.items():
             if key not in settings:
@@ -127,18 +129,21 @@ class Registry(Generic[F]):
                     f"{self.kind} {name!r} has no argument {key!r}{_nearest(key, settings)} "
                     f"(it takes: {known})."
                 )
-            if not _fits(value, types[key]):
+            try:
+                found[key] = _as(types[key], value)
+            except ValueError:
                 given = "a very long number" if _is_long(value) else repr(value)
                 raise ConfigError(
                     f"{self.setting}: {self.kind} {name!r}: {key} must be "
                     f"{range_of(types[key])}, not {given}."
-                )
+                ) from None
         missing = [k for k, p in settings.items() if p.default is p.empty and k not in arguments]
         if missing:
             example = ", ".join(f"{k}: ..." for k in missing)
             raise ConfigError(
                 f"{self.kind} {name!r} needs {', '.join(missing)}: write {{{name}: {{{example}}}}}."
             )
+        return found
 
     def _check_rules(self, name: str, function: F, known: dict[str, Any]) -> None:
         for one in rules_of(function):
@@ -171,7 +176,7 @@ def types_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def range_of(kind: Any) -> str:
-    """A type with its range in words: "float > 0 and <= 1"."""
+    """A type with its range in words: "float > 0 and <= 1"; a tuple as "[float, float]"."""
     if get_origin(kind) is Annotated:
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         limits = [limit for note in kind.__metadata__ for limit in _limits(note)]
@@ -179,8 +184,11 @@ def range_of(kind: Any) -> str:
         return " ".join([range_of(get_args(kind)[0]), " and ".join(told)]).strip()
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) is Mapping:
+    if get_origin(kind) in (Mapping, dict):
         return f"{{name: {range_of(get_args(kind)[1])}}}"
+    if get_origin(kind) in (tuple, list, Sequence, set, frozenset):
+        several = [*get_args(kind), *([] if get_origin(kind) is tuple else [...])]
+        return f"[{', '.join('...' if k is ... else range_of(k) for k in several)}]"
     if get_args(kind):
         return " or ".join(map(range_of, get_args(kind)))
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
@@ -213,18 +221,18 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
     return name, dict(arguments or {})
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from a configuration can be this argument; a type that pydantic does not
-    know is not checked."""
+def _as(kind: Any, value: Any) -> Any:
+    """A value of a configuration as an argument of this type: a list as the tuple, a text as the
+    path that is asked for. Types that pydantic does not know are not checked. ValueError."""
     if _is_long(value) or (isinstance(value, float) and not math.isfinite(value)):
-        return False
+        raise ValueError
+    if kind is Any:
+        return value
     try:
-        _adapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return False
+        found = _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except PydanticUserError:
-        return True
-    return True
+        return value
+    return value if isinstance(value, int | float) else found
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

@@ -52,6 +52,9 @@ def check_algorithm(algorithm: schema.Algorithm, teacher: schema.Teacher) -> Non
     for choice in algorithm.shaping:
         function = shaping.resolve(choice, **facts)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
+    downsamples = [c for c in algorithm.shaping if schema.name_of(c) == "downsample"]
+    kept = [schema.arguments_of(c)["keep"] for c in downsamples]
+    facts["group_size"] = min([algorithm.group_size, *kept])
     own_advantage(advantage.resolve(algorithm.advantage, **facts), algorithm.advantage)
     aggregate.resolve(algorithm.aggregate)
     if bends(algorithm):

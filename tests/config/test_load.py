@@ -70,7 +70,8 @@ def test_an_exponent_without_a_point_is_a_number(write):
     ],
 )
 def test_text_on_the_command_line_is_taken_as_it_stands(write, override, value):
-    assert load(write(""), [override]).data.jsonl.template == value
+    given = ["data.source=jsonl", "data.jsonl.path=x", override]
+    assert load(write(""), given).data.jsonl.template == value
 
 
 def test_a_run_may_be_named_like_a_number_on_the_command_line(write):
@@ -350,7 +351,7 @@ def test_fuzz_whatever_is_given_is_a_config_or_a_config_error(write, text, overr
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["algorithm.kl_target=0.1"], "kl_coefficient by factors, and that is 0"),
+        (["algorithm.kl_target=0.1"], "read by nothing without algorithm.kl_coefficient above 0"),
         (["reference.ema=0.9"], "reference.ema (0.9) is read by nothing without algorithm.kl_c"),
         (["critic.path=somewhere"], "read by nothing without algorithm.advantage=gae"),
         (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
@@ -399,30 +400,30 @@ UNREAD = [
     (["algorithm.signal_part=length"], "algorithm.dynamic_sampling=true"),
     (["algorithm.entropy_clip=1"], "algorithm.entropy_coefficient or entropy_target"),
     (["algorithm.entropy_step=0.1"], "algorithm.entropy_target"),
-    (["algorithm.kl=k3"], "algorithm.kl_coefficient above 0"),  # the default, and set
-    (["algorithm.kl_in=loss"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl=k1"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl_in=reward"], "algorithm.kl_coefficient above 0"),
     (["algorithm.kl_coefficient=0.1", "algorithm.kl_horizon=5"], "algorithm.kl_target"),
     (["algorithm.supervised_batch=4"], "algorithm.supervised_coefficient above 0"),
     (["critic.warmup_steps=3"], "algorithm.advantage=gae"),
-    (["critic.learning_rate=1e-5"], "algorithm.advantage=gae"),
+    (["critic.learning_rate=1e-4"], "algorithm.advantage=gae"),
     (["critic.clip=null"], "algorithm.advantage=gae"),
     (["reference.refresh_every=3"], "algorithm.kl_coefficient above 0"),
     (["teacher.kind=js"], "teacher.source"),
-    (["teacher.coefficient=1"], "teacher.source"),
-    (["teacher.source=self", "teacher.kind=reverse"], "teacher.form=loss"),
+    (["teacher.coefficient=2"], "teacher.source"),
+    (["teacher.source=self", "teacher.kind=forward"], "teacher.form=loss"),
     (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
     (
-        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.5"],
+        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.25"],
         "teacher.form=loss and kind=js",
     ),
-    (["teacher.source=path", "teacher.path=x", "teacher.refresh_every=3"], "teacher.source=self"),
-    (["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], "teacher.rewards above 0"),
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
-    (["warm_start.steps=0", "warm_start.path=x"], "warm_start.steps above 0"),
-    (["weights.probe=false", "weights.probe_tolerance=1"], "weights.probe=true"),
+    (["warm_start.path=x"], "warm_start.steps above 0"),
+    (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
+    (["data.jsonl.template=x {prompt}"], "data.source=jsonl or warm_start.path"),
+    (["algorithm.loss=gpg", "algorithm.anchor=proximal"], "another algorithm.loss or a correction"),
     (["reward.model_weight=0.5"], "reward.model"),
     (["sft.batch_size=4"], "another run.job"),
     (["preference.loss=ipo"], "another run.job"),
@@ -430,13 +431,81 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("overrides", "wanted"), UNREAD, ids=[words[-1] for words, _ in UNREAD])
-def test_what_nothing_reads_is_refused_with_what_would_make_it_read(overrides, wanted):
-    message = refusal(CONFIGS / "addition.yaml", *overrides)
+def test_what_nothing_reads_is_refused_with_what_would_make_it_read(write, overrides, wanted):
+    message = refusal(write(""), *overrides)
     key = overrides[-1].partition("=")[0]
-    if key == "teacher.rewards":
-        key = "algorithm.advantage"
     assert f"{key} (" in message and f"is read by nothing without {wanted}" in message
     assert f"leave {key} out" in message
+
+
+TURNED_OFF = [
+    ("grpo", ["algorithm.kl_coefficient=0"], []),  # the file's k3 is the default
+    ("rloo", ["algorithm.kl_coefficient=0"], ["algorithm.kl (k1)", "algorithm.kl_in (reward)"]),
+    (
+        "grpo",
+        ["algorithm.kl_coefficient=0.0", "algorithm.kl_target=0.1"],
+        ["algorithm.kl_target (0.1)"],
+    ),
+    (
+        "self_distill",
+        ["teacher.source=none"],
+        ["teacher.form (loss)", "teacher.kind (js)", "teacher.coefficient (0.05)"],
+    ),
+    ("addition", ["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], []),
+    (
+        "rloo",
+        [
+            "algorithm.kl_coefficient=0",
+            "algorithm.kl=k3",
+            "algorithm.kl_in=loss",
+            "algorithm.anchor=proximal",
+            "teacher.source=self",
+            "teacher.form=loss",
+            "teacher.rewards=0",
+        ],
+        [
+            "algorithm.advantage (rloo)",
+            "algorithm.loss (reinforce)",
+            "algorithm.correction ({'truncate': {'cap': 2.0}})",
+            "algorithm.anchor (proximal)",
+        ],
+    ),
+    (
+        "opd",
+        ["model.path=x"],
+        [
+            f"model.architecture.{told}"
+            for told in ("layers (2)", "width (96)", "head_dim (24)", "mlp (256)")
+        ],
+    ),
+    (
+        "ppo_critic",
+        ["algorithm.advantage=rloo"],
+        ["critic.learning_rate (0.0005)", "critic.warmup_steps (5)"],
+    ),
+    ("self_distill", ["teacher.kind=reverse", "teacher.beta=0.25"], ["teacher.beta (0.25)"]),
+    ("opd", ["teacher.refresh_every=3"], ["teacher.refresh_every (3)"]),
+    (
+        "addition",
+        ["weights.probe=false", "weights.probe_tolerance=1"],
+        ["weights.probe_tolerance (1.0)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "told"), TURNED_OFF, ids=[f"{n} {o[0]}" for n, o, _ in TURNED_OFF]
+)
+def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
+    write, caplog, name, overrides, told
+):
+    config = load(CONFIGS / f"{name}.yaml", overrides)
+    assert [r.getMessage().partition(" is read by")[0] for r in caplog.records] == told
+    assert load(write(dump(config))) == config
+
+
+def test_a_default_that_is_written_down_is_refused_nowhere(write):
+    load(write(""), ["algorithm.kl=k3", "critic.clip=0.2", "teacher.kind=reverse"])
 
 
 READ = [
@@ -454,6 +523,16 @@ READ = [
     ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
     ["algorithm.group_size=1", "teacher.source=self", "teacher.rewards=0"],
     ["trainer.warmup_steps=120"],
+    ["trainer.warmup_steps=115", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+    ["trainer.warmup_steps=480", "algorithm.minibatches=2", "algorithm.epochs=2"],
+    ["algorithm.minibatches=128"],
+    ["algorithm.group_size=1", "algorithm.advantage={discounted: {gamma: 0.9}}"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted", "reward.function=my.py:reward"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted_batch"],
+    ["algorithm.group_size=1", "algorithm.groups_per_step=1", "algorithm.advantage=reinforce_pp",
+     "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"],
+    ["algorithm.loss=gpg", "algorithm.anchor=proximal", "algorithm.correction=tis"],
+    ["warm_start.path=x", "data.jsonl.prompt_field=x", "data.jsonl.template=x {prompt}"],
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
 ]  # fmt: skip
 
@@ -473,6 +552,28 @@ NOTHING_LEARNT = [
     (["sampler.top_k=1"], "leave one token to draw"),
     (["algorithm.kl=k1", "algorithm.kl_coefficient=0.1"], "expected gradient of 0"),
     (["trainer.warmup_steps=121"], "more than all updates of the run (120"),
+    (
+        ["trainer.warmup_steps=116", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+        "(115: run.steps less critic.warmup_steps",
+    ),
+    (["algorithm.minibatches=129"], "more than the answers of a step (128"),
+    (["algorithm.group_size=1", "algorithm.advantage=discounted"], "tokens of a group"),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage=reinforce_pp",
+        ],
+        "tokens of a step",
+    ),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage={discounted_batch: {gamma: 1.0}}",
+        ],
+        "tokens of a step",
+    ),
     (["algorithm.advantage=gae", "critic.warmup_steps=120"], "leaves the policy none"),
     (["teacher.source=self", "teacher.coefficient=0"], "learns nothing from teacher.source=self"),
     (
@@ -538,12 +639,14 @@ def test_a_reference_is_refused_beside_a_preference_loss_without_one(write):
     assert "preference.reference (x)" in refusal(write(""), *words, "preference.loss=simpo")
 
 
-def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write):
+def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write, caplog):
     """As --print-config prints it, and a run's config.yaml holds it."""
     whole = Config().model_dump()
     assert load(write(yaml.safe_dump(whole))) == Config()
+    assert not caplog.records
     whole["critic"]["warmup_steps"] = 3
-    assert "critic.warmup_steps (3)" in refusal(write(yaml.safe_dump(whole)))
+    load(write(yaml.safe_dump(whole)))
+    assert "critic.warmup_steps (3)" in caplog.text
 
 
 def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write):

@@ -46,6 +46,8 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("rate * (1 - jnp.exp(logs))", "rate * (1 + jnp.exp(logs))"),
         ("jnp.exp(jnp.minimum(logs, 0.0)), 1.0", "jnp.exp(jnp.minimum(logs, 1.0)), 1.0"),
         ("x.covariance_rank < share", "x.covariance_rank > share"),
+        ("MAX_LOG_RATIO = 40.0", "MAX_LOG_RATIO = 4.0"),
+        ("SMALLEST_REST = 1e-8", "SMALLEST_REST = 1e-2"),
         ("(1 - anchor) * rest - anchor *", "(1 - anchor) * rest + anchor *"),
     ],
     "aggregate": [
@@ -57,6 +59,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
     "kl": [
         ("_from_reference(x) ** 2 / 2", "_from_reference(x) ** 2"),
         ("MAX_LOG_RATIO)) + difference", "MAX_LOG_RATIO)) - difference"),
+        ("jnp.minimum(-difference, MAX_LOG_RATIO)", "jnp.minimum(-difference, 2.0)"),
         ("x.policy_logprobs, x.behavior_logprobs", "x.behavior_logprobs, x.policy_logprobs"),
         ("measured / target - 1, -0.2), 0.2)", "measured / target - 1, -0.2), 0.3)"),
         ("coefficient * (1 + error / horizon)", "coefficient * (1 - error / horizon)"),

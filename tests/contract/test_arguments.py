@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_async.config.schema import WITHOUT_RATIO
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.aggregate import aggregate
 from jaxrl_async.trainer.corrections import correction
 from jaxrl_async.trainer.kl import kl
-from jaxrl_async.trainer.losses import supervised_loss, token_loss
+from jaxrl_async.trainer.losses import NO_RATIO, supervised_loss, token_loss
 from jaxrl_async.trainer.preference import preference_loss
 from jaxrl_async.trainer.registry import (
     defaults_of,
@@ -133,6 +134,11 @@ def test_a_rule_between_arguments_is_checked_with_the_defaults_and_the_runs_sett
 )
 def test_what_a_rule_just_allows_is_taken(registry, choice):
     registry.resolve(choice, group_size=8)
+
+
+def test_the_losses_without_a_ratio_are_those_that_say_so():
+    said = {name for name in token_loss if getattr(token_loss[name], "asked", None) == NO_RATIO}
+    assert said == set(WITHOUT_RATIO)
 
 
 def test_the_documentation_lists_every_argument_with_default_and_range():

@@ -457,9 +457,12 @@ def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, t
     check_refusal(capsys, command(tmp_path, *given), 2, "config error: reward.function = ", told)
 
 
-def test_a_part_that_the_reward_has_not_gives_no_signal(tmp_path, capsys):
+def test_a_part_that_the_reward_has_not_gives_no_signal_and_has_no_weight(tmp_path, capsys):
     given = [SCRATCH, "algorithm.dynamic_sampling=true", "algorithm.signal_part=corect"]
     told = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
+    check_refusal(capsys, command(tmp_path, *given), 2, told)
+    given = [SCRATCH, "algorithm.advantage={gdpo: {weights: {corect: 1.0}}}"]
+    told = "the reward has no part 'corect' (it has: correct, shaping, tokens)"
     check_refusal(capsys, command(tmp_path, *given), 2, told)
     given = [SCRATCH, "algorithm.signal_part=correct"]
     check_refusal(capsys, command(tmp_path, *given), 2, "algorithm.dynamic_sampling=true")

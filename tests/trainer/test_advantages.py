@@ -183,13 +183,38 @@ def test_gdpo_normalises_each_part_apart_and_then_the_sum_over_the_step():
     np.testing.assert_allclose(values(result) + values(result, 1), z(sums), rtol=1e-5)
 
 
-def test_gdpo_counts_what_shaping_added_and_refuses_an_unknown_part():
+def test_gdpo_counts_what_shaping_added():
     data = step_data([group_of([1.0, 1.0], parts=[{"right": 1.0}, {"right": 1.0}])])
     shaped = StepData(groups=data.groups, rewards=(np.array([1.0, 0.5]),))
     assert values(adv.gdpo(data)) == [0.0, 0.0]
     np.testing.assert_allclose(values(adv.gdpo(shaped)), [1.0, -1.0], rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"no part 'rihgt'.*right"):
-        adv.gdpo(data, weights={"rihgt": 1.0})
+
+
+@pytest.mark.parametrize("part", ["shaping", "tokens", "tool_errors"])
+def test_gdpo_takes_a_weight_for_a_part_that_this_step_has_not(part):
+    """Before, the first step without an overlong answer ended the run."""
+    data = step_data([group_of([1.0, 0.0], parts=[{"right": 1.0}, {"right": 0.0}])])
+    assert values(adv.gdpo(data, weights={part: 0.5})) == values(adv.gdpo(data))
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights"),
+    [
+        ({"right", "short"}, {"right": 2.0, "shaping": 0.1, "tokens": 0.0}),
+        (set(), {"reward": 1.0, "shaping": 0.1}),
+        ({"right"}, None),
+    ],
+)
+def test_gdpos_weights_may_name_the_rewards_parts_shaping_and_tokens(parts, weights):
+    adv.check_weights({"gdpo": {"weights": weights}}, parts)
+    adv.check_weights("gdpo", parts)
+
+
+def test_gdpos_weight_for_a_part_that_the_reward_has_not_is_refused():
+    with pytest.raises(ConfigError, match=r"no part 'rihgt' \(it has: right, shaping, tokens\)"):
+        adv.check_weights({"gdpo": {"weights": {"rihgt": 1.0}}}, {"right"})
+    with pytest.raises(ConfigError, match="no part 'reward'"):
+        adv.check_weights({"gdpo": {"weights": {"reward": 1.0}}}, {"right"})
 
 
 MULTI_TURN = [[0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0]]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.trainer.kl import kl, next_coefficient
+from jaxrl_async.trainer.kl import k3_of, kl, next_coefficient
 from jaxrl_async.trainer.losses import TokenInputs
 
 REFERENCES = {
@@ -47,6 +47,12 @@ def test_an_estimate_and_its_slope_are_the_formulas(name):
     slopes = (total(policy + 1e-6) - total(policy - 1e-6)) / 2e-6
     grads = jax.grad(lambda p: kl[name](x._replace(policy_logprobs=p)).sum())(x.policy_logprobs)
     np.testing.assert_allclose(grads, slopes, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("difference", [-5.0, 5.0, -15.0])
+def test_k3_of_a_token_far_from_the_reference_is_the_formula(difference):
+    wanted = np.expm1(-difference) + difference
+    assert float(k3_of(jnp.float32(difference))) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(

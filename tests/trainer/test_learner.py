@@ -1,7 +1,9 @@
 """One step of learning: what each companion does to the numbers."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -159,6 +161,23 @@ def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> No
     assert apart(learner.params, other.params) > 0
 
 
+@pytest.mark.parametrize("minibatches", [2, 5, 12])
+def test_measures_of_a_step_are_the_same_however_many_updates_it_is_learnt_in(
+    minibatches: int,
+) -> None:
+    """The mean of the parts' effective sample sizes was far above that of the step: parts of one
+    sequence have one of 1 each."""
+    settings = {"learning_rate": 0.0, "advantage": "group_mean"}
+    whole = moved(learner_of(algorithm=settings))
+    parts = moved(learner_of(algorithm={**settings, "minibatches": minibatches}))
+    assert parts["train/updates"] == minibatches
+    assert whole["train/sequences"] == parts["train/sequences"] == 12
+    assert whole["offpolicy/sequence_ess_share"] < 0.9
+    for key in whole:
+        if key.startswith("offpolicy/") or key == "train/loss":
+            assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+
+
 def test_with_several_updates_the_proximal_policy_is_the_one_at_the_start() -> None:
     """With learning rate 0 the policy stays the proximal one, so the loss's ratio is 1."""
     settings = {"anchor": "proximal", "epochs": 2, "correction": "tis"}
@@ -186,6 +205,94 @@ def test_a_divergence_in_the_reward_is_taken_off_where_the_estimator_looks() -> 
         assert stats["reward/kl"] == pytest.approx(wanted, rel=1e-4)
         assert apart(same.params, far.params) > 1e-4
         assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"])
+
+
+def standardized(values: list[np.ndarray]) -> list[np.ndarray]:
+    flat = np.concatenate(values)
+    return [(v - flat.mean()) / (flat.std() + 1e-8) for v in values]
+
+
+def over_groups(
+    values: list[np.ndarray], of_group: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> list[np.ndarray]:
+    """One number per sequence, from the returns and lengths of its group of three."""
+    returns = np.array([v.sum() for v in values]).reshape(-1, 3)
+    lengths = np.array([len(v) for v in values]).reshape(-1, 3)
+    found = np.concatenate([of_group(r, n) for r, n in zip(returns, lengths, strict=True)])
+    return [np.full(len(v), one) for v, one in zip(values, found, strict=True)]
+
+
+FROM_EARNED: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
+    # of each sequence what its drawn tokens earned, float64 -> its advantages
+    "reinforce": lambda e: over_groups(e, lambda r, n: r),
+    "rloo": lambda e: over_groups(e, lambda r, n: (r - r.mean()) * 3 / 2),
+    "opo": lambda e: over_groups(e, lambda r, n: r - (r * n).sum() / n.sum()),
+    "reinforce_pp_baseline": lambda e: standardized(over_groups(e, lambda r, n: r - r.mean())),
+    "reinforce_pp": lambda e: standardized([np.cumsum(v[::-1])[::-1] for v in e]),
+    "discounted_batch": lambda e: standardized([np.cumsum(v[::-1])[::-1] for v in e]),
+}
+
+
+@pytest.mark.parametrize("name", [*FROM_EARNED, "own"])
+def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
+    name: str, tmp_path: Path
+) -> None:
+    """Against float64, from the log-probs on: what a token earned is its reward less 0.3 times
+    log policy - log reference, and the last one's the sequence's reward, too."""
+    groups = [
+        replace(
+            g,
+            scores=tuple(
+                replace(s, token_rewards=np.linspace(-1, 1, len(e.token_ids), dtype=np.float32))
+                for e, s in zip(g.episodes, g.scores, strict=True)
+            ),
+        )
+        for g in GROUPS
+    ]
+    own = tmp_path / "own.py"
+    own.write_text(OWN_ADVANTAGE)
+    learner = learner_of(
+        algorithm={
+            **{"kl_in": "reward", "kl": "k1", "kl_coefficient": 0.3, "loss": "gpg"},
+            "advantage": f"{own}:by_sequence" if name == "own" else name,
+        },
+        companions={"reference": copied(OTHER)},
+    )
+    found: list[StepAdvantages] = []
+    inner = learner._advantage
+
+    def noted(data: StepData) -> StepAdvantages:
+        found.append(inner(data))
+        return found[0]
+
+    learner._advantage = noted
+    moved(learner, groups)
+    batch = pack_groups(groups, None, ROW)
+    gap = PASS.logprobs(PARAMS, batch).astype(np.float64) - PASS.logprobs(OTHER, batch)
+    earned = []
+    for e, s in ((e, s) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)):
+        place = batch.sequence_ids == len(earned)
+        values = np.asarray(s.token_rewards, np.float64) * (name != "own") - 0.3 * gap[place]
+        earned.append(values[e.drawn])
+        earned[-1][-1] += s.reward
+    wanted = FROM_EARNED["reinforce" if name == "own" else name](earned)
+    drawn = [e.drawn for g in groups for e in g.episodes]
+    flat = [a for of_group in found[0].advantages for a in of_group]
+    for a, mask, values in zip(flat, drawn, wanted, strict=True):
+        np.testing.assert_allclose(a[mask], values, rtol=1e-4, atol=2e-5)
+
+
+OWN_ADVANTAGE = """
+import numpy as np
+from jaxrl_async.trainer.advantages import StepAdvantages
+
+def by_sequence(data):
+    # looks at the sequences' rewards alone
+    return StepAdvantages(advantages=tuple(
+        tuple(np.where(e.drawn, r, 0).astype(np.float32) for e, r in zip(g.episodes, rewards))
+        for g, rewards in zip(data.groups, data.rewards)
+    ))
+"""
 
 
 def test_the_coefficient_of_the_divergence_follows_its_target() -> None:

@@ -272,6 +272,33 @@ def test_a_loss_is_its_papers_formula(packed, name, settings, reference):
     np.testing.assert_allclose(grads, slopes, rtol=1e-4, atol=1e-5)
 
 
+def one_token(policy: float, behavior: float) -> TokenInputs:
+    """One token of advantage 1."""
+    one = jnp.ones((1, 1))
+    return TokenInputs(
+        policy_logprobs=policy * one,
+        behavior_logprobs=behavior * one,
+        advantages=one,
+        mask=one > 0,
+        versions=jnp.zeros((1, 1), jnp.int32),
+        entropy=one,
+    )
+
+
+def test_the_divergence_of_a_token_that_became_nearly_certain_is_the_formulas():
+    """0.9 log(0.9 / p) + 0.1 log(0.1 / (1 - p)) = 0.826 nats at p = 1 - 1e-5."""
+    x = one_token(float(np.log1p(-1e-5)), float(np.log(0.9)))
+    assert token_loss["dppo_kl"](x, high=0.82).clipped.item()
+    assert not token_loss["dppo_kl"](x, high=0.83).clipped.item()
+
+
+def test_a_ratio_of_ten_nats_is_what_it_is():
+    x = one_token(-0.5, -10.5)
+    assert log_ratio(x).item() == pytest.approx(10)
+    assert mismatch(x).item() == pytest.approx(10)
+    assert reinforce(x).loss.item() == pytest.approx(0.5 * np.exp(10), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(token_loss))
 def test_a_loss_is_against_its_anchor(packed, name):
     """Anchored elsewhere, it is what it would be had that drawn the tokens."""

@@ -1,5 +1,7 @@
 """Mini-batches: parts of a step's sequences, in which each weighs what it does in the whole."""
 
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -79,8 +81,9 @@ def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
     """Rows of neighbours in length, each mini-batch a mean of its own, gave the longest quarter
     1.2, 2.5 and 3.6 times the weight of the shortest."""
     learner = learner_of(4096, minibatches, aggregate=aggregate)
-    parts = learner._parts(Part(EPISODES, Columns()), (0, 0, 0))
-    assert len(parts) == minibatches
+    many, lazy = learner._parts(Part(EPISODES, Columns()), (0, 0, 0))
+    parts = list(lazy)
+    assert len(parts) == many == minibatches
     whole = learner._step.weights(EPISODES)["weights"][EPISODES.mask]
     wanted = np.zeros(len(LENGTHS))
     np.add.at(wanted, EPISODES.sequence_ids[EPISODES.mask], whole)
@@ -116,10 +119,21 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
     batch = pack([*sequences, sequence(9, 11, learns=False)], 32)
     learner = learner_of(32, 4, **algorithm)
     step = learner._step
-    parts = learner._parts(Part(batch, Columns()), (0, 0, 0))
+    _, lazy = learner._parts(Part(batch, Columns()), (0, 0, 0))
+    parts = list(lazy)
     assert len(parts) == 4
     losses = [step.measure(PARAMS, p.batch, columns=p.columns)["train/loss"] for p in parts]
     assert np.mean(losses) == pytest.approx(step.measure(PARAMS, batch)["train/loss"], rel=1e-5)
+
+
+def test_the_mini_batches_are_made_one_by_one():
+    """All at once, each with its rows' sampling masks, were the step a second time."""
+    many, parts = learner_of(4096, 16)._parts(Part(EPISODES, Columns()), (0, 0, 0))
+    made: list[weakref.ref] = []
+    for part in parts:
+        made.append(weakref.ref(part.batch.token_ids))
+        assert sum(one() is not None for one in made) <= 2
+    assert len(made) == many == 16
 
 
 def batches(draw_lengths: list[int], silent: list[bool]) -> PackedBatch:

@@ -107,7 +107,8 @@ def test_micro_batches_report_the_same_as_the_whole(x, weights):
 
 def test_nothing_to_learn_is_reported_as_nothing(x, weights):
     stats = report(x._replace(mask=jnp.zeros(SHAPE, bool)), weights)
-    assert stats == {"train/loss": 0.0, "train/policy_loss": 0.0, "train/tokens": 0.0}
+    keys = ("train/loss", "train/policy_loss", "train/tokens", "train/sequences")
+    assert stats == dict.fromkeys(keys, 0.0)
 
 
 def test_a_supervised_report_is_the_mean_log_likelihood(x, weights):

@@ -1,4 +1,9 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
 import pytest
+from pydantic import Field
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.registry import AtLeast0, Registry, rule
@@ -96,6 +101,58 @@ def test_rules_hold_between_arguments_and_with_what_is_known_of_the_run(shapes):
     assert shapes.resolve({"ring": {"outer": 9.0}})(1.0) == 8.0
     with pytest.raises(ConfigError, match=r"outer must fit the page; outer is 9.0, page is 8"):
         shapes.resolve({"ring": {"outer": 9.0}}, page=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "bound"),
+    [
+        (tuple[float, float], [0.1, 2], (0.1, 2.0)),
+        (tuple[str, ...], ["a", "b"], ("a", "b")),
+        (Path, "some/file", Path("some/file")),
+        (list[int] | None, [1], [1]),
+        (Mapping[str, float], {"a": 1}, {"a": 1.0}),
+        (float, 1, 1),
+        (Literal["low", "high"], "low", "low"),
+    ],
+    ids=str,
+)
+def test_a_typed_argument_gets_what_yaml_can_say_in_its_type(kind, value, bound):
+    """YAML has no tuples and no paths."""
+    registry = Registry("shape", "draw.shape")
+
+    def typed(x, *, given):
+        return given
+
+    typed.__annotations__["given"] = kind
+    registry(typed)
+    found = registry.resolve({"typed": {"given": value}})(None)
+    assert found == bound and type(found) is type(bound)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "told"),
+    [
+        (tuple[float, float], [0.1], "[float, float], not [0.1]"),
+        (tuple[float, float], [0.1, True], "[float, float], not"),
+        (tuple[str, ...], "a", "[str, ...], not 'a'"),
+        (list[Annotated[int, Field(ge=1)]], [0], "[int >= 1, ...], not [0]"),
+        (int, True, "int, not True"),
+        (float, "1", "float, not '1'"),
+        (dict[str, float], {"a": "b"}, "{name: float}, not"),
+    ],
+    ids=str,
+)
+def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, told):
+    registry = Registry("shape", "draw.shape")
+
+    def typed(x, *, given):
+        return given
+
+    typed.__annotations__["given"] = kind
+    registry(typed)
+    with pytest.raises(ConfigError) as refused:
+        registry.resolve({"typed": {"given": value}})
+    assert f"given must be {told}" in str(refused.value)
 
 
 def test_a_function_without_types_takes_what_it_is_given(shapes):

@@ -45,6 +45,14 @@ def test_whatever_is_registered_passes(field, registry):
         check_algorithm(algorithm, Teacher())
 
 
+def test_pass_at_k_needs_k_answers_that_a_downsample_keeps():
+    """Before, k was quietly what was kept."""
+    shapings = ({"downsample": {"keep": 4}},)
+    with pytest.raises(ConfigError, match=r"what a downsample keeps; k is 6, group_size is 4"):
+        check_algorithm(Algorithm(shaping=shapings, advantage={"pass_at_k": {"k": 6}}), Teacher())
+    check_algorithm(Algorithm(shaping=shapings, advantage="pass_at_k"), Teacher())
+
+
 def test_a_shaping_of_the_users_that_fails_is_told_with_its_error(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def wild(shaped):\n    return shaped.nothing\n")
