@@ -868,16 +868,23 @@ class Config(Section):
         """What is set, and nothing would read. Where the switch of a feature was turned off in so
         many words, what the feature would read may stay: an override can turn off what a file
         describes, and it is told in a warning."""
+        unread: dict[str, list[str]] = {}  # by the switch that is off
         for keys, is_read, wanted, switches in self._readers():
             for key in keys.split():
                 section, name = self._owner(key)
                 if is_read or not section.is_set(name):
                     continue
-                told = f"{key} ({getattr(section, name)}) is read by nothing without {wanted}"
+                told = f"{key} ({getattr(section, name)})"
                 if off := [switch for switch in switches.split() if self._is_given(switch)]:
-                    log.warning("%s, and %s is %s", told, off[0], self._value(off[0]))
+                    unread.setdefault(off[0], []).append(told)
                 else:
-                    yield f"{told}. Set that, or leave {key} out."
+                    yield (
+                        f"{told} is read by nothing without {wanted}. Set that, or leave {key} out."
+                    )
+        for switch, of_it in unread.items():
+            log.warning(
+                "read by nothing, as %s is %s: %s", switch, self._value(switch), ", ".join(of_it)
+            )
         algorithm, reward = self.algorithm, self.reward
         if reward.model is None and reward.function_weight != 1:
             yield (
@@ -931,8 +938,6 @@ class Config(Section):
         reads = self.data.source == "jsonl" or self.warm_start.path is not None
         of_records = "data.jsonl.prompt_field data.jsonl.template"
         yield of_records, reads, "data.source=jsonl or warm_start.path", ""
-        of_shape = " ".join(f"model.architecture.{name}" for name in Architecture.model_fields)
-        yield of_shape, self.model.path is None, "model.path=null", "model.path"
         mixes = bool(a.supervised_coefficient)
         reads = bool(self.warm_start.steps) or mixes
         yield "warm_start.path", reads, "warm_start.steps above 0", "warm_start.steps"
