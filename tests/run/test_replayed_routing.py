@@ -160,6 +160,8 @@ def test_with_replay_the_ratio_is_one_though_the_routers_differ_and_without_it_i
     assert not any(key.startswith("routing/") for key in free)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     """The pass and the update agree on the policy; a reference of the policy's own weights is not
     the policy where its router would choose others."""

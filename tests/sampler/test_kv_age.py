@@ -279,10 +279,8 @@ def check_logprobs(driven: Driven) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(m, marks=() if m == "restart" else pytest.mark.exhaustive) for m in MODES],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", MODES)
 def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(mode, tmp_path) -> None:
     compared = 0
     for seed in range(2):

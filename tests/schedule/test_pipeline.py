@@ -614,7 +614,7 @@ def test_in_any_order_of_events_the_invariants_hold_and_the_run_goes_on(setup, s
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=INTERLEAVINGS // 8)
+@settings(SETTINGS, max_examples=INTERLEAVINGS // 12)
 @given(setups(), SCHEDULES)
 def test_in_many_orders_of_events_the_invariants_hold_and_the_run_goes_on(setup, schedule):
     played(setup, schedule)
