@@ -31,6 +31,13 @@ def name_of(choice: Choice) -> str:
     return choice if isinstance(choice, str) else next(iter(choice), "")
 
 
+def each_of(choices: Choices | None) -> list[Choice]:
+    """The choices, be they one, a list or none."""
+    if choices is None:
+        return []
+    return choices if isinstance(choices, list) else [choices]
+
+
 def arguments_of(choice: Choice) -> dict[str, Any]:
     """The arguments in a choice."""
     return {} if isinstance(choice, str) else next(iter(choice.values()), {})
@@ -658,13 +665,13 @@ class Reward(Section):
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each function by its name; empty: none."""
-        listed = self.function if isinstance(self.function, list) else [self.function]
+        listed = each_of(self.function)
         told = [(name_of(choice), arguments_of(choice)) for choice in listed]
         return {name: arguments.get("weight", 1.0) for name, arguments in told if name != "none"}
 
     @model_validator(mode="after")
     def _some_reward(self) -> "Reward":
-        listed = self.function if isinstance(self.function, list) else [self.function]
+        listed = each_of(self.function)
         for choice in listed:
             weight = arguments_of(choice).get("weight", 1.0)
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)

@@ -673,7 +673,8 @@ def make_learner(
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic.warmup_steps if name_of(algorithm.advantage) == "gae" else 0
     learns = max(config.run.steps - warming, 1)
-    step = make_step(config, policy.spec, slices, learns * asked, _teacher_spec(config, policy))
+    teacher_spec = _teacher_spec(config, policy)
+    step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
     state = step.init(policy.params)
     reference = None
     if algorithm.kl_coefficient > 0:
@@ -688,9 +689,7 @@ def make_learner(
         )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
-        own_pass=_pass(
-            config, policy.spec, slices, step, teacher.top_k, _teacher_spec(config, policy).vocab
-        ),
+        own_pass=_pass(config, policy.spec, slices, step, teacher.top_k, teacher_spec.vocab),
         reference=reference,
         pairs=warm_start_pairs(config, tokenizer) if mixes else None,
         **_teacher(config, policy, slices, step, state),
@@ -777,13 +776,18 @@ def check_frozen(config: Config) -> None:
     """Look at every directory of frozen weights before anything is trained. CheckpointError,
     ConfigError."""
     refers = config.algorithm.kl_coefficient > 0
-    paths = [config.teacher.path, config.reference.path if refers else None]
-    for path in [*paths, config.preference.reference]:
-        if path is not None:
-            check_params(path, load_spec(Path(path)))
-    for path in [*paths, config.preference.reference, config.critic.path]:
-        if path is not None:
-            check_lengths(config, load_spec(Path(path)), path)
+    of_policies = [
+        config.teacher.path,
+        config.reference.path if refers else None,
+        config.preference.reference,
+    ]
+    for path in [*of_policies, config.critic.path]:
+        if path is None:
+            continue
+        spec = load_spec(Path(path))
+        if path in of_policies:  # a critic's weights end in another head
+            check_params(path, spec)
+        check_lengths(config, spec, path)
 
 
 def check_shared_tokens(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config.schema import Algorithm, Config, name_of
+from jaxrl_async.config.schema import Algorithm, Config, each_of, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
@@ -31,7 +31,7 @@ def check_names(config: Config) -> None:
     if config.run.job != "rl":
         return
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
-    for choice in _listed(config.reward.function):
+    for choice in each_of(config.reward.function):
         if name_of(choice) != "none" and not _is_absent(choice):
             find_reward(name_of(choice))
 
@@ -39,13 +39,9 @@ def check_names(config: Config) -> None:
 def _without_absent_files(algorithm: Algorithm) -> Algorithm:
     """The same with the default in place of each function whose file is not here."""
     fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
-    absent = [f for f in fields if any(map(_is_absent, _listed(getattr(algorithm, f))))]
+    absent = [f for f in fields if any(map(_is_absent, each_of(getattr(algorithm, f))))]
     defaults = Algorithm()
     return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
-
-
-def _listed(choices: Any) -> list[Any]:
-    return [] if choices is None else choices if isinstance(choices, list) else [choices]
 
 
 def _is_absent(choice: Any) -> bool:

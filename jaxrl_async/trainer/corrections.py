@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 from pydantic import Field
 
-from jaxrl_async.config.schema import Algorithm, Choice, Choices, name_of
+from jaxrl_async.config.schema import Algorithm, Choice, Choices, each_of, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.trainer.losses import (
@@ -118,7 +118,7 @@ def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
 
 
 def _listed(choices: Choices) -> list[Choice]:
-    listed = choices if isinstance(choices, list) else [choices]
+    listed = each_of(choices)
     if not listed:
         raise ConfigError("algorithm.correction: a list needs at least one: write none.")
     return listed

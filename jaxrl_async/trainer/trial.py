@@ -63,8 +63,7 @@ def check_algorithm(algorithm: schema.Algorithm, teacher: schema.Teacher) -> Non
 
 def bends(algorithm: schema.Algorithm) -> bool:
     """Whether a correction bounds what the loss bounds already, or takes no ratio of."""
-    used = correction_of(algorithm)
-    names = [schema.name_of(c) for c in (used if isinstance(used, list) else [used])]
+    names = map(schema.name_of, schema.each_of(correction_of(algorithm)))
     asked = default_correction(algorithm.loss, algorithm.anchor)
     return asked == "none" and any(name in BOUNDING for name in names)
 
