@@ -49,11 +49,12 @@ def outcome(file: str, folder: Path, old: str = "", new: str = "") -> subprocess
     mutated = folder / f"jaxrl_async/trainer/{file}.py"
     mutated.write_text(mutated.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     tests = [ROOT / "tests" / name for name in TESTS[file]]
-    options = ("-n0", "-x", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
+    options = ("-n0", "-x", "-q", "-rf", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")
+    outside = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # CI's hides failures
     return subprocess.run(
         [sys.executable, "-B", "-m", "pytest", *options, "--rootdir", ROOT, *tests],
         cwd=folder,  # first on the path of python -m
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**outside, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
     )
