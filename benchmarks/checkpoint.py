@@ -23,7 +23,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.assemble import check_model, make_learner, make_policy, make_tokenizer
-from jaxrl_async.run.checkpoint import Checkpoints
+from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.run.loop import train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"

@@ -29,13 +29,13 @@ from jaxrl_async.types import IntArray
 
 MODELS = {
     "1M": ModelSpec.from_architecture(
-        schema.Architecture(
+        schema.ArchitectureSection(
             family="llama", layers=4, width=128, heads=4, kv_heads=2, head_dim=32, mlp=384
         ),
         vocab_size=512,
     ),
     "25M": ModelSpec.from_architecture(
-        schema.Architecture(
+        schema.ArchitectureSection(
             family="llama", layers=8, width=512, heads=8, kv_heads=4, head_dim=64, mlp=1536
         ),
         vocab_size=4096,

@@ -31,13 +31,13 @@ from common import (
     spread,
 )
 
+from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.rollout.loop import RolloutLoop
+from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
-from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
@@ -110,15 +110,15 @@ def one_row(
 ) -> Row:
     """Run WARM_UP updates and then the measured ones."""
     config = schema.Config(
-        sampler=schema.Sampler(
+        sampler=schema.SamplerSection(
             slots=args.prompts * args.samples,
             max_length=PROMPT_TOKENS + LONGEST,
             max_new_tokens=LONGEST,
             block=args.block,
         ),
-        staleness=schema.Staleness(max_staleness=max_staleness),
-        algorithm=schema.Algorithm(group_size=args.samples, groups_per_step=args.prompts),
-        trainer=schema.Trainer(micro_batch_tokens=args.micro_batch_tokens),
+        staleness=schema.StalenessSection(max_staleness=max_staleness),
+        algorithm=schema.AlgorithmSection(group_size=args.samples, groups_per_step=args.prompts),
+        trainer=schema.TrainerSection(micro_batch_tokens=args.micro_batch_tokens),
     )
     watch = run(spec, config, lengths, WARM_UP + args.steps)
     taken = spread([b - a for a, b in itertools.pairwise(watch.at_s[WARM_UP:])])

@@ -58,7 +58,7 @@ def main() -> None:
         for slots in args.slots:
             sampler = Sampler(
                 (MODELS[model], params),
-                section=schema.Sampler(
+                section=schema.SamplerSection(
                     slots=slots,
                     max_length=PROMPT_TOKENS + LONGEST,
                     max_new_tokens=LONGEST,

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import MODELS, Row, make_params, options, parser, report
 
-from jaxrl_async.sampler.engine import Engine, Run
-from jaxrl_async.sampler.sampling import Mix
+from jaxrl_async.sampler.device.engine import DecodeArgs, Engine
+from jaxrl_async.sampler.device.sampling import Mix
 
 ROWS, LIVE, BLOCK = 64, 64, 32
 """Rows that decode, tokens that each holds before the block, steps of the block."""
@@ -165,7 +165,7 @@ def decode_step(model: str, repeats: int) -> tuple[float, float]:
     state = state._replace(slot=state.slot._replace(max_new=jnp.full(ROWS, 10**6)))
     taken: dict[int, float] = {}
     for steps in (0, BLOCK):
-        run = Run(
+        run = DecodeArgs(
             rows=np.arange(ROWS, dtype=np.int32),
             reserve=np.zeros(0, np.int32),
             num_reserve=np.int32(0),

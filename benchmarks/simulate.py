@@ -42,9 +42,9 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.sampler.batch import Batch
+from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.testing.faults import injected
+from jaxrl_async.testing.sabotage import injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
 TINY = "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}"

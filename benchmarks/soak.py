@@ -37,8 +37,8 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import loop
-from jaxrl_async.testing import faults
-from jaxrl_async.testing.faults import Hits, injected
+from jaxrl_async.testing import sabotage as faults
+from jaxrl_async.testing.sabotage import Hits, injected
 
 READINGS = 900
 PARTS = 20

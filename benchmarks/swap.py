@@ -41,7 +41,9 @@ def measure(model: str, seconds: float) -> Row:
     channel = WeightChannel(copied)
     pauses: list[float] = []
     told: list[tuple[int, int]] = []  # tokens of each answer, and how many have a wrong version
-    section = schema.Sampler(slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16)
+    section = schema.SamplerSection(
+        slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16
+    )
     sampler = Sampler((spec, params), section=section, weights=channel)
     try:
         timed_blocks(sampler, spec.vocab, 0.0, told)  # compile

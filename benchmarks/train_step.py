@@ -23,7 +23,7 @@ from common import (
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.observe import measured_peak_flops
+from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.step import TrainStep, train_flops
 from jaxrl_async.types import PackedBatch
@@ -49,10 +49,10 @@ def one_row(spec: ModelSpec, remat: str, peak: float, args: argparse.Namespace) 
     batch = random_batch(spec.vocab, args.sequences)
     step = TrainStep(
         spec,
-        make_slices(schema.Mesh(colocated=True)).trainer,
+        make_slices(schema.MeshSection(colocated=True)).trainer,
         TRAINER_RULES,
-        algorithm=schema.Algorithm(),
-        trainer=schema.Trainer(micro_batch_tokens=args.micro_batch_tokens),
+        algorithm=schema.AlgorithmSection(),
+        trainer=schema.TrainerSection(micro_batch_tokens=args.micro_batch_tokens),
         row_length=LENGTH,
         total_steps=1000,
         remat=remat,

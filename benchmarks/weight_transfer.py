@@ -34,9 +34,9 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.weights.local import Push
 
 MESHES = {
-    "1 -> 1": schema.Mesh(),
-    "fsdp2 x tensor2 -> tensor4": schema.Mesh(
-        trainer=schema.Axes(fsdp=2, tensor=2), sampler=schema.Axes(tensor=4)
+    "1 -> 1": schema.MeshSection(),
+    "fsdp2 x tensor2 -> tensor4": schema.MeshSection(
+        trainer=schema.AxesSection(fsdp=2, tensor=2), sampler=schema.AxesSection(tensor=4)
     ),
 }
 
@@ -54,7 +54,9 @@ def main() -> None:
     report("weight_transfer", rows, args)
 
 
-def both_ways(spec: ModelSpec, mesh: schema.Mesh, args: argparse.Namespace) -> dict[str, Row]:
+def both_ways(
+    spec: ModelSpec, mesh: schema.MeshSection, args: argparse.Namespace
+) -> dict[str, Row]:
     """The same weights over the same meshes, pushed and put."""
     slices = make_slices(mesh)
     table = weight_table(spec)

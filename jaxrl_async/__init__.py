@@ -15,7 +15,7 @@ _HOMES = {
     "Sampler": "jaxrl_async.sampler.sampler",
     "Request": "jaxrl_async.types",
     "SamplingParams": "jaxrl_async.types",
-    "Router": "jaxrl_async.sampler.router",
+    "Router": "jaxrl_async.sampler.router.router",
     "save_partial": "jaxrl_async.sampler.partial",
     "load_partial": "jaxrl_async.sampler.partial",
     "Completion": "jaxrl_async.types",

@@ -69,7 +69,7 @@ class Slices(NamedTuple):
         return self.samplers[0]
 
 
-def make_slices(section: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Slices:
+def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | None = None) -> Slices:
     """Trainer on the first devices, sampler on the next (or the same). MeshError where there are
     too few.
 
@@ -107,7 +107,7 @@ def _processes(devices: Sequence[jax.Device]) -> list[int]:
     return sorted({d.process_index for d in devices})
 
 
-def _check_hosts(section: schema.Mesh, hosts: Sequence[Sequence[jax.Device]]) -> None:
+def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Device]]) -> None:
     """Raise MeshError where the slices cannot be cut from the devices of several processes."""
     try:
         needed = section.devices_of_process(len(hosts))
@@ -121,13 +121,15 @@ def _check_hosts(section: schema.Mesh, hosts: Sequence[Sequence[jax.Device]]) ->
         )
 
 
-def make_mesh(axes: schema.Axes, devices: Sequence[jax.Device], *, reorder: bool = True) -> Mesh:
+def make_mesh(
+    axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
+) -> Mesh:
     """A mesh of the devices, as arranged. Raises MeshError."""
     return Mesh(arranged(axes, devices, reorder=reorder), AXES)
 
 
 def arranged(
-    axes: schema.Axes, devices: Sequence[jax.Device], *, reorder: bool = True
+    axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
 ) -> np.ndarray:
     """The devices [data, fsdp, expert, context, tensor], in their own order but on TPU.
 
@@ -264,7 +266,7 @@ def _everywhere(mesh: Mesh) -> Any:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-class Turns:
+class DeviceLock:
     """A lock that serves in order of asking, for two threads that dispatch to the same devices."""
 
     def __init__(self) -> None:
@@ -272,7 +274,7 @@ class Turns:
         self._waiting: deque[threading.Event] = deque()
         self._held = False
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "DeviceLock":
         with self._guard:
             if not self._held:
                 self._held = True
@@ -295,14 +297,14 @@ class Turns:
                 self._held = False
 
 
-class _NoTurns:
-    """Nobody to take turns with."""
+class _NoDeviceLock:
+    """Lock nothing: no other thread dispatches to these devices."""
 
-    def __enter__(self) -> "_NoTurns":
+    def __enter__(self) -> "_NoDeviceLock":
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-NO_TURNS = _NoTurns()
+NO_DEVICE_LOCK = _NoDeviceLock()

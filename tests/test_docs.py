@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxrl_async.config.load import load
-from jaxrl_async.config.schema import Architecture, Config
+from jaxrl_async.config.schema import ArchitectureSection, Config
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
@@ -50,15 +50,15 @@ def kept_files() -> set[str]:
     return {re.sub(r"^tests/\w+/.*", "tests/PART/", f) for f in files if not empty.fullmatch(f)}
 
 
-def test_the_file_tree_in_readme_is_the_tree():
-    listed = [line.split() for line in blocks("text")[-1].splitlines() if line]
+def test_the_file_tree_in_docs_is_the_tree():
+    page = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+    trees = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    listed = [line.split() for tree in trees for line in tree.splitlines()]
     paths = [words[0] for words in listed]
     assert all(len(words) > 1 for words in listed), "every file needs a word on what it is"
     assert len(paths) == len(set(paths))
     missing, gone = sorted(kept_files() - set(paths)), sorted(set(paths) - kept_files())
-    assert not missing and not gone, (
-        f"README's section Files lacks {missing} and has too many {gone}"
-    )
+    assert not missing and not gone, f"docs/files.md lacks {missing} and has too many {gone}"
 
 
 def test_the_files_that_tell_the_story_exist():
@@ -152,7 +152,9 @@ def test_overrides_in_readme_are_valid():
 
 def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
     tokenizer = addition_tokenizer()
-    spec = ModelSpec.from_architecture(Architecture(layers=1, width=32), tokenizer.vocab_size)
+    spec = ModelSpec.from_architecture(
+        ArchitectureSection(layers=1, width=32), tokenizer.vocab_size
+    )
     policy = Policy(spec, init_params(spec, jax.random.key(0)), tokenizer)
     (tmp_path / "runs/addition").mkdir(parents=True)
     policy.save_pretrained(tmp_path / "runs/addition/policy")

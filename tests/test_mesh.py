@@ -16,10 +16,10 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import (
     AXES,
-    NO_TURNS,
+    NO_DEVICE_LOCK,
     SAMPLER_RULES,
     TRAINER_RULES,
-    Turns,
+    DeviceLock,
     arranged,
     make_mesh,
     make_slices,
@@ -29,17 +29,19 @@ from jaxrl_async.mesh import (
 from jaxrl_async.model.spec import ModelSpec, weight_table
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24), 32
+    schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24), 32
 )
 
 
 def mesh_of(**axes: int) -> Mesh:
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     return make_mesh(section, jax.devices()[: section.num_devices])
 
 
-def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.Mesh:
-    return schema.Mesh(trainer=schema.Axes(**trainer), sampler=schema.Axes(**sampler), **kw)
+def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.MeshSection:
+    return schema.MeshSection(
+        trainer=schema.AxesSection(**trainer), sampler=schema.AxesSection(**sampler), **kw
+    )
 
 
 # ---- slices
@@ -106,7 +108,7 @@ def chips(slices: int, side: int = 4) -> list[Any]:
 def test_only_data_crosses_slices():
     order = np.random.default_rng(0).permutation(32)
     given = [chips(2)[i] for i in order]  # in any order
-    found = arranged(schema.Axes(data=4, fsdp=2, tensor=4), given)
+    found = arranged(schema.AxesSection(data=4, fsdp=2, tensor=4), given)
     of_slices = np.vectorize(lambda chip: chip.slice_index, otypes=[int])(found.reshape(4, -1))
     assert of_slices.tolist() == [[0] * 8, [0] * 8, [1] * 8, [1] * 8]
     assert {id(c) for c in found.flat} == {id(c) for c in given}
@@ -114,7 +116,7 @@ def test_only_data_crosses_slices():
 
 def test_tensor_lies_on_neighbours_of_the_torus():
     given = [chips(1)[i] for i in np.random.default_rng(0).permutation(16)]  # in any order
-    found = arranged(schema.Axes(fsdp=4, tensor=4), given).reshape(4, 4)
+    found = arranged(schema.AxesSection(fsdp=4, tensor=4), given).reshape(4, 4)
     for row in found:
         assert len({c.coords[0] for c in row}) == 1 or len({c.coords[1] for c in row}) == 1
 
@@ -128,12 +130,12 @@ def test_tensor_lies_on_neighbours_of_the_torus():
 )
 def test_slices_that_cannot_be_divided_over_data_are_refused(axes, given, told):
     with pytest.raises(MeshError, match=told):
-        arranged(schema.Axes(**axes), given)
+        arranged(schema.AxesSection(**axes), given)
 
 
 def test_devices_with_a_hole_keep_their_order_and_it_is_said(caplog):
     given = [*chips(1)[:3], chips(1)[5]]
-    assert arranged(schema.Axes(fsdp=4), given).reshape(-1).tolist() == given
+    assert arranged(schema.AxesSection(fsdp=4), given).reshape(-1).tolist() == given
     assert "do not follow the slice's torus" in caplog.text
 
 
@@ -204,7 +206,7 @@ def test_shardings_come_in_the_tree_of_the_weights():
 
 
 def test_turns_are_served_in_the_order_of_asking():
-    turns, served = Turns(), []
+    turns, served = DeviceLock(), []
 
     def take(number: int) -> None:
         with turns:
@@ -223,7 +225,7 @@ def test_turns_are_served_in_the_order_of_asking():
 
 def test_who_comes_back_at_once_waits_behind_who_was_there():
     """A plain lock would let the holder take it again and again."""
-    turns, served = Turns(), []
+    turns, served = DeviceLock(), []
 
     def other() -> None:
         with turns:
@@ -240,7 +242,7 @@ def test_who_comes_back_at_once_waits_behind_who_was_there():
 
 
 def test_only_one_has_the_turn():
-    turns, inside, most = Turns(), 0, 0
+    turns, inside, most = DeviceLock(), 0, 0
 
     def take() -> None:
         nonlocal inside, most
@@ -260,7 +262,7 @@ def test_only_one_has_the_turn():
 
 
 def test_an_error_ends_the_turn():
-    turns = Turns()
+    turns = DeviceLock()
     with pytest.raises(KeyError), turns:
         raise KeyError
     with turns:
@@ -268,7 +270,7 @@ def test_an_error_ends_the_turn():
 
 
 def test_no_turns_is_never_waited_for():
-    with NO_TURNS, NO_TURNS:
+    with NO_DEVICE_LOCK, NO_DEVICE_LOCK:
         pass
 
 

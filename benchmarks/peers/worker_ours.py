@@ -20,7 +20,7 @@ def load(folder: str) -> tuple[Generate, str]:
     import jaxrl_async
     from jaxrl_async.config import schema
     from jaxrl_async.model.policy import Policy
-    from jaxrl_async.sampler.router import Router
+    from jaxrl_async.sampler.router.router import Router
     from jaxrl_async.sampler.sampler import Sampler
     from jaxrl_async.types import Request
 
@@ -31,7 +31,7 @@ def load(folder: str) -> tuple[Generate, str]:
         if concurrency not in made:
             while made:
                 made.popitem()[1].close()
-            section = schema.Sampler(
+            section = schema.SamplerSection(
                 slots=max(1, concurrency // count),
                 reserve=1.0,
                 max_length=160,

@@ -25,15 +25,15 @@ from typing import Literal
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict
-from jaxrl_async.buffer.staleness import (
+from jaxrl_async.errors import Closed, ConfigError, TrainingError
+from jaxrl_async.ports import Clock
+from jaxrl_async.staleness import (
     capacity,
     drop_reason,
     least_limit,
     may_admit,
     memory_bound,
 )
-from jaxrl_async.errors import Closed, ConfigError, TrainingError
-from jaxrl_async.ports import Clock
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 

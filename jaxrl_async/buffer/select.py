@@ -4,7 +4,7 @@
     kept (to be used again)    fill the step up where too few fresh ones are ready, by rank
 
 A rank orders the groups that may be taken; it never widens the window, which is all that the proof
-in buffer/staleness.py needs. With lookahead 0 the window is one group, and fresh groups are drawn
+in staleness.py needs. With lookahead 0 the window is one group, and fresh groups are drawn
 in order of admission whatever the rank.
 """
 

@@ -89,7 +89,7 @@ class Section(BaseModel):
         return bool(getattr(self, name) != default)
 
 
-class Run(Section):
+class RunSection(Section):
     job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
     """What is trained: a policy by rewards, by given answers or by preferences; or a reward
     model."""
@@ -113,7 +113,7 @@ class Run(Section):
     configuration (also: --replay-schedule FILE); null: run freely."""
 
     @model_validator(mode="after")
-    def _can_be_replayed(self) -> "Run":
+    def _can_be_replayed(self) -> "RunSection":
         if self.replay_schedule is not None and self.job != "rl":
             raise ValueError(
                 f"run.replay_schedule replays run.job=rl; run.job={self.job} has one thread, and "
@@ -127,7 +127,7 @@ class Run(Section):
         return self
 
 
-class Distributed(Section):
+class DistributedSection(Section):
     """Several processes, one on each host, that make one run; one process needs none of this."""
 
     detect: bool = True
@@ -145,7 +145,7 @@ class Distributed(Section):
     """Silence of a process after which the others end, seconds."""
 
 
-class Axes(Section):
+class AxesSection(Section):
     data: Count = 1
     """Copies of the weights, devices."""
     fsdp: Count = 1
@@ -165,10 +165,10 @@ class Axes(Section):
         return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
-class Mesh(Section):
-    trainer: Axes = Axes()
+class MeshSection(Section):
+    trainer: AxesSection = AxesSection()
     """Shape of the trainer's slice."""
-    sampler: Axes = Axes()
+    sampler: AxesSection = AxesSection()
     """Shape of a sampler's slice: tensor and expert share its work, the other axes only repeat it.
     For more throughput set samplers."""
     samplers: Count = 1
@@ -183,10 +183,10 @@ class Mesh(Section):
         return max(both) if self.colocated else sum(both)
 
     @property
-    def without_samplers(self) -> "Mesh":
+    def without_samplers(self) -> "MeshSection":
         """The trainer's slice alone, for the jobs that draw nothing."""
-        alike = Axes(data=self.trainer.num_devices)
-        return Mesh(trainer=self.trainer, sampler=alike, colocated=True)
+        alike = AxesSection(data=self.trainer.num_devices)
+        return MeshSection(trainer=self.trainer, sampler=alike, colocated=True)
 
     def devices_of_process(self, count: int) -> int:
         """Devices that each of `count` processes needs. ValueError where they cannot take equal
@@ -210,7 +210,7 @@ class Mesh(Section):
         return (trainer + samplers * each) // count
 
     @model_validator(mode="after")
-    def _sampler_has_no_context(self) -> "Mesh":
+    def _sampler_has_no_context(self) -> "MeshSection":
         if self.sampler.context > 1:
             raise ValueError(
                 f"mesh.sampler.context ({self.sampler.context}) must be 1: a sampler decodes one "
@@ -220,7 +220,7 @@ class Mesh(Section):
         return self
 
     @model_validator(mode="after")
-    def _same_devices(self) -> "Mesh":
+    def _same_devices(self) -> "MeshSection":
         if self.colocated and self.trainer.num_devices != self.sampler.num_devices:
             raise ValueError(
                 f"mesh.colocated needs slices of the same size; mesh.trainer has "
@@ -235,7 +235,7 @@ class Mesh(Section):
         return self
 
 
-class Architecture(Section):
+class ArchitectureSection(Section):
     """A decoder from scratch, with random weights; needed where model.path is not given."""
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "qwen3"
@@ -264,7 +264,7 @@ class Architecture(Section):
     """Size of the vocabulary, that of the tokenizer at least; null: as large as that."""
 
     @model_validator(mode="after")
-    def _routed(self) -> "Architecture":
+    def _routed(self) -> "ArchitectureSection":
         if bool(self.experts) != (self.family == "qwen3_moe"):
             raise ValueError(
                 f"model.architecture.experts ({self.experts}) and family ({self.family}) do not go "
@@ -278,7 +278,7 @@ class Architecture(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups(self) -> "Architecture":
+    def _groups(self) -> "ArchitectureSection":
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.architecture.heads ({self.heads}) must be a multiple of "
@@ -292,11 +292,11 @@ class Architecture(Section):
         return self
 
 
-class Model(Section):
+class ModelSection(Section):
     path: str | None = None
     """Hugging Face directory (config.json, *.safetensors); null: random weights as in
     architecture."""
-    architecture: Architecture = Architecture()
+    architecture: ArchitectureSection = ArchitectureSection()
     """Shape of the model where path is null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the trainer and the sampler compute in."""
@@ -311,7 +311,7 @@ class Model(Section):
     """The trainer's attention: plain JAX, TPU's splash or NVIDIA's cuDNN; auto: by platform."""
 
 
-class Addition(Section):
+class AdditionSection(Section):
     """The embedded task: a + b, written out digit by digit with carries."""
 
     digits: Annotated[int, Field(ge=1, le=9)] = 4
@@ -322,7 +322,7 @@ class Addition(Section):
     """Share of the warm start's and sft's answers that are written out, not the sum at once."""
 
 
-class Jsonl(Section):
+class JsonlSection(Section):
     """Records, one JSON object a line: question and answer, or (preference jobs) prompt, chosen
     and rejected, or prompt, completion and label."""
 
@@ -347,12 +347,12 @@ class Jsonl(Section):
     """Share of records that may be skipped as malformed, over-long or incomplete."""
 
 
-class Data(Section):
+class DataSection(Section):
     source: Literal["addition", "jsonl"] = "addition"
     """Where prompts come from."""
-    addition: Addition = Addition()
+    addition: AdditionSection = AdditionSection()
     """Settings of the embedded task."""
-    jsonl: Jsonl = Jsonl()
+    jsonl: JsonlSection = JsonlSection()
     """Settings of the record file."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory; null: model.path, or the embedded task's own."""
@@ -368,7 +368,7 @@ class Data(Section):
     """A reward above this counts as right in the pass rate."""
 
 
-class WarmStart(Section):
+class WarmStartSection(Section):
     """A short supervised training before the RL, on prompt-answer pairs."""
 
     steps: NonNegative = 0
@@ -381,14 +381,14 @@ class WarmStart(Section):
     """JSONL file of pairs in the fields of data.jsonl; null: the task's own worked answers."""
 
 
-class Sft(Section):
+class SftSection(Section):
     """Supervised fine-tuning (run.job=sft): maximum likelihood of the records' answers."""
 
     batch_size: Count = 64
     """Prompts with their answers in an update."""
 
 
-class Preference(Section):
+class PreferenceSection(Section):
     """Training on better and worse answers (run.job=preference and run.job=reward_model)."""
 
     batch_size: Count = 32
@@ -402,7 +402,7 @@ class Preference(Section):
     """By how much run.job=reward_model is to score the chosen answer higher."""
 
 
-class Sampler(Section):
+class SamplerSection(Section):
     slots: Count | None = 64
     """Sequences that decode at once in each sampler; null: as many as kv_memory_mib holds."""
     reserve: float = Field(0.5, ge=0, le=1)
@@ -437,7 +437,7 @@ class Sampler(Section):
     """Keep tokens at least this likely, relative to the likeliest."""
 
 
-class Staleness(Section):
+class StalenessSection(Section):
     max_staleness: NonNegative = 1
     """Trainer's version minus the oldest version of a group's tokens, at most; 0 is synchronous."""
     lookahead: NonNegative = 0
@@ -456,7 +456,7 @@ class Staleness(Section):
     it grows by 1."""
 
 
-class Buffer(Section):
+class BufferSection(Section):
     select: Literal["strict", "recent", "reward_variance", "advantage_size"] = "strict"
     """Which groups within reach are drawn first: the oldest, young ones, or those that teach
     most."""
@@ -464,7 +464,7 @@ class Buffer(Section):
     """Steps that may train on one group, as long as max_staleness allows; 1: each group once."""
 
 
-class Algorithm(Section):
+class AlgorithmSection(Section):
     learning_rate: float = Field(1e-5, ge=0)
     """Peak learning rate of the policy."""
     group_size: Count = 8
@@ -527,7 +527,7 @@ class Algorithm(Section):
     needs a mixture of experts."""
 
 
-class Reference(Section):
+class ReferenceSection(Section):
     path: str | None = None
     """Hugging Face directory of the reference policy; null: the policy at the start of the run."""
     refresh_every: NonNegative = 0
@@ -536,7 +536,7 @@ class Reference(Section):
     """Each update makes it ema * itself + (1 - ema) * policy; 0: it stays."""
 
 
-class Critic(Section):
+class CriticSection(Section):
     path: str | None = None
     """Hugging Face directory of a reward model or policy that the critic starts from; null: the
     policy's own weights."""
@@ -548,7 +548,7 @@ class Critic(Section):
     """How far an update may move a value, reward units; null: as far as it wants."""
 
 
-class Teacher(Section):
+class TeacherSection(Section):
     source: Literal["none", "path", "self"] = "none"
     """What the policy is distilled from: nothing, a model in path, or an older copy of itself."""
     path: str | None = None
@@ -573,7 +573,7 @@ class Teacher(Section):
     """Weight of the rewards' advantages beside it; 0: distillation alone."""
 
     @model_validator(mode="after")
-    def _top_is_read(self) -> "Teacher":
+    def _top_is_read(self) -> "TeacherSection":
         if self.top_of == "student" and (self.form != "loss" or not self.top_k):
             raise ValueError(
                 f"teacher.top_of=student says whose teacher.top_k ({self.top_k}) likeliest tokens "
@@ -583,7 +583,7 @@ class Teacher(Section):
         return self
 
 
-class Trainer(Section):
+class TrainerSection(Section):
     warmup_steps: NonNegative = 0
     """Updates over which the learning rate rises to its peak; a step asks for algorithm.epochs *
     minibatches of them."""
@@ -619,7 +619,7 @@ class Trainer(Section):
     """Non-finite steps in a row that stop the run."""
 
 
-class Weights(Section):
+class WeightsSection(Section):
     dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
     """Type that is sent and that the sampler keeps the weights in; null: model.dtype. The last two:
     the layers' matrices, each output with a scale; all else in model.dtype."""
@@ -637,14 +637,14 @@ class Weights(Section):
         return self.dtype if self.dtype in ("int8", "float8_e4m3fn") else None
 
 
-class Eval(Section):
+class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and the end."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the evaluation; 0 is greedy."""
 
 
-class Reward(Section):
+class RewardSection(Section):
     function: Choices = "exact"
     """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), or a list of these with
     weights ([math, {my.py:short: {weight: 0.1}}]); none where there is a model. Where there is
@@ -670,7 +670,7 @@ class Reward(Section):
         return {name: arguments.get("weight", 1.0) for name, arguments in told if name != "none"}
 
     @model_validator(mode="after")
-    def _some_reward(self) -> "Reward":
+    def _some_reward(self) -> "RewardSection":
         listed = each_of(self.function)
         for choice in listed:
             weight = arguments_of(choice).get("weight", 1.0)
@@ -696,7 +696,7 @@ class Reward(Section):
         return self
 
 
-class Faults(Section):
+class FaultsSection(Section):
     """What is tried, how often and for how long, before something that failed ends the run."""
 
     backoff_s: float = Field(1.0, ge=0)
@@ -724,7 +724,7 @@ class Faults(Section):
     compiling included, seconds; 0: it waits for ever."""
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     every: NonNegative = 50
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2
@@ -737,7 +737,7 @@ class Checkpoint(Section):
     Keep it below the job controller's own limit, which is 30 on Kubernetes by default."""
 
 
-class Metrics(Section):
+class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events."""
     samples_every: NonNegative = 10
@@ -748,28 +748,28 @@ class Metrics(Section):
 
 
 class Config(Section):
-    run: Run = Run()
-    distributed: Distributed = Distributed()
-    mesh: Mesh = Mesh()
-    model: Model = Model()
-    data: Data = Data()
-    warm_start: WarmStart = WarmStart()
-    sft: Sft = Sft()
-    preference: Preference = Preference()
-    sampler: Sampler = Sampler()
-    staleness: Staleness = Staleness()
-    buffer: Buffer = Buffer()
-    algorithm: Algorithm = Algorithm()
-    reference: Reference = Reference()
-    critic: Critic = Critic()
-    teacher: Teacher = Teacher()
-    trainer: Trainer = Trainer()
-    weights: Weights = Weights()
-    reward: Reward = Reward()
-    faults: Faults = Faults()
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    metrics: Metrics = Metrics()
+    run: RunSection = RunSection()
+    distributed: DistributedSection = DistributedSection()
+    mesh: MeshSection = MeshSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    sft: SftSection = SftSection()
+    preference: PreferenceSection = PreferenceSection()
+    sampler: SamplerSection = SamplerSection()
+    staleness: StalenessSection = StalenessSection()
+    buffer: BufferSection = BufferSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    reference: ReferenceSection = ReferenceSection()
+    critic: CriticSection = CriticSection()
+    teacher: TeacherSection = TeacherSection()
+    trainer: TrainerSection = TrainerSection()
+    weights: WeightsSection = WeightsSection()
+    reward: RewardSection = RewardSection()
+    faults: FaultsSection = FaultsSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
 
     @property
     def capacity(self) -> int:
@@ -932,7 +932,7 @@ class Config(Section):
             fields = type(getattr(self, other)).model_fields
             keys = " ".join(f"{other}.{n}" for n in fields)
             yield keys, False, f"another run.job than {job}", ""
-        rest = [name for name in Algorithm.model_fields if name not in OF_EVERY_JOB]
+        rest = [name for name in AlgorithmSection.model_fields if name not in OF_EVERY_JOB]
         yield " ".join(f"algorithm.{name}" for name in rest), job == "rl", "run.job=rl", ""
         if job in ("preference", "reward_model"):
             asked = "run.job=preference"
@@ -961,7 +961,7 @@ class Config(Section):
         of_signal = "algorithm.max_resampled algorithm.signal_part algorithm.signal_std"
         switch = "algorithm.dynamic_sampling"
         yield of_signal, a.dynamic_sampling, f"{switch}=true", switch
-        of_reference = " ".join(f"reference.{name}" for name in Reference.model_fields)
+        of_reference = " ".join(f"reference.{name}" for name in ReferenceSection.model_fields)
         refers, switch = bool(a.kl_coefficient), "algorithm.kl_coefficient"
         of_kl = f"algorithm.kl algorithm.kl_in algorithm.kl_target {of_reference}"
         yield of_kl, refers, f"{switch} above 0", switch
@@ -973,14 +973,14 @@ class Config(Section):
         yield "algorithm.entropy_step", a.entropy_target is not None, switch, switch
         switch = "algorithm.supervised_coefficient"
         yield "algorithm.supervised_batch", mixes, f"{switch} above 0", switch
-        of_critic = " ".join(f"critic.{n}" for n in Critic.model_fields if n != "path")
+        of_critic = " ".join(f"critic.{n}" for n in CriticSection.model_fields if n != "path")
         has_critic, wanted = (
             name_of(a.advantage) == "gae",
             "algorithm.advantage=gae, which has a critic",
         )
         yield of_critic, has_critic, wanted, "algorithm.advantage"
         yield "critic.path", has_critic, wanted, ""  # a folder that the start would look for
-        of_teacher = [n for n in Teacher.model_fields if n not in ("source", "path")]
+        of_teacher = [n for n in TeacherSection.model_fields if n not in ("source", "path")]
         teaches, by_loss = teacher.source != "none", teacher.form == "loss"
         switch = "teacher.source"
         yield " ".join(f"teacher.{n}" for n in of_teacher), teaches, switch, switch

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxrl_async.config.schema import Addition
+from jaxrl_async.config.schema import AdditionSection
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
 
@@ -114,7 +114,7 @@ def _unordered(problem: Problem) -> tuple[int, int]:
 class AdditionStream:
     """Training problems by index, without the held-out ones: a source for a grain pipeline."""
 
-    def __init__(self, section: Addition, seed: int) -> None:
+    def __init__(self, section: AdditionSection, seed: int) -> None:
         self._digits = section.digits
         self._seed = seed
         self._reserved = {_unordered(p) for p in held_out(section.digits, section.eval_size)}

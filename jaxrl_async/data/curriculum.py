@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.config.schema import Data
+from jaxrl_async.config.schema import DataSection
 from jaxrl_async.data.prompts import PromptStream, make_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
@@ -88,7 +88,7 @@ def chosen(weights: Doubles, seed: int, draw: int) -> int:
 
 
 @dataclass(slots=True)
-class Place:
+class StreamPosition:
     """Where a curriculum is: all that the next draw depends on, beside the seed."""
 
     next: int = 0  # number of the next draw
@@ -117,7 +117,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawEvent:
     """An event of the journal: a draw."""
 
     pool: int  # places drawn from
@@ -149,8 +149,8 @@ class Curriculum:
         self._stream, self._weigh = stream, weigh
         self._pool, self._seed, self._threshold = pool, seed, threshold
         self._lock = threading.Lock()
-        self._now, self._settled = Place(), Place()
-        self._journal: list[Drawn | Seen] = []  # between the two
+        self._now, self._settled = StreamPosition(), StreamPosition()
+        self._journal: list[DrawEvent | Seen] = []  # between the two
         self._unsorted: list[Seen] = []  # since the last draw
         self._upcoming: dict[int, Prompt] = {}  # of the pool
 
@@ -172,7 +172,7 @@ class Curriculum:
             prompt = self._upcoming.pop(place)
             rate = self._now.rates.get(prompt.prompt_id)
             self._now.use(place)
-            self._journal.append(Drawn(self._pool, place, rate))
+            self._journal.append(DrawEvent(self._pool, place, rate))
             return prompt
 
     def observe(self, group: EpisodeGroup) -> None:
@@ -238,12 +238,12 @@ class Curriculum:
             self._journal.append(seen)
         self._unsorted.clear()
 
-    def _settle(self, next_draw: int) -> list[Drawn]:
+    def _settle(self, next_draw: int) -> list[DrawEvent]:
         """Move the settled place on, to before that draw; the draws it passed."""
         assert self._settled.next <= next_draw <= self._now.next, "not between the two places"
         if next_draw == self._now.next:
             self._take_in()
-        drawn: list[Drawn] = []
+        drawn: list[DrawEvent] = []
         done = 0
         for event in self._journal:
             if isinstance(event, Seen):
@@ -260,7 +260,11 @@ class Curriculum:
 
 
 def make_stream(
-    data: Data, tokenizer: Tokenizer, seed: int, process_index: int = 0, process_count: int = 1
+    data: DataSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
 ) -> PromptStream | Curriculum:
     """One process's endless stream of prompts, in fixed order or by data.curriculum. Raises
     DataError or ConfigError."""

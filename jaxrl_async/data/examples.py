@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl_async.config.schema import Data
+from jaxrl_async.config.schema import DataSection
 from jaxrl_async.data.addition import (
     HELD_OUT_SEED,
     AdditionStream,
@@ -53,7 +53,7 @@ class Examples(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Generic[T]):
+class ExampleSplit(Generic[T]):
     """What is trained on, and what is only measured on."""
 
     train: Examples[T]
@@ -100,8 +100,8 @@ class ExampleStream(Generic[T]):
 
 
 def demonstrations(
-    data: Data, tokenizer: Tokenizer, seed: int, row_length: int
-) -> Split[Demonstration]:
+    data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int
+) -> ExampleSplit[Demonstration]:
     """Prompts with the answers to imitate, within row_length tokens. DataError, ConfigError.
 
     Of the embedded task: worked answers, the sum alone for 1 - data.addition.worked_share.
@@ -114,14 +114,14 @@ def demonstrations(
     held = AdditionSource(
         held_out(section.digits, section.eval_size), tokenizer, section.worked_share
     )
-    return Split(
+    return ExampleSplit(
         _Made(lambda i: supervised_pair(train[i], tokenizer), len(train)),
         [supervised_pair(held[i], tokenizer) for i in range(len(held))],
     )
 
 
 def _read_demonstrations(
-    path: str, data: Data, tokenizer: Tokenizer, row_length: int
+    path: str, data: DataSection, tokenizer: Tokenizer, row_length: int
 ) -> list[Demonstration]:
     section = data.jsonl
     if section.template is not None:
@@ -147,8 +147,8 @@ def _read_demonstrations(
 
 
 def preferences(
-    data: Data, tokenizer: Tokenizer, seed: int, row_length: int, *, halves: bool
-) -> Split[PreferencePair]:
+    data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int, *, halves: bool
+) -> ExampleSplit[PreferencePair]:
     """Prompts with a better and a worse answer, either at most row_length tokens with its prompt.
 
     Of the embedded task: the worked answer against one of data.addition.wrong_answer. halves:
@@ -161,7 +161,7 @@ def preferences(
     section = data.addition
     _check_longest(section.digits, tokenizer, row_length)
     problems = AdditionStream(section, seed)
-    return Split(
+    return ExampleSplit(
         _Made(lambda i: _addition_pair(problems[i], (seed, i), tokenizer), len(problems)),
         [
             _addition_pair(problem, (HELD_OUT_SEED, i), tokenizer)
@@ -181,7 +181,7 @@ def _addition_pair(problem: Problem, seed: tuple[int, int], tokenizer: Tokenizer
 
 
 def _read_pairs(
-    path: str, data: Data, tokenizer: Tokenizer, row_length: int, *, halves: bool
+    path: str, data: DataSection, tokenizer: Tokenizer, row_length: int, *, halves: bool
 ) -> list[PreferencePair]:
     pairs = read_preferences(
         path,
@@ -204,11 +204,11 @@ def _read_pairs(
 # --- both ----------------------------------------------------------------------------------------
 
 
-def _read(data: Data, read: Callable[[str], list[T]]) -> Split[T]:
+def _read(data: DataSection, read: Callable[[str], list[T]]) -> ExampleSplit[T]:
     """Both splits of the record files, each file read once."""
     once = cache(read)
     train = jsonl_split(data.jsonl, "train", once)
-    return Split(train, jsonl_split(data.jsonl, "eval", once))
+    return ExampleSplit(train, jsonl_split(data.jsonl, "eval", once))
 
 
 def _check_longest(digits: int, tokenizer: Tokenizer, row_length: int) -> None:

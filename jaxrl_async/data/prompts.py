@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import grain
 import numpy as np
 
-from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
+from jaxrl_async.config.schema import AdditionSection, Config, DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import DataError
@@ -117,7 +117,7 @@ class AdditionSource:
 
 def read_jsonl(
     path: str | Path,
-    section: Jsonl,
+    section: JsonlSection,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     *,
@@ -210,7 +210,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
 
 def parse_record(
     line: bytes,
-    section: Jsonl,
+    section: JsonlSection,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     *,
@@ -343,7 +343,7 @@ class _Bad:
             )
 
 
-def jsonl_split(section: Jsonl, split: Split, read: Callable[[str], list[T]]) -> list[T]:
+def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[T]]) -> list[T]:
     """Training records, or held-out ones: those of eval_path, or else the last of the same file.
 
     read: the usable records of a file. Raises DataError where none is left to train on.
@@ -371,7 +371,7 @@ def jsonl_split(section: Jsonl, split: Split, read: Callable[[str], list[T]]) ->
 
 
 def _addition_split(
-    section: Addition, tokenizer: Tokenizer, seed: int, split: Split
+    section: AdditionSection, tokenizer: Tokenizer, seed: int, split: Split
 ) -> AdditionSource:
     held = held_out(section.digits, section.eval_size)
     problems = AdditionStream(section, seed) if split == "train" else held
@@ -379,7 +379,12 @@ def _addition_split(
 
 
 def make_source(
-    data: Data, tokenizer: Tokenizer, seed: int, split: Split = "train", *, taught: bool = False
+    data: DataSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    split: Split = "train",
+    *,
+    taught: bool = False,
 ) -> Source:
     """The records of one split; taught: as read_jsonl's. Raises DataError or ConfigError."""
     if data.source == "jsonl":
@@ -491,7 +496,7 @@ def _prompt(record: Record, prompt_id: int, position: int) -> Prompt:
 
 
 def make_prompts(
-    data: Data,
+    data: DataSection,
     tokenizer: Tokenizer,
     seed: int,
     process_index: int = 0,
@@ -503,7 +508,7 @@ def make_prompts(
     return PromptStream(source, seed, process_index=process_index, process_count=process_count)
 
 
-def eval_prompts(data: Data, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+def eval_prompts(data: DataSection, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """The held-out prompts, always the same ones in the same order."""
     source = make_source(data, tokenizer, 0, "eval")
     return tuple(_prompt(source[i], i, EVAL_POSITION + i) for i in range(len(source)))

@@ -20,10 +20,17 @@ import numpy as np
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import check_positions
-from jaxrl_async.sampler import schedule
-from jaxrl_async.sampler.batch import Sequence_, ask_of
-from jaxrl_async.sampler.engine import Chunk, DecodeState, Engine, Into, Prefix, Run
-from jaxrl_async.sampler.sampling import Mix
+from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.batch import Sequence_, ask_of
+from jaxrl_async.sampler.device.engine import (
+    DecodeArgs,
+    DecodeState,
+    Engine,
+    InsertArgs,
+    PrefillArgs,
+    Prefix,
+)
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.types import Request, SamplingParams
 
 PAGE_TOKENS = 32
@@ -161,7 +168,7 @@ def _engine_class() -> type:
             tokens = np.asarray(padded_tokens, np.int32)
             places = np.arange(len(tokens), dtype=np.int32)
             one = np.zeros(1, np.int32)
-            chunk = Chunk(
+            chunk = PrefillArgs(
                 tokens, places, places[None], places, one, one + true_length, one[:0][None]
             )
             return Prefilled(self._core.prefill(params, None, chunk), int(true_length))
@@ -181,7 +188,7 @@ def _engine_class() -> type:
             )
             ours = Sequence_(request=request, max_new=min(self._max_new, core.max_length - length))
             nothing = np.zeros(0, np.int32)
-            into = Into(
+            into = InsertArgs(
                 np.where(where < length, pages, core.pages).astype(np.int32),
                 (where % PAGE_TOKENS).astype(np.int32),
                 nothing,
@@ -204,7 +211,7 @@ def _engine_class() -> type:
             core, k, s = self._core, self._core.block, self._sampling
             every = jnp.arange(core.slots, dtype=jnp.int32)
             context = min(_pages(int(self._longest.max())), self._tables.shape[1])
-            run = Run(
+            run = DecodeArgs(
                 rows=jnp.where(decode_state.active, every, core.slots),
                 reserve=np.zeros(0, np.int32),
                 num_reserve=np.int32(0),
@@ -217,7 +224,7 @@ def _engine_class() -> type:
                 params,
                 decode_state.core,
                 run,
-                context_pages=schedule.steps_of_half(context),
+                context_pages=shapes.steps_of_half(context),
                 mix=Mix(
                     truncated=s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0,
                     greedy=s.temperature == 0,

@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxrl_async.config.schema import Config, Distributed
+from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.run.host import has_tpu
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """This process among all."""
 
     coordinator: str  # HOST:PORT of process 0
@@ -84,7 +84,7 @@ def start(config: Config) -> Config:
     return config.model_copy(update={"distributed": known})
 
 
-def _wait_for(place: Place, wait_s: float) -> None:
+def _wait_for(place: ProcessPlace, wait_s: float) -> None:
     """Block until somebody listens at the coordinator's address. Raises MeshError."""
     host, _, port = place.coordinator.rpartition(":")
     end, error = time.monotonic() + wait_s, ""
@@ -119,7 +119,7 @@ def leave(code: int) -> int:
     return code
 
 
-def find(section: Distributed, env: Mapping[str, str], ask: Ask) -> Place | None:
+def find(section: DistributedSection, env: Mapping[str, str], ask: Ask) -> ProcessPlace | None:
     """This process's place; None where nothing speaks of several. Raises ConfigError."""
     places = [from_settings(section)]
     if section.detect:
@@ -133,7 +133,7 @@ def find(section: Distributed, env: Mapping[str, str], ask: Ask) -> Place | None
     return found[0] if found else None
 
 
-def from_settings(section: Distributed) -> Place | None:
+def from_settings(section: DistributedSection) -> ProcessPlace | None:
     """What the configuration says."""
     return _complete(
         {
@@ -145,7 +145,7 @@ def from_settings(section: Distributed) -> Place | None:
     )
 
 
-def from_jax(env: Mapping[str, str]) -> Place | None:
+def from_jax(env: Mapping[str, str]) -> ProcessPlace | None:
     """What JAX's own variables say."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, *numbers = names
@@ -154,7 +154,7 @@ def from_jax(env: Mapping[str, str]) -> Place | None:
     return _complete(values, "JAX_* of the environment")
 
 
-def from_jobset(env: Mapping[str, str]) -> Place | None:
+def from_jobset(env: Mapping[str, str]) -> ProcessPlace | None:
     """What the manifests of launch/gke.py say: process = Job * pods of a Job + pod."""
     coordinator = env.get("JOBSET_COORDINATOR")
     if not coordinator:
@@ -169,7 +169,7 @@ def from_jobset(env: Mapping[str, str]) -> Place | None:
         )
     jobs, pods, job, pod = (int(number or 0) for number in numbers)
     return _checked(
-        Place(
+        ProcessPlace(
             coordinator=f"{coordinator}:{PORT}",
             num_processes=jobs * pods,
             process_id=job * pods + pod,
@@ -178,7 +178,7 @@ def from_jobset(env: Mapping[str, str]) -> Place | None:
     )
 
 
-def from_tpu(get: Callable[[str], str | None], where: str) -> Place | None:
+def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | None:
     """What a TPU slice's variables say, of several slices, too."""
     hosts = [h for h in (get("TPU_WORKER_HOSTNAMES") or "").split(",") if h]
     if not hosts:
@@ -204,7 +204,7 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> Place | None:
         )
     count = len(hosts) * (slices or 1)
     return _checked(
-        Place(
+        ProcessPlace(
             coordinator=f"{_host_of(address or hosts[0])}:{PORT}",
             num_processes=count,
             process_id=(slice_id or 0) * len(hosts) + worker,
@@ -255,7 +255,7 @@ def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
     return known.get
 
 
-def _complete(values: Mapping[str, str | int | None], where: str) -> Place | None:
+def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessPlace | None:
     """All three or none."""
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == len(values):
@@ -268,7 +268,7 @@ def _complete(values: Mapping[str, str | int | None], where: str) -> Place | Non
         )
     coordinator, num_processes, process_id = values.values()
     return _checked(
-        Place(
+        ProcessPlace(
             coordinator=str(coordinator),
             num_processes=int(num_processes or 0),
             process_id=int(process_id or 0),
@@ -277,7 +277,7 @@ def _complete(values: Mapping[str, str | int | None], where: str) -> Place | Non
     )
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: ProcessPlace) -> ProcessPlace:
     if not 0 <= place.process_id < place.num_processes:
         raise ConfigError(
             f"{place.found_in}: process {place.process_id} is not one of {place.num_processes}; "
@@ -290,7 +290,7 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def _check_same(taken: Place, other: Place) -> None:
+def _check_same(taken: ProcessPlace, other: ProcessPlace) -> None:
     """Raise ConfigError where two sources disagree on how many processes there are, or on which
     this is. Their addresses may differ: a host has several."""
     ours, theirs = ((p.process_id, p.num_processes) for p in (taken, other))
@@ -317,7 +317,7 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 def main() -> int:
     """python -m jaxrl_async.launch.distributed: print how many processes make a run here."""
     try:
-        place = find(Distributed(), os.environ, ask_metadata if has_tpu() else _nobody)
+        place = find(DistributedSection(), os.environ, ask_metadata if has_tpu() else _nobody)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

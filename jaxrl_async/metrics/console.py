@@ -22,7 +22,7 @@ WINDOW = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class ConsoleProgress:
     """What is shown. `values` holds the newest value of each key, also from earlier steps."""
 
     total_steps: int
@@ -62,7 +62,7 @@ class Console:
         """`live` None: where the stream is a terminal."""
         self._stream = stream or sys.stdout
         self._clock, self._start = clock, clock()
-        self._progress = Progress(total_steps=total_steps)
+        self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=self._stream)
@@ -161,7 +161,7 @@ class Console:
         return Group(*rows)
 
 
-def shown(progress: Progress) -> list[tuple[str, str]]:
+def shown(progress: ConsoleProgress) -> list[tuple[str, str]]:
     """Label and text of each number that there is."""
     values = dict(progress.values)
     if "eval/accuracy" in values:
@@ -169,7 +169,7 @@ def shown(progress: Progress) -> list[tuple[str, str]]:
     return [(label, form(values[key])) for label, key, form in SHOWN if key in values]
 
 
-def plain_line(progress: Progress) -> str:
+def plain_line(progress: ConsoleProgress) -> str:
     """One line for logs: step    12/150  reward 0.531  eval 0.812  ...  eta 1:23."""
     width = len(str(progress.total_steps))
     parts = [f"step {progress.step:>{width}}/{progress.total_steps}"]

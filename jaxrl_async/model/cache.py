@@ -43,7 +43,7 @@ class NewKV(NamedTuple):
     v: tuple[Array, ...]  # layers of [n, N, K]
 
 
-class Context(NamedTuple):
+class CachedContext(NamedTuple):
     """Pages of some rows put side by side."""
 
     k: tuple[Array, ...]  # layers of [R, N, K, C]
@@ -114,7 +114,7 @@ def take(pages: Array, ids: Array) -> Array:
     return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
-def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> Context:
+def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> CachedContext:
     """Pages of rows by tables [R, C / G], in order, with `extra` empty columns behind."""
     R, count = tables.shape
 
@@ -130,16 +130,16 @@ def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> Context
         return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
 
     if not is_ragged(kv):
-        return Context(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
+        return CachedContext(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
     pairs = [take(p, tables).reshape(R, -1, *p.shape[2:])[..., :head_dim] for p in kv.k]
     pairs = [jnp.pad(p, ((0, 0), (0, extra), (0, 0), (0, 0))) for p in pairs]
-    return Context(
+    return CachedContext(
         tuple(jnp.moveaxis(p[:, :, 0::2], 1, 3) for p in pairs),
         tuple(jnp.swapaxes(p[:, :, 1::2], 1, 2) for p in pairs),
     )
 
 
-def columns(context: Context, start: int) -> NewKV:
+def columns(context: CachedContext, start: int) -> NewKV:
     """Columns from `start` on, as tokens: row by row, [R * X] of them."""
 
     def keys(w: Array) -> Array:

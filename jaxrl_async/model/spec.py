@@ -73,7 +73,7 @@ class ModelSpec:
     pad_id: int | None = None
 
     @staticmethod
-    def from_architecture(architecture: schema.Architecture, vocab_size: int) -> "ModelSpec":
+    def from_architecture(architecture: schema.ArchitectureSection, vocab_size: int) -> "ModelSpec":
         """A decoder from the configuration's numbers."""
         a = architecture
         return ModelSpec(

@@ -49,16 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.cache:
             os.environ["JAXRL_ASYNC_CACHE"] = args.cache
         # Loaded late, so that the environment is set before JAX starts.
-        command, report, tips = (
+        planning, text, tips = (
             importlib.import_module(f"jaxrl_async.plan.{name}")
-            for name in ("command", "report", "advice")
+            for name in ("plan", "text", "advice")
         )
-        plan = command.plan(config, trainer, chip, chips, lengths)
-        print(report.text_of(plan))
+        plan = planning.plan_run(config, trainer, chip, chips, lengths)
+        print(text.text_of(plan))
         for line in tips.advice(plan, config):
             print(line)
         if args.json:
-            Path(args.json).write_text(json.dumps(report.json_of(plan), indent=1) + "\n", "utf-8")
+            Path(args.json).write_text(json.dumps(text.json_of(plan), indent=1) + "\n", "utf-8")
         return 0 if plan.fits else 1
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from jaxrl_async.config import schema
 from jaxrl_async.plan.chips import GIB
-from jaxrl_async.plan.whole import Plan
+from jaxrl_async.plan.plan import Plan
 
 
 def advice(plan: Plan, config: schema.Config) -> list[str]:

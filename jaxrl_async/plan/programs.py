@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.objective import Coefficients
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -29,14 +30,13 @@ from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
 from jaxrl_async.run.assemble import make_push, make_step
 from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
-from jaxrl_async.sampler import schedule
-from jaxrl_async.sampler.engine import Chunk, Engine, Run
-from jaxrl_async.sampler.memory import MemoryPlan
+from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
+from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
-from jaxrl_async.sampler.sampling import Mix
 from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
-from jaxrl_async.trainer.objective import Coefficients
-from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
+from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,9 @@ def trainer_programs(
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
     scalar = partial(_array, mesh, ())
-    context = Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32)))
+    context = UpdateContext(
+        scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
+    )
     if runs_reference(config):
         context = context._replace(reference_params=params)
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
@@ -306,33 +308,33 @@ def sampler_programs(
     return lowered, Held(weights=params, state=state, kv=plan, chunk_tokens=tokens)
 
 
-def truncates(section: schema.Sampler) -> bool:
+def truncates(section: schema.SamplerSection) -> bool:
     """Whether logits are sorted at each step."""
     return bool(section.top_k or section.top_p < 1 or section.min_p)
 
 
-def prefill_shapes(config: schema.Config, engine: Engine) -> Chunk:
+def prefill_shapes(config: schema.Config, engine: Engine) -> PrefillArgs:
     """One round of prefill, of prompts as long as they may be."""
     section = config.sampler
     longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
-    T = schedule.length_bucket(longest)
-    B = schedule.rows_bucket(max(1, section.prefill_chunk // T))
-    n = schedule.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
+    T = shapes.length_bucket(longest)
+    B = shapes.rows_bucket(max(1, section.prefill_chunk // T))
+    n = shapes.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
     later = config.data.max_prompt_tokens > section.prefill_chunk  # behind what is prefilled
     pages = _pages(config.data.max_prompt_tokens, engine.page_tokens)
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)
-    return Chunk(
+    return PrefillArgs(
         ints, ints, np.zeros((B, T), np.int32), ints, rows, rows + 1,
         np.zeros((B, pages if later else 0), np.int32),
     )  # fmt: skip
 
 
-def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> Run:
+def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> DecodeArgs:
     """A decode block of all slots."""
     places = engine.places
     width = context_pages + -(-engine.block // plan.page_tokens) + 1
-    return Run(
+    return DecodeArgs(
         rows=np.zeros(engine.slots, np.int32),
         reserve=np.zeros(engine.reserve, np.int32),
         num_reserve=np.int32(0),
@@ -344,7 +346,7 @@ def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> Run:
 
 
 def _pages(tokens: int, page_tokens: int) -> int:
-    return schedule.steps_of_half(-(-tokens // page_tokens))
+    return shapes.steps_of_half(-(-tokens // page_tokens))
 
 
 # ---- shapes

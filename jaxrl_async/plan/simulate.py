@@ -4,10 +4,10 @@
       ^                        ^ swap, between two blocks                                  │
       └──── slots freed ── live in all <── transfer <── publish <── update <── P groups ───┘
 
-It follows the run's own rules: the gate's bounds come from buffer/staleness.py, rows from
-sampler/schedule.py, a block's take-overs from sampler/engine.py. One event is one block of one
-sampler, and its slots are NumPy arrays. Same pipeline and seed, same outcome; lengths go with the
-group's number, so that two pipelines can be compared on the same answers.
+It follows the run's own rules: the gate's bounds come from staleness.py, rows from
+sampler/batch/shapes.py, a block's take-overs from sampler/device/engine.py. One event is one block
+of one sampler, and its slots are NumPy arrays. Same pipeline and seed, same outcome; lengths go
+with the group's number, so that two pipelines can be compared on the same answers.
 
 Not simulated: KV pages that run out, failures, evaluations, several turns, groups that are used
 twice or dropped for want of a signal; sampler.on_new_weights is "continue".
@@ -23,9 +23,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_async.buffer.staleness import capacity, memory_bound
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.sampler.schedule import decode_rows
+from jaxrl_async.sampler.batch.shapes import decode_rows
+from jaxrl_async.staleness import capacity, memory_bound
 
 Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -114,7 +114,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """What came of it, after the warm-up; shares as metrics.jsonl defines them."""
 
     updates: int
@@ -140,7 +140,9 @@ class Outcome:
     dropped_groups: int
 
 
-def simulate(pipeline: Pipeline, *, updates: int = 60, warm_up: int = 10, seed: int = 0) -> Outcome:
+def simulate(
+    pipeline: Pipeline, *, updates: int = 60, warm_up: int = 10, seed: int = 0
+) -> SimulationResult:
     """Run the pipeline for so many updates; shares and rates leave out the first `warm_up`.
 
     Raises ConfigError where a step could never be filled or a setting has no meaning.
@@ -156,7 +158,7 @@ class Simulated:
     """A split of the chips, and what comes of it."""
 
     trainer_chips: int
-    outcome: Outcome
+    outcome: SimulationResult
 
 
 def best_split(
@@ -611,7 +613,7 @@ def _drawing(histogram: Histogram, rng: np.random.Generator) -> Callable[[int], 
     return lambda n: values[np.searchsorted(edges, rng.random(n), "right")]
 
 
-def _outcome(run: _Run, before: _Totals, after: _Totals) -> Outcome:
+def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
     wall_s = max(after.at_s - before.at_s, 1e-12)
     updates = after.updates - before.updates
     trained, drawn = after.trained - before.trained, after.drawn - before.drawn
@@ -619,7 +621,7 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> Outcome:
     step_s, data_s = after.step_s - before.step_s, after.data_s - before.data_s
     publish_s, train_s = after.publish_s - before.publish_s, after.train_s - before.train_s
     idle = (after.idle_s - before.idle_s) / (len(run.samplers) * wall_s)
-    return Outcome(
+    return SimulationResult(
         updates=updates,
         wall_s=wall_s,
         updates_per_s=updates / wall_s,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
-from jaxrl_async.metrics.faults import UnderWay
+from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports import Clock, Env, Reply, SavesState
 from jaxrl_async.types import Completion, Prompt
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """How answers are drawn and when they end."""
 
     sampling: SamplingParams
@@ -54,7 +54,7 @@ class Turn:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class EpisodeProgress:
     """An episode under way, on the loop's thread: what a checkpoint keeps of it."""
 
     env: Env
@@ -136,7 +136,7 @@ def request_id(label: str, member: int, turn: int) -> str:
 
 
 def make_request(
-    label: str, prompt: Prompt, member: int, turn: int, token_ids: IntArray, limits: Limits
+    label: str, prompt: Prompt, member: int, turn: int, token_ids: IntArray, limits: EpisodeLimits
 ) -> Request:
     """The request for one turn.
 
@@ -162,7 +162,7 @@ def make_request(
     )
 
 
-def check_told(completion: Completion, limits: Limits, before: int) -> None:
+def check_told(completion: Completion, limits: EpisodeLimits, before: int) -> None:
     """Raise RolloutError where the sampler does not tell what `limits` want kept. before: tokens of
     the request."""
     drawn = len(completion.token_ids)
@@ -184,7 +184,7 @@ def check_told(completion: Completion, limits: Limits, before: int) -> None:
         )
 
 
-def saved_episode(progress: Progress, partial: Partial | None) -> SavedEpisode:
+def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEpisode:
     """An episode under way as data. partial: what the sampler has drawn of its next turn."""
     turns, waiting, completion = tuple(progress.turns), progress.waiting, None
     if progress.stop is not None:
@@ -201,7 +201,7 @@ def saved_episode(progress: Progress, partial: Partial | None) -> SavedEpisode:
     )
 
 
-def resumed_progress(saved: SavedEpisode, env: Env) -> Progress:
+def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
     """Where the episode was, in an environment made anew; nobody has asked for its next turn."""
     if saved.env_state is not None and isinstance(env, SavesState):
         env.restore(saved.env_state)
@@ -209,7 +209,7 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> Progress:
     if saved.completion is not None:
         waiting = asyncio.get_running_loop().create_future()
         waiting.set_result(saved.completion)
-    return Progress(
+    return EpisodeProgress(
         env=env,
         waiting=waiting,
         turns=list(saved.turns),
@@ -218,18 +218,23 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> Progress:
     )
 
 
-def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> Progress:
+def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> EpisodeProgress:
     """The same with an environment of its own; where none can be made, an episode that fails."""
     try:
         return resumed_progress(saved, make_env(prompt))
     except RolloutError as error:
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         waiting.set_exception(error)
-        return Progress(env=SingleTurn(prompt), waiting=waiting)
+        return EpisodeProgress(env=SingleTurn(prompt), waiting=waiting)
 
 
 def resumed_request(
-    saved: SavedEpisode, label: str, prompt: Prompt, member: int, limits: Limits, seed: int | None
+    saved: SavedEpisode,
+    label: str,
+    prompt: Prompt,
+    member: int,
+    limits: EpisodeLimits,
+    seed: int | None,
 ) -> Request | Partial | None:
     """What to ask the sampler for, to go on with a saved episode: the rest of a turn, a whole one,
     or nothing. seed: of the sampler; null: it cannot go on with half a turn."""
@@ -253,8 +258,8 @@ def begin(
     generate: Generate,
     make_env: MakeEnv,
     groups: Sequence[tuple[str, Prompt, Sequence[SavedEpisode]]],
-    limits: Limits,
-) -> list[tuple[Progress, ...]]:
+    limits: EpisodeLimits,
+) -> list[tuple[EpisodeProgress, ...]]:
     """Queue what every episode of these groups needs next, in one call; where each of them is.
 
     groups: label, prompt, and where its episodes were: SavedEpisode() is one that starts. An
@@ -277,7 +282,7 @@ def begin(
     return begun
 
 
-def cancel(progress: Progress) -> None:
+def cancel(progress: EpisodeProgress) -> None:
     """Nobody waits for this episode any more: its slot is free at the next block."""
     if progress.waiting is not None:
         progress.waiting.cancel()
@@ -286,11 +291,11 @@ def cancel(progress: Progress) -> None:
 async def play_episode(
     generate: Generate,
     prompt: Prompt,
-    progress: Progress,
+    progress: EpisodeProgress,
     *,
     label: str,
     member: int,
-    limits: Limits,
+    limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> Episode:
     """Play one member to its end.
@@ -345,10 +350,10 @@ async def play_episode(
 async def play_group(
     generate: Generate,
     prompt: Prompt,
-    members: Sequence[Progress],
+    members: Sequence[EpisodeProgress],
     *,
     label: str,
-    limits: Limits,
+    limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Episode, ...]:
     """All members of a group, from where each of them is.

@@ -9,7 +9,14 @@ import numpy as np
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.rollout.episode import Limits, SavedEpisode, all_or_none, begin, cancel, play_group
+from jaxrl_async.rollout.episode import (
+    EpisodeLimits,
+    SavedEpisode,
+    all_or_none,
+    begin,
+    cancel,
+    play_group,
+)
 from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,7 +68,7 @@ async def evaluate(
         raise RolloutError(
             "there are no held-out prompts to evaluate on. Set eval_size to at least 1."
         )
-    limits = Limits(
+    limits = EpisodeLimits(
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         max_new_tokens=max_new_tokens,

@@ -16,11 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_async.algorithms.advantages import advantage, check_weights
+from jaxrl_async.algorithms.corrections import correction_of, weighs
+from jaxrl_async.algorithms.pacing import Bounds
+from jaxrl_async.algorithms.preflight import own_advantage
+from jaxrl_async.algorithms.shaping import has_signal, shaping
+from jaxrl_async.algorithms.trial import check_algorithm, with_correction
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import loads
-from jaxrl_async.config.schema import Config, Faults, name_of
+from jaxrl_async.config.schema import Config, FaultsSection, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
@@ -32,16 +38,16 @@ from jaxrl_async.data.tokenizer import (
 )
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.mesh import (
-    NO_TURNS,
+    NO_DEVICE_LOCK,
     SAMPLER_RULES,
     TRAINER_RULES,
+    DeviceLock,
     Slices,
-    Turns,
     make_slices,
     shardings,
 )
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.faults import AwakeClock, FaultCounts
+from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import load_critic, with_head
@@ -53,14 +59,8 @@ from jaxrl_async.model.spec import ModelSpec, Weight, check_positions, num_weigh
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalResult, evaluate
-from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
-from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
-from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Lockstep, SharedSource
-from jaxrl_async.run.observe import Counters, Observer, measured_peak_flops
-from jaxrl_async.run.replay import OrderedPrompts, Replay, ReplayedBuffer
-from jaxrl_async.run.resume import (
+from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.run.checkpoint.rollout_state import (
     NOTHING_YET,
     ROLLOUT_KINDS,
     local_share,
@@ -68,14 +68,20 @@ from jaxrl_async.run.resume import (
     resuming_if_possible,
     save,
 )
-from jaxrl_async.run.schedule import Recording, header_of, read_schedule
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
+from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
+from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.lockstep import Lockstep, SharedSource
+from jaxrl_async.run.rates import Counters, Observer, measured_peak_flops
+from jaxrl_async.run.replay.player import OrderedPrompts, Replay, ReplayedBuffer
+from jaxrl_async.run.replay.recording import Recording, header_of, read_schedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.run.warm_start import warm_start
 from jaxrl_async.run.watchdog import Reading, Watchdog
-from jaxrl_async.sampler.router import Router
+from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
-from jaxrl_async.sampler.supervise import Limits
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.scorers.reward_model import (
     FUNCTION,
@@ -85,19 +91,13 @@ from jaxrl_async.scorers.reward_model import (
 )
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
-from jaxrl_async.trainer.advantages import advantage, check_weights
-from jaxrl_async.trainer.control import Bounds
-from jaxrl_async.trainer.corrections import correction_of, weighs
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.optimizer import optimizer_bytes
-from jaxrl_async.trainer.own import own_advantage
-from jaxrl_async.trainer.passes import LogprobPass
-from jaxrl_async.trainer.shaping import has_signal, shaping
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
-from jaxrl_async.trainer.trial import check_algorithm, with_correction
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -170,12 +170,12 @@ def assemble(
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     collective = config.reward.model is not None and slices.trainer.size > 1
-    turns = Turns() if slices.colocated or collective else NO_TURNS
-    saving = Turns() if lockstep.count > 1 else NO_TURNS
+    device_lock = DeviceLock() if slices.colocated or collective else NO_DEVICE_LOCK
+    saving = DeviceLock() if lockstep.count > 1 else NO_DEVICE_LOCK
     held_out = eval_prompts(config.data, tokenizer)
     scorer, judge = (
         guarded(config.faults, one, faults)
-        for one in make_scorers(config, tokenizer, held_out, slices, turns)
+        for one in make_scorers(config, tokenizer, held_out, slices, device_lock)
     )
     envs = GuardedEnvs(
         SingleTurn,
@@ -298,7 +298,7 @@ def assemble(
         probe=None
         if probe is None
         else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        turns=turns if slices.colocated else saving,
+        device_lock=device_lock if slices.colocated else saving,
     )
     sampling = SamplingParams(
         temperature=config.sampler.temperature,
@@ -374,7 +374,7 @@ def assemble(
         save_every=config.checkpoint.every,
         max_skipped_steps=config.trainer.max_skipped_steps,
         probe=probe,
-        turns=turns,
+        device_lock=device_lock,
     )
     watchdog = Watchdog(
         lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
@@ -404,7 +404,7 @@ def assemble(
 # ---- faults
 
 
-def guarded(section: Faults, scorer: Scorer, faults: FaultCounts) -> GuardedScorer:
+def guarded(section: FaultsSection, scorer: Scorer, faults: FaultCounts) -> GuardedScorer:
     """The scorer with a time limit, retries, and a check of what it gives."""
     return GuardedScorer(
         scorer,
@@ -522,7 +522,7 @@ def make_samplers(
         for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
     ]
     section = config.faults
-    limits = Limits(
+    limits = RestartLimits(
         restarts=section.sampler_restarts,
         backoff_s=section.backoff_s,
         hang_s=section.sampler_hang_s,
@@ -931,7 +931,11 @@ def make_pacing(config: Config) -> Bounds | None:
 
 
 def make_scorers(
-    config: Config, tokenizer: Tokenizer, held_out: Sequence[Prompt], slices: Slices, turns: Any
+    config: Config,
+    tokenizer: Tokenizer,
+    held_out: Sequence[Prompt],
+    slices: Slices,
+    device_lock: Any,
 ) -> tuple[Scorer, Scorer]:
     """What scores the training, and the evaluation: there the functions alone, where there are
     some. held_out: they may ask for the columns of these records."""
@@ -940,7 +944,7 @@ def make_scorers(
     if section.model is None:
         assert function is not None, "the schema refuses a run without any reward"
         return function, function
-    model = load_reward_model(section, config.model, tokenizer, slices.trainer, turns)
+    model = load_reward_model(section, config.model, tokenizer, slices.trainer, device_lock)
     check_lengths(config, load_spec(Path(section.model)), f"reward.model={section.model}")
     both = RewardModelScorer(
         model,

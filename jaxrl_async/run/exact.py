@@ -6,7 +6,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.masks import Routing
+from jaxrl_async.trainer.token_columns import Routing
 
 log = logging.getLogger(__name__)
 

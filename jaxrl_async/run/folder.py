@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_async.config.load import dump
-from jaxrl_async.config.schema import Config, Run
+from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.report import WARM_START
 
@@ -45,7 +45,7 @@ class Paths:
 
     @property
     def schedule(self) -> Path:
-        """In which order the run's threads did what, one JSON object each: run/schedule.py."""
+        """In which order the run's threads did what, one JSON object a line (replay/recording)."""
         return self.root / "schedule.jsonl"
 
     @property
@@ -92,7 +92,7 @@ def write_config(config: Config, paths: Paths) -> None:
     paths.config.write_text(dump(of_all), encoding="utf-8")
 
 
-def settled(run: Run) -> Run:
+def settled(run: RunSection) -> RunSection:
     """The same with run.resume decided where run.resume_or_start leaves it open. ConfigError."""
     if not run.resume_or_start:
         return run
@@ -104,7 +104,7 @@ def settled(run: Run) -> Run:
     return run.model_copy(update={"resume": _holds_something(Path(run.dir) / run.name)})
 
 
-def look(run: Run) -> Paths:
+def look(run: RunSection) -> Paths:
     """The run's folder, untouched, where a run may be started or resumed in it.
 
     Raises ConfigError where the folder holds a run and neither run.resume nor run.overwrite is
@@ -132,7 +132,7 @@ def look(run: Run) -> Paths:
 
 
 @contextmanager
-def claimed(run: Run) -> Iterator[Paths]:
+def claimed(run: RunSection) -> Iterator[Paths]:
     """Make the run's folder, or find it with run.resume, and hold it: a second process that trains
     into it would spoil both. With run.overwrite an old run is moved aside, unless somebody holds
     it. Where an error comes before anything was made, everything is put back as it was.

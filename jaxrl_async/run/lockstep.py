@@ -78,7 +78,7 @@ class Lockstep:
         return np.asarray(self._share(rows))
 
 
-class Asked(Protocol):
+class StopRequests(Protocol):
     """Whatever knows whether somebody asked for a stop."""
 
     def is_set(self) -> bool: ...

@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config.schema import Config, Run
+from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import Closed, ConfigError, Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
@@ -45,9 +45,9 @@ from jaxrl_async.run.assemble import (
     claim_devices,
     keep_compiled_programs,
 )
+from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.memory import limit_arenas
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start import check_paths
 from jaxrl_async.run.warm_start import forget_warm_start
@@ -137,7 +137,7 @@ def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tu
     """Process 0 makes or finds the run's folder, and holds it until `closing`; all learn what came
     of it. Raises ConfigError."""
 
-    def hold(run: Run) -> None:
+    def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
         write_config(config.model_copy(update={"run": run}), paths)
 
@@ -152,7 +152,9 @@ def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tu
     return config, paths
 
 
-def _told_by_first(config: Config, lockstep: Lockstep, act: Callable[[Run], object]) -> Config:
+def _told_by_first(
+    config: Config, lockstep: Lockstep, act: Callable[[RunSection], object]
+) -> Config:
     """`act` on the settled run in process 0; its settled run.resume, or its error, in all."""
     found: dict[str, Any] = {}
     if lockstep.writes:

@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.algorithms.preferences import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.examples import ExampleStream, Split, demonstrations, preferences
+from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
 from jaxrl_async.data.preferences import mismatched
 from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -42,14 +43,13 @@ from jaxrl_async.run.assemble import (
     reference_params,
     warm_started,
 )
-from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
+from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Asked, Lockstep, SharedStop
-from jaxrl_async.run.observe import measured_peak_flops
-from jaxrl_async.run.resume import resuming_if_possible
+from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
+from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.warm_start import forget_warm_start, stop_if_lost
-from jaxrl_async.trainer.preference import needs_baseline, needs_reference, preference_loss
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.update import Params, TrainState
@@ -74,7 +74,7 @@ class Job:
 
     step: Any  # SupervisedStep, PreferenceStep or RewardStep
     params: Params  # at the start
-    split: Split[Any]
+    split: ExampleSplit[Any]
     batch_size: int
     reference: Callable[[], Params] | None = None  # makes the frozen weights; null: none needed
     baseline: bool = False  # whether answers to other prompts are needed, too
@@ -82,7 +82,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class OfflineProgress:
     """All that a resumed run takes up again."""
 
     state: TrainState
@@ -145,7 +145,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
 # ---- the jobs
 
 
-def sft(config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]) -> Job:
+def sft(
+    config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
+) -> Job:
     """Maximum likelihood of the records' answers."""
     return Job(
         step=SupervisedStep(policy.spec, slices.trainer, TRAINER_RULES, **_settings(config)),
@@ -156,12 +158,12 @@ def sft(config: Config, paths: Paths, slices: Slices, policy: Policy, split: Spl
     )
 
 
-def _demonstrations(config: Config, tokenizer: Tokenizer) -> Split[Any]:
+def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
     return demonstrations(config.data, tokenizer, config.run.seed, config.row_length)
 
 
 def preference(
-    config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]
+    config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
     """A policy by better and worse answers: dpo and its kin."""
     section = config.preference
@@ -184,13 +186,13 @@ def preference(
     )
 
 
-def _answers_compared(config: Config, tokenizer: Tokenizer) -> Split[Any]:
+def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
     loss = preference_loss.resolve(config.preference.loss)
     return _pairs(config, tokenizer, halves=needs_baseline(loss))
 
 
 def reward_model(
-    config: Config, paths: Paths, slices: Slices, policy: Policy, split: Split[Any]
+    config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
     """A scalar head on the policy that scores better answers higher."""
     step = RewardStep(
@@ -216,14 +218,14 @@ def reward_model(
     )
 
 
-SPLITS: dict[str, Callable[[Config, Tokenizer], Split[Any]]] = {
+SPLITS: dict[str, Callable[[Config, Tokenizer], ExampleSplit[Any]]] = {
     "sft": _demonstrations,
     "preference": _answers_compared,
     "reward_model": lambda config, tokenizer: _pairs(config, tokenizer, halves=False),
 }
 """What each job learns from."""
 
-JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, Split[Any]], Job]] = {
+JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Job]] = {
     "sft": sft,
     "preference": preference,
     "reward_model": reward_model,
@@ -239,7 +241,7 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> Split[Any]:
+def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:
     return preferences(config.data, tokenizer, config.run.seed, config.row_length, halves=halves)
 
 
@@ -251,18 +253,18 @@ def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
 # ---- the loop
 
 
-def begin(config: Config, job: Job, checkpoints: Checkpoints) -> Progress:
+def begin(config: Config, job: Job, checkpoints: Checkpoints) -> OfflineProgress:
     """At the start, or, with run.resume, where the newest readable checkpoint was taken."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
     if not config.run.resume:
         reference = job.reference() if job.reference else None
-        return Progress(state=state, reference=reference, examples=examples)
+        return OfflineProgress(state=state, reference=reference, examples=examples)
     like = {"train": state, **({"reference": state.params} if job.reference else {})}
     saved = checkpoints.restore(None, like)
     check_resumed(saved, config, checkpoints.directory)
     examples.restore(saved.loop["examples"])
-    return Progress(
+    return OfflineProgress(
         state=saved.state["train"],
         reference=saved.state.get("reference"),
         examples=examples,
@@ -273,10 +275,10 @@ def begin(config: Config, job: Job, checkpoints: Checkpoints) -> Progress:
 def learn(
     config: Config,
     job: Job,
-    progress: Progress,
+    progress: OfflineProgress,
     checkpoints: Checkpoints,
     tell: Callable[[int, Mapping[str, float]], None],
-    stop: Asked,
+    stop: StopRequests,
 ) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop.
 
@@ -312,7 +314,7 @@ def _is_due(config: Config, version: int) -> bool:
     return config.eval.every > 0 and version % config.eval.every == 0
 
 
-def update(job: Job, progress: Progress) -> dict[str, float]:
+def update(job: Job, progress: OfflineProgress) -> dict[str, float]:
     """One update from the next examples; what the step reports of it."""
     examples = progress.examples.take(job.batch_size)
     progress.state, values = job.step.update(
@@ -378,7 +380,7 @@ def _tell(
     console.step(version, values)
 
 
-def save(config: Config, progress: Progress, checkpoints: Checkpoints) -> None:
+def save(config: Config, progress: OfflineProgress, checkpoints: Checkpoints) -> None:
     """Write the train state and where the stream is."""
     tree: dict[str, Any] = {"train": progress.state}
     if progress.reference is not None:

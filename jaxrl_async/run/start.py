@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.config.schema import Algorithm, Config, each_of, name_of
+from jaxrl_async.algorithms.preferences import preference_loss
+from jaxrl_async.algorithms.trial import check_algorithm
+from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
-from jaxrl_async.trainer.preference import preference_loss
-from jaxrl_async.trainer.trial import check_algorithm
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -36,11 +36,11 @@ def check_names(config: Config) -> None:
             find_reward(name_of(choice))
 
 
-def _without_absent_files(algorithm: Algorithm) -> Algorithm:
+def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
     """The same with the default in place of each function whose file is not here."""
     fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
     absent = [f for f in fields if any(map(_is_absent, each_of(getattr(algorithm, f))))]
-    defaults = Algorithm()
+    defaults = AlgorithmSection()
     return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
 
 

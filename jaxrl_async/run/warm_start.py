@@ -19,9 +19,9 @@ from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.errors import Stopped, TrainingError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.run.checkpoint import Checkpoints, check_resumed
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Asked, Lockstep, SharedStop
+from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.update import Params, TrainState
@@ -56,7 +56,7 @@ def warm_start(
 
     Raises Stopped (Ctrl-C) or Preempted (SIGTERM) once what was made is saved, TrainingError.
     """
-    asked: Asked = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
+    asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
     stop.answer = "stopping after this update of the warm start and saving"
     console.phase("warm start", "compiling")
     own = paths.warm_start
@@ -94,7 +94,7 @@ def _learn(
     checkpoints: Checkpoints,
     recorder: Recorder | None,
     console: Console,
-    asked: Asked,
+    asked: StopRequests,
 ) -> None:
     """Make one update after another, until all are made or somebody asks for a stop.
 

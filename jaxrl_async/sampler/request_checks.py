@@ -179,15 +179,16 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
             raise RolloutError(
                 f"request {request.request_id!r}: {field} is {asked}, more than "
                 f"sampler.max_new_tokens ({room.max_new_tokens}). Ask for fewer, or raise that: "
-                "Sampler(policy, section=jaxrl_async.config.schema.Sampler(max_new_tokens=..., "
-                "max_length=...))."
+                "Sampler(policy, section=jaxrl_async.config.schema.SamplerSection("
+                "max_new_tokens=..., max_length=...))."
             )
         if answer_fits and prompt + asked > room.max_length:
             raise RolloutError(
                 f"request {request.request_id!r}: {prompt} tokens of prompt and {field} of {asked} "
                 f"are more than sampler.max_length ({room.max_length}). Ask for at most "
                 f"{room.max_length - prompt}, or raise that: Sampler(policy, "
-                "section=jaxrl_async.config.schema.Sampler(max_length=..., max_new_tokens=...))."
+                "section=jaxrl_async.config.schema.SamplerSection(max_length=..., "
+                "max_new_tokens=...))."
             )
 
 

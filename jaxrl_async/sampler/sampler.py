@@ -5,7 +5,7 @@
         WeightSource.poll ──between two blocks────┘      v
                                           host work while the next block runs
 
-What happens on the device, and to whom, is decided in sampler/batch.py; this file is the thread,
+What happens on the device, and to whom, is decided in batch/batch.py; this file is the thread,
 the futures, and the moment of the swap. Only the sampler's thread changes the batch, and while it
 waits for a block nothing of it changes: then any thread may read it (`progress`).
 """
@@ -35,15 +35,15 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, ConfigError, RolloutError, WeightsError
-from jaxrl_async.mesh import NO_TURNS, SAMPLER_RULES, shardings
+from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
 from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
-from jaxrl_async.sampler.batch import Batch, Output, Sequence_
-from jaxrl_async.sampler.engine import Engine
+from jaxrl_async.sampler.batch.batch import Batch, Output, Sequence_
+from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
+from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
-from jaxrl_async.sampler.memory import MemoryPlan, plan_memory
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import (
     INT32_END,
@@ -139,14 +139,14 @@ class Sampler:
         self,
         policy: Any,
         *,
-        section: schema.Sampler | None = None,
+        section: schema.SamplerSection | None = None,
         mesh: Mesh | None = None,
         seed: int = 0,
         dtype: Any = jnp.float32,
         weights: WeightSource | None = None,
         version: int = 0,
         probe: Probe | None = None,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         schedule: Schedule | None = None,
         clock: Clock = time.perf_counter,
         one_thread: bool = False,
@@ -190,7 +190,7 @@ class Sampler:
         )
         self._rounds = 0  # that ran: waiting does not count
         self._idle_s: float | None = None  # longest sleep; a replay may sleep through a wake-up
-        self._probe, self._turns, self._clock = probe, turns, clock
+        self._probe, self._device_lock, self._clock = probe, device_lock, clock
         self._probe_logprobs = lambda p, t: _sequence_logprobs(spec, p, t, jnp.dtype(dtype))
         self._begin(version, self.engine.prepare(params), weights)
 
@@ -475,7 +475,7 @@ class Sampler:
         return bool(work) or self._staged is not None
 
     def _open_batch(self) -> None:
-        with self._turns:
+        with self._device_lock:
             self._batch = Batch(
                 self.engine,
                 max_new=self.section.max_new_tokens,
@@ -496,7 +496,7 @@ class Sampler:
                 return False
         if batch.placed or batch.queue:
             self._rounds += 1
-            with self._turns:
+            with self._device_lock:
                 with self._changing:
                     batch.admit(only_begun=self._staged is not None)
                     self._mark_started()
@@ -638,7 +638,7 @@ class Sampler:
                 f"request {request_id!r} is not under way: it is done, cancelled, or was never "
                 "submitted to this sampler."
             )
-        with self._turns:
+        with self._device_lock:
             partial = batch.snapshot(sequence, with_kv=with_kv)
         if stop:
             output = batch.output(sequence)
@@ -691,7 +691,7 @@ class Sampler:
         self._prepared, self.version = self.engine.prepare(update.params), update.version
         self._batch.new_version(update.version)
         if self.section.on_new_weights == "recompute":
-            with self._turns:
+            with self._device_lock:
                 self._batch.recompute()
                 while self._batch.prefilling:
                     self._batch.prefill(self._prepared)
@@ -714,7 +714,7 @@ class Sampler:
         tolerance."""
         if self._probe is None or update.probe_logprobs is None:
             return 0.0
-        with self._turns:
+        with self._device_lock:
             ours = np.asarray(self._probe_logprobs(update.params, self._probe.token_ids))
             theirs = np.asarray(update.probe_logprobs)
         error = float(np.max(np.abs(ours - theirs)))
@@ -781,10 +781,10 @@ class Sampler:
             future.set_exception(error)
 
 
-def roomy_section(spec: ModelSpec, dtype: Any) -> schema.Sampler:
+def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
     """Settings for who gave none: sequences as long as the model, LONGEST at most, in the KV memory
-    that the defaults of schema.Sampler take."""
-    usual = schema.Sampler()
+    that the defaults of schema.SamplerSection take."""
+    usual = schema.SamplerSection()
     plan = kv_plan(spec, usual, dtype)
     longest = min(spec.max_positions, LONGEST)
     needed = -(-longest // plan.page_tokens) * plan.page_bytes
@@ -797,7 +797,7 @@ def roomy_section(spec: ModelSpec, dtype: Any) -> schema.Sampler:
     )
 
 
-def kv_plan(spec: ModelSpec, section: schema.Sampler, dtype: Any) -> MemoryPlan:
+def kv_plan(spec: ModelSpec, section: schema.SamplerSection, dtype: Any) -> MemoryPlan:
     """Slots and pages for a model and a configuration. Raises ConfigError."""
     each = spec.kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
@@ -814,7 +814,7 @@ def kv_plan(spec: ModelSpec, section: schema.Sampler, dtype: Any) -> MemoryPlan:
 def make_engine(
     spec: ModelSpec,
     plan: MemoryPlan,
-    section: schema.Sampler,
+    section: schema.SamplerSection,
     mesh: Mesh | None,
     *,
     dtype: Any,

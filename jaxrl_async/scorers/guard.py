@@ -22,7 +22,7 @@ from jaxrl_async.errors import (
     RolloutTimeout,
     is_the_runs_own_end,
 )
-from jaxrl_async.metrics.faults import UnderWay, backoff_s
+from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.scorers.results import finite, shown

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_async.config.schema import Model, Reward
+from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
-from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, batch_sharding, num_shards, shardings
+from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards, shardings
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
@@ -38,7 +38,7 @@ SHORTEST = 32
 
 class RewardModel:
     """Scores token sequences with a decoder and a scalar head. Any thread; one program at a time
-    under `turns`."""
+    under `device_lock`."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class RewardModel:
         *,
         dtype: Any = jnp.float32,
         attention: str = "auto",
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> None:
-        """params: on the mesh. turns: shared with whoever else runs programs on these devices."""
-        self._params, self._turns = params, turns
+        """params: on the mesh. device_lock: shared with all that run programs on these devices."""
+        self._params, self._device_lock = params, device_lock
         self._num_row_shards = num_shards(mesh, TRAINER_RULES, "batch")
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
         how = decoder_settings(mesh, spec.head_dim, dtype=dtype, attention=attention)
@@ -75,7 +75,7 @@ class RewardModel:
             token_ids[row, : len(sequence)] = sequence
             segment_ids[row, : len(sequence)] = 1
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), token_ids.shape)
-        with self._turns:
+        with self._device_lock:
             inputs = jax.device_put((token_ids, positions, segment_ids), self._sharding)
             scores = np.asarray(self._scores(self._params, *inputs))  # waits
         return scores[: len(sequences)]
@@ -141,11 +141,11 @@ def padded(count: int, least: int = 1) -> int:
 
 
 def load_reward_model(
-    section: Reward,
-    model: Model,
+    section: RewardSection,
+    model: ModelSection,
     tokenizer: Tokenizer,
     mesh: Mesh,
-    turns: AbstractContextManager[Any] = NO_TURNS,
+    device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
 ) -> RewardModel:
     """The model in reward.model, on this mesh, in model.dtype. Raises ConfigError where the folder
     holds none or it reads other tokens than the policy."""
@@ -160,7 +160,9 @@ def load_reward_model(
             f"reward.model = {folder} is no reward model: {error} run.job=reward_model makes one, "
             "in runs/NAME/reward_model."
         ) from None
-    return RewardModel(spec, params, mesh, dtype=dtype, attention=model.attention, turns=turns)
+    return RewardModel(
+        spec, params, mesh, dtype=dtype, attention=model.attention, device_lock=device_lock
+    )
 
 
 def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:

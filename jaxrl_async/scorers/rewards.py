@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from jaxrl_async.config.schema import Reward
+from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
@@ -193,7 +193,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def make_scorer(
-    section: Reward, decode: Callable[[IntArray], str], prompts: Iterable[Prompt] = ()
+    section: RewardSection, decode: Callable[[IntArray], str], prompts: Iterable[Prompt] = ()
 ) -> RewardScorer:
     """The scorer that the configuration asks for. prompts: some, whose columns the functions may
     ask for. Raises ConfigError."""

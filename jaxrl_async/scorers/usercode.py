@@ -28,7 +28,7 @@ class TooLate(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What a call came to. A result in place of an exception: a future or a task that is given
     StopIteration, SystemExit or KeyboardInterrupt does something else with it."""
 
@@ -55,7 +55,7 @@ def _words(error: BaseException) -> str:
 @dataclass(slots=True, eq=False)
 class _Call:
     work: Callable[[], Any]
-    settle: Callable[[Outcome], None]
+    settle: Callable[[CallOutcome], None]
     begun_s: float | None = None
     over: bool = False  # it has an outcome, or nobody waits for it any more
 
@@ -73,12 +73,12 @@ class Threads:
         self._serving = 0
         self.stuck: set[_Call] = set()
 
-    async def run(self, work: Callable[[], Any], timeout_s: float) -> Outcome:
+    async def run(self, work: Callable[[], Any], timeout_s: float) -> CallOutcome:
         """What `work` came to. Raises TooLate timeout_s after a thread has begun it."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Outcome] = loop.create_future()
+        done: asyncio.Future[CallOutcome] = loop.create_future()
 
-        def settle(outcome: Outcome) -> None:
+        def settle(outcome: CallOutcome) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
                 loop.call_soon_threadsafe(_give, done, outcome)
 
@@ -142,19 +142,19 @@ class Threads:
             self._hire()
 
 
-def _give(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
+def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
     if not future.done():
         future.set_result(outcome)
 
 
-def _outcome(work: Callable[[], Any]) -> Outcome:
+def _outcome(work: Callable[[], Any]) -> CallOutcome:
     try:
-        return Outcome(work())
+        return CallOutcome(work())
     except BaseException as error:  # of a thread of ours: no exception is meant for anybody else
-        return Outcome(error=error)
+        return CallOutcome(error=error)
 
 
-async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> Outcome:
+async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> CallOutcome:
     """What a user's coroutine came to, on the loop for them. Raises TooLate after timeout_s.
 
     All coroutines of the process are on that one loop, so that a session or a semaphore that a
@@ -168,13 +168,13 @@ async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> Out
         raise TooLate from None
 
 
-async def _awaited(work: Callable[[], Awaitable[Any]]) -> Outcome:
+async def _awaited(work: Callable[[], Awaitable[Any]]) -> CallOutcome:
     try:
-        return Outcome(await work())
+        return CallOutcome(await work())
     except BaseException as error:
         if is_the_runs_own_end(error):
             raise
-        return Outcome(error=error)
+        return CallOutcome(error=error)
 
 
 @functools.cache

@@ -14,13 +14,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS, Rules, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, Rules, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.aggregate import token_mean
-from jaxrl_async.trainer.objective import Totals
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import BoolArray, FloatArray, PackedBatch
@@ -82,7 +82,7 @@ class CriticStep:
         mesh: Mesh,
         rules: Rules,
         *,
-        trainer: schema.Trainer,
+        trainer: schema.TrainerSection,
         learning_rate: float,
         row_length: int,
         total_steps: int,
@@ -121,14 +121,14 @@ class CriticStep:
         self,
         params: Params,
         batch: PackedBatch,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> tuple[FloatArray, FloatArray]:
         """Of the state before each token, 0 where a segment starts; and, at each segment's last
         token, of the state after it, 0 elsewhere. [rows, length] float32 each, in the batch's own
         order."""
         parts = []
         for micro in self._micros(batch):
-            with turns:
+            with device_lock:
                 found = self._values(params, self._updater.put(micro))
                 parts.append([whole(a) for a in found])
         before, after = (
@@ -144,7 +144,7 @@ class CriticStep:
         returns: FloatArray,
         *,
         weights: FloatArray | None = None,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step towards the returns; the state given is donated.
@@ -155,7 +155,7 @@ class CriticStep:
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
         micros = self._micros(batch, values, returns, weights)
-        state, stats = self._updater.update(state, micros, None, turns, at)
+        state, stats = self._updater.update(state, micros, None, device_lock, at)
         explained = explained_variance(values, returns, batch.mask)
         told = {} if np.isnan(explained) else {"critic/explained_variance": explained}
         return state, {k.replace("train/", "critic/"): v for k, v in stats.items()} | told

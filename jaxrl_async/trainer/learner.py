@@ -21,18 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, step_data
+from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.entropy import active_entropy_coefficient, next_entropy_coefficient
+from jaxrl_async.algorithms.kl import next_coefficient
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.objective import Coefficients, mean_report
+from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
-from jaxrl_async.mesh import DEVICE, HOST, NO_TURNS, in_memory
-from jaxrl_async.trainer.advantages import AdvantageFn, StepData, step_data
-from jaxrl_async.trainer.aggregate import token_mean
+from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.distill import teacher_advantages
-from jaxrl_async.trainer.entropy import active_entropy_coefficient, next_entropy_coefficient
-from jaxrl_async.trainer.kl import next_coefficient
-from jaxrl_async.trainer.losses import TokenInputs
-from jaxrl_async.trainer.masks import Routing
-from jaxrl_async.trainer.objective import Coefficients, mean_report
+from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import (
     Pair,
@@ -44,9 +45,8 @@ from jaxrl_async.trainer.pack import (
     unpacked,
     with_advantages,
 )
-from jaxrl_async.trainer.passes import LogprobPass
-from jaxrl_async.trainer.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.trainer.step import Columns, TrainStep, forward_flops
+from jaxrl_async.trainer.token_columns import Routing
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
@@ -89,13 +89,13 @@ class Learner:
         step: TrainStep,
         state: TrainState,
         *,
-        algorithm: schema.Algorithm,
+        algorithm: schema.AlgorithmSection,
         advantage: AdvantageFn,
         row_length: int,
         shapings: Sequence[ShapingFn] = (),
         companions: Companions | None = None,
-        teacher: schema.Teacher | None = None,
-        reference: schema.Reference | None = None,
+        teacher: schema.TeacherSection | None = None,
+        reference: schema.ReferenceSection | None = None,
         critic_warmup: int = 0,
         mask_vocab: int | None = None,
         routing: Routing | None = None,
@@ -108,8 +108,8 @@ class Learner:
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
-        self._teacher = teacher or schema.Teacher()
-        self._moves = reference or schema.Reference()
+        self._teacher = teacher or schema.TeacherSection()
+        self._moves = reference or schema.ReferenceSection()
         self._row_length, self._critic_warmup, self._seed = row_length, critic_warmup, seed
         self._mask_vocab, self._routing, self._pairs_taken = mask_vocab, routing, 0
         self._offloads = offload_reference
@@ -173,7 +173,7 @@ class Learner:
         self,
         groups: Sequence[EpisodeGroup],
         version: int,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Learn from the groups, drawn for the step that makes version + 1; the report.
 
@@ -189,16 +189,18 @@ class Learner:
             mask_vocab=self._mask_vocab,
             routing=self._routing,
         )
-        found = self._look(batch, turns)
+        found = self._look(batch, device_lock)
         data, told = self._credited(shaped, batch, found)
         learnt = self._advantage(data)
         batch = with_advantages(batch, learnt.advantages)
         batch, gap = self._advised(batch, found)
-        columns = self._columns(batch, found, turns)
+        columns = self._columns(batch, found, device_lock)
         returns = None
         if learnt.returns is not None:
             returns = with_advantages(batch, learnt.returns).advantages
-        stats = self._update(Part(batch, columns, found.get("values"), returns), version, turns)
+        stats = self._update(
+            Part(batch, columns, found.get("values"), returns), version, device_lock
+        )
         passes = len(found.keys() - {"last_values"})  # which come with the values
         stats["train/flops"] += passes * forward_flops(self._step.spec, batch)
         self._after(stats, version)
@@ -212,7 +214,7 @@ class Learner:
         return [next(self._with.pairs) for _ in range(self._algorithm.supervised_batch)]
 
     def _look(
-        self, batch: PackedBatch, turns: AbstractContextManager[Any]
+        self, batch: PackedBatch, device_lock: AbstractContextManager[Any]
     ) -> dict[str, FloatArray]:
         """Everything that a forward pass has to say of the batch beforehand, as far as needed."""
         has, found = self._with, {}
@@ -222,13 +224,13 @@ class Learner:
         takes = takes_proximal(algorithm, refers=refers)
         if has.own_pass is not None and takes:
             own, logprobs = self.state.params, has.own_pass.logprobs
-            found["proximal"] = logprobs(own, batch, turns, replays=True)
+            found["proximal"] = logprobs(own, batch, device_lock, replays=True)
         if has.own_pass is not None and refers and self._takes_reference:
-            found["reference"] = has.own_pass.logprobs(self._fetched(), batch, turns)
+            found["reference"] = has.own_pass.logprobs(self._fetched(), batch, device_lock)
         if has.teacher_pass is not None and advised:
-            found["teacher"] = has.teacher_pass.logprobs(self.teacher, batch, turns)
+            found["teacher"] = has.teacher_pass.logprobs(self.teacher, batch, device_lock)
         if has.critic is not None and self.critic_state is not None:
-            looked = has.critic.values(self.critic_state.params, batch, turns)
+            looked = has.critic.values(self.critic_state.params, batch, device_lock)
             found["values"], found["last_values"] = looked
         return found
 
@@ -285,7 +287,7 @@ class Learner:
         self,
         batch: PackedBatch,
         found: Mapping[str, FloatArray],
-        turns: AbstractContextManager[Any],
+        device_lock: AbstractContextManager[Any],
     ) -> Columns:
         columns = Columns(
             proximal_logprobs=found.get("proximal"), reference_logprobs=found.get("reference")
@@ -296,15 +298,15 @@ class Learner:
         teacher, has = self._teacher, self._with
         if has.teacher_pass is not None and teacher.form == "loss" and teacher.top_k:
             if teacher.top_of == "student" and has.own_pass is not None:
-                ids, _ = has.own_pass.top(self.state.params, batch, turns)
-                logprobs = has.teacher_pass.logprobs_at(self.teacher, batch, ids, turns)
+                ids, _ = has.own_pass.top(self.state.params, batch, device_lock)
+                logprobs = has.teacher_pass.logprobs_at(self.teacher, batch, ids, device_lock)
             else:
-                ids, logprobs = has.teacher_pass.top(self.teacher, batch, turns)
+                ids, logprobs = has.teacher_pass.top(self.teacher, batch, device_lock)
             columns = columns._replace(teacher_ids=ids, teacher_logprobs=logprobs)
         return columns
 
     def _update(
-        self, step: Part, version: int, turns: AbstractContextManager[Any]
+        self, step: Part, version: int, device_lock: AbstractContextManager[Any]
     ) -> dict[str, float]:
         """Every mini-batch of every epoch: the policy, then the critic."""
         reports, of_critic = [], []
@@ -317,7 +319,7 @@ class Learner:
             "coefficients": self.coefficients,
             "reference_params": None if looked_up else self.reference,
             "teacher_params": self.teacher if whole_teacher else None,
-            "turns": turns,
+            "device_lock": device_lock,
         }
         algorithm = self._algorithm
         missing = 0
@@ -336,7 +338,8 @@ class Learner:
                     assert part.values is not None and self.critic_state is not None
                     self.critic_state, stats = critic.update(
                         self.critic_state, part.batch, part.values, part.returns,
-                        weights=part.critic_weights, turns=turns, at=self._asked(version) + done,
+                        weights=part.critic_weights, device_lock=device_lock,
+                        at=self._asked(version) + done,
                     )  # fmt: skip
                     of_critic.append(stats)
         if warming:
@@ -459,7 +462,7 @@ def needs_covariance(loss: schema.Choice) -> bool:
     return name in NEEDS_COVARIANCE or is_own(name)
 
 
-def takes_proximal(algorithm: schema.Algorithm, *, refers: bool) -> bool:
+def takes_proximal(algorithm: schema.AlgorithmSection, *, refers: bool) -> bool:
     """Whether the policy's own log-probs are taken before the updates. refers: there is a
     reference."""
     several = algorithm.epochs * algorithm.minibatches > 1
@@ -467,7 +470,7 @@ def takes_proximal(algorithm: schema.Algorithm, *, refers: bool) -> bool:
     return several or in_reward or needs_covariance(algorithm.loss)
 
 
-def takes_reference(algorithm: schema.Algorithm, *, offloads: bool) -> bool:
+def takes_reference(algorithm: schema.AlgorithmSection, *, offloads: bool) -> bool:
     """Whether the reference's log-probs are taken once, before the updates, where there is one: the
     rewards need them, or they would be taken once in each epoch, or it is not on the device."""
     several = algorithm.epochs > 1 and schema.name_of(algorithm.kl) != "full"

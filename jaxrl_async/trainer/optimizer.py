@@ -12,7 +12,7 @@ from jaxrl_async.config import schema
 
 
 def make_schedule(
-    section: schema.Trainer, *, learning_rate: float, total_steps: int
+    section: schema.TrainerSection, *, learning_rate: float, total_steps: int
 ) -> optax.Schedule:
     """Learning rate at place 0, 1, ...: a linear warm-up to the peak, then the chosen course.
 
@@ -38,7 +38,7 @@ def _course(name: str, progress: Array) -> Array:
     return jnp.ones_like(progress)
 
 
-def make_optimizer(section: schema.Trainer, *, decayed: Any) -> optax.GradientTransformation:
+def make_optimizer(section: schema.TrainerSection, *, decayed: Any) -> optax.GradientTransformation:
     """clip_by_global_norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), of rate 1.
 
     The caller multiplies with the learning rate, which may follow something else than the number of
@@ -57,12 +57,12 @@ def make_optimizer(section: schema.Trainer, *, decayed: Any) -> optax.GradientTr
     )
 
 
-def needs_masters(section: schema.Trainer, param_dtype: Any) -> bool:
+def needs_masters(section: schema.TrainerSection, param_dtype: Any) -> bool:
     """Whether float32 copies of the weights are kept, which the optimizer moves."""
     return jnp.dtype(param_dtype) != jnp.float32 and section.rounding == "masters"
 
 
-def optimizer_bytes(section: schema.Trainer, param_dtype: Any) -> int:
+def optimizer_bytes(section: schema.TrainerSection, param_dtype: Any) -> int:
     """Of a weight, beside itself and its gradient: AdamW's two moments, and the master."""
     return 12 if needs_masters(section, param_dtype) else 8
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.masks import (
+from jaxrl_async.trainer.token_columns import (
     ALL_BITS,
     UNKNOWN_EXPERT,
     Routing,

@@ -16,16 +16,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxrl_async.config import schema
-from jaxrl_async.data.preferences import PreferencePair
-from jaxrl_async.errors import DataError
-from jaxrl_async.mesh import NO_TURNS, Rules
-from jaxrl_async.model.attention import decoder_settings
-from jaxrl_async.model.heads import head_table, sequence_scores
-from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.trainer.objective import Totals
-from jaxrl_async.trainer.preference import (
+from jaxrl_async.algorithms.objective import Totals
+from jaxrl_async.algorithms.preferences import (
     PairInputs,
     bradley_terry,
     kl_baseline,
@@ -33,7 +25,15 @@ from jaxrl_async.trainer.preference import (
     preference_loss,
     summed,
 )
-from jaxrl_async.trainer.preference_pack import (
+from jaxrl_async.config import schema
+from jaxrl_async.data.preferences import PreferencePair
+from jaxrl_async.errors import DataError
+from jaxrl_async.mesh import NO_DEVICE_LOCK, Rules
+from jaxrl_async.model.attention import decoder_settings
+from jaxrl_async.model.heads import head_table, sequence_scores
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.pack_pairs import (
     PreferenceBatch,
     max_pairs,
     micro_batches_of,
@@ -60,7 +60,7 @@ class PreferenceStep:
         rules: Rules,
         *,
         loss: schema.Choice,
-        trainer: schema.Trainer,
+        trainer: schema.TrainerSection,
         learning_rate: float,
         row_length: int,
         total_steps: int,
@@ -112,7 +112,7 @@ class PreferenceStep:
         *,
         reference_params: Params | None = None,
         mismatched: PreferenceBatch | None = None,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs; the state given is donated.
@@ -122,9 +122,9 @@ class PreferenceStep:
         TrainStep.update's. A non-finite loss or gradient leaves the state as it was, and
         train/skipped is 1.
         """
-        context = self._context(state.params, batch, reference_params, mismatched, turns)
+        context = self._context(state.params, batch, reference_params, mismatched, device_lock)
         micros = micro_batches_of(batch, self.micro_rows)
-        state, stats = self._updater.update(state, micros, context, turns, at)
+        state, stats = self._updater.update(state, micros, context, device_lock, at)
         return state, stats | _told_of(batch, context)
 
     def measure(
@@ -136,7 +136,7 @@ class PreferenceStep:
         mismatched: PreferenceBatch | None = None,
     ) -> dict[str, float]:
         """Loss, accuracy and margins of held-out pairs; nothing is learnt."""
-        context = self._context(params, batch, reference_params, mismatched, NO_TURNS)
+        context = self._context(params, batch, reference_params, mismatched, NO_DEVICE_LOCK)
         micros = micro_batches_of(batch, self.micro_rows)
         return self._updater.measure(params, micros, context) | _told_of(batch, context)
 
@@ -146,7 +146,7 @@ class PreferenceStep:
         batch: PreferenceBatch,
         reference_params: Params | None,
         mismatched: PreferenceBatch | None,
-        turns: AbstractContextManager[Any],
+        device_lock: AbstractContextManager[Any],
     ) -> PairContext:
         if not needs_baseline(self._loss_of):
             _check_whole(batch)
@@ -155,9 +155,9 @@ class PreferenceStep:
             return context
         total: Any = jnp.float32(0)
         for index, micro in enumerate(micro_batches_of(mismatched, self.micro_rows)):
-            with turns:
+            with device_lock:
                 total += self._log_ratio_sum(params, self._updater.put(micro), context)
-                if turns is not NO_TURNS or self._updater.is_full(index):
+                if device_lock is not NO_DEVICE_LOCK or self._updater.is_full(index):
                     jax.block_until_ready(total)
         return context._replace(baseline=kl_baseline(total, mismatched.num_answers))
 
@@ -195,7 +195,7 @@ class RewardStep:
         mesh: Mesh,
         rules: Rules,
         *,
-        trainer: schema.Trainer,
+        trainer: schema.TrainerSection,
         learning_rate: float,
         row_length: int,
         total_steps: int,
@@ -237,7 +237,7 @@ class RewardStep:
         state: TrainState,
         batch: PreferenceBatch,
         *,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs, which must be whole; the state given is donated.
@@ -248,7 +248,7 @@ class RewardStep:
         _check_whole(batch)
         context = PairContext(answer_weight(batch))
         micros = micro_batches_of(batch, self.micro_rows)
-        state, stats = self._updater.update(state, micros, context, turns, at)
+        state, stats = self._updater.update(state, micros, context, device_lock, at)
         return state, stats | _told_of(batch, context)
 
     def measure(self, params: Params, batch: PreferenceBatch) -> dict[str, float]:
@@ -297,7 +297,7 @@ def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
     return both[:, 0], both[:, 1]
 
 
-def pair_rows(trainer: schema.Trainer, row_length: int, num_row_shards: int) -> int:
+def pair_rows(trainer: schema.TrainerSection, row_length: int, num_row_shards: int) -> int:
     """rows_per_micro_batch, but two at least: both answers of a pair may be as long as a row."""
     tokens = max(trainer.micro_batch_tokens, 2 * row_length)
     return rows_per_micro_batch(tokens, row_length, num_row_shards)

@@ -15,22 +15,22 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS
-from jaxrl_async.model.attention import decoder_settings
-from jaxrl_async.model.divergence import Kind, TokenDivergence, chunked_over_vocab
-from jaxrl_async.model.logprobs import replayed_logprobs, token_logprobs
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.trainer.aggregate import aggregate
-from jaxrl_async.trainer.distill import distill_rows
-from jaxrl_async.trainer.losses import TokenInputs
-from jaxrl_async.trainer.objective import (
+from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.objective import (
     Coefficients,
     Totals,
     make_recipe,
     policy_objective,
     supervised_objective,
 )
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.model.attention import decoder_settings
+from jaxrl_async.model.divergence import Kind, TokenDivergence, chunked_over_vocab
+from jaxrl_async.model.logprobs import replayed_logprobs, token_logprobs
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.trainer.distill import distill_rows
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
@@ -69,7 +69,7 @@ class Columns(NamedTuple):
     supervised_weights: FloatArray | None = None
 
 
-class Context(NamedTuple):
+class UpdateContext(NamedTuple):
     """What holds for all micro-batches of an update; on the devices."""
 
     version: Any  # [] int32, of the weights that learn
@@ -87,11 +87,11 @@ class TrainStep:
         mesh: Mesh,
         rules: dict[str, Any],
         *,
-        algorithm: schema.Algorithm,
-        trainer: schema.Trainer,
+        algorithm: schema.AlgorithmSection,
+        trainer: schema.TrainerSection,
         row_length: int,
         total_steps: int,
-        teacher: schema.Teacher | None = None,
+        teacher: schema.TeacherSection | None = None,
         teacher_spec: ModelSpec | None = None,
         num_lags: int = 0,
         temperature: float = 1.0,
@@ -112,7 +112,7 @@ class TrainStep:
         )
         self._remat, self._temperature = remat, temperature or 1.0
         self.recipe = make_recipe(algorithm, teacher)
-        self._teacher = (teacher or schema.Teacher(), teacher_spec or spec)
+        self._teacher = (teacher or schema.TeacherSection(), teacher_spec or spec)
         self._supervised_coefficient = algorithm.supervised_coefficient
         self._aggregate = aggregate.resolve(algorithm.aggregate)
         self._updater = Updater(
@@ -146,14 +146,14 @@ class TrainStep:
         coefficients: Coefficients | None = None,
         reference_params: Params | None = None,
         teacher_params: Params | None = None,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on the whole batch; the state given is donated.
 
         version: of the weights that learn, to tell fresh tokens from stale ones in the report.
         coefficients: null takes the algorithm's. reference_params: frozen weights for the KL, on
-        this mesh; null: none. turns: held for each program, until it has run, where a sampler
+        this mesh; null: none. device_lock: held for each program, until it has run, where a sampler
         shares the devices. at: place on the learning rate's course, in updates; null: as many as
         were made. A non-finite loss or gradient leaves the state as it was, and train/skipped is 1.
         The report's keys are explained in metrics.metric.METRICS.
@@ -161,7 +161,7 @@ class TrainStep:
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
         micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
-        state, stats = self._updater.update(state, micros, context, turns, at)
+        state, stats = self._updater.update(state, micros, context, device_lock, at)
         passes = self._updater.num_passes(micros)
         sizes = self._sizes(batch, len(micros), reference_params is not None)
         return state, stats | sizes | {"train/micro_batches": float(passes)}
@@ -176,12 +176,12 @@ class TrainStep:
         coefficients: Coefficients | None = None,
         reference_params: Params | None = None,
         teacher_params: Params | None = None,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """What `update` would report of the policy's objective; nothing is learnt."""
         micros = self._micros(batch, columns or Columns())
         context = self._context(version, coefficients, reference_params, teacher_params)
-        with turns:
+        with device_lock:
             return self._updater.measure(params, micros, context)
 
     def weights(self, batch: PackedBatch, times: int = 1) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class TrainStep:
             found["supervised_weights"] = supervised_weights(batch, self._supervised_coefficient)
         return {k: v * np.float32(times) for k, v in found.items()}
 
-    def lower(self, params: Params, micro: DeviceBatch, context: Context) -> dict[str, Any]:
+    def lower(self, params: Params, micro: DeviceBatch, context: UpdateContext) -> dict[str, Any]:
         """The programs of `update` for shapes alone, not compiled: gradient, update."""
         return self._updater.lower(params, micro, context)
 
@@ -219,10 +219,10 @@ class TrainStep:
         coefficients: Coefficients | None,
         reference_params: Params | None,
         teacher_params: Params | None,
-    ) -> Context:
+    ) -> UpdateContext:
         numbers = self.recipe.coefficients if coefficients is None else coefficients
         on_device = Coefficients(*(np.float32(c) for c in numbers))
-        return Context(np.int32(version), on_device, reference_params, teacher_params)
+        return UpdateContext(np.int32(version), on_device, reference_params, teacher_params)
 
     def _micros(self, batch: PackedBatch, columns: Columns) -> list[DeviceBatch]:
         if columns.weights is None:
@@ -246,7 +246,7 @@ class TrainStep:
     # ---- inside jit
 
     def _policy_loss(
-        self, params: Params, micro: DeviceBatch, context: Context
+        self, params: Params, micro: DeviceBatch, context: UpdateContext
     ) -> tuple[Array, Totals]:
         x, changed = self._inputs(params, micro, context)
         x = self._compared(x, micro, context)
@@ -271,7 +271,7 @@ class TrainStep:
         return loss + part, totals
 
     def _inputs(
-        self, params: Params, micro: DeviceBatch, context: Context
+        self, params: Params, micro: DeviceBatch, context: UpdateContext
     ) -> tuple[TokenInputs, Array | None]:
         """Of one pass over the policy, with the divergence that needs whole distributions; and how
         many layers would have sent each token elsewhere, where experts are replayed."""
@@ -304,7 +304,7 @@ class TrainStep:
         found = self._outputs(params, micro, self._temperature, micro.expert_ids)
         return _token_inputs(found, micro, has_entropy), found.changed
 
-    def _compared(self, x: TokenInputs, micro: DeviceBatch, context: Context) -> TokenInputs:
+    def _compared(self, x: TokenInputs, micro: DeviceBatch, context: UpdateContext) -> TokenInputs:
         """The same with the reference's log-probs, where there is one."""
         if micro.reference_logprobs is not None:
             return x._replace(reference_logprobs=micro.reference_logprobs)

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.objective import Totals, summarize, supervised_objective
+from jaxrl_async.algorithms.segments import first_tokens, sequence_any
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS, Rules
+from jaxrl_async.mesh import NO_DEVICE_LOCK, Rules
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.trainer.aggregate import token_mean
-from jaxrl_async.trainer.losses import TokenInputs
-from jaxrl_async.trainer.objective import Totals, summarize, supervised_objective
 from jaxrl_async.trainer.pack import micro_batches, pack_pairs, split
-from jaxrl_async.trainer.segments import first_tokens, sequence_any
 from jaxrl_async.trainer.step import packing_measures, train_flops
 from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import BoolArray, IntArray, PackedBatch
@@ -41,7 +41,7 @@ class SupervisedStep:
         mesh: Mesh,
         rules: Rules,
         *,
-        trainer: schema.Trainer,
+        trainer: schema.TrainerSection,
         learning_rate: float,
         row_length: int,
         total_steps: int,
@@ -84,7 +84,7 @@ class SupervisedStep:
         state: TrainState,
         batch: PackedBatch,
         *,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all pairs; the state given is donated.
@@ -93,7 +93,7 @@ class SupervisedStep:
         train/skipped is 1.
         """
         micros = self._micros(batch)
-        state, stats = self._updater.update(state, micros, None, turns, at)
+        state, stats = self._updater.update(state, micros, None, device_lock, at)
         stats |= packing_measures(batch, self.micro_rows, len(micros))
         return state, stats | {"train/flops": train_flops(self._spec, batch, reference=False)}
 

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
-from jaxrl_async.mesh import NO_TURNS
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.ports import Clock, GroupSource, Publisher
-from jaxrl_async.trainer.control import Bounds, Pace, next_pace
+from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.learner import Learner
-from jaxrl_async.trainer.measures import drop_measures, group_measures
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
 STOP_S = 0.5
@@ -68,7 +68,7 @@ class Trainer:
         save_every: int = 0,
         max_skipped_steps: int = 3,
         probe: IntArray | None = None,
-        turns: Any = NO_TURNS,
+        device_lock: Any = NO_DEVICE_LOCK,
         clock: Clock = time.perf_counter,
     ) -> None:
         """resumed: `numbers` of the trainer that saved this version; null: a new run."""
@@ -79,7 +79,7 @@ class Trainer:
         self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._torn = False  # whether an update that failed has left weights of no version
-        self._probe, self._turns, self._clock = probe, turns, clock
+        self._probe, self._device_lock, self._clock = probe, device_lock, clock
         self._saved_version = -1 if resumed is None else version
         self.doing, self.since = "starting", clock()  # for the watchdog
         self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
@@ -179,7 +179,7 @@ class Trainer:
         """
         before = self.learner.params
         try:
-            stats = self.learner.learn(draw.groups, self.version, self._turns)
+            stats = self.learner.learn(draw.groups, self.version, self._device_lock)
         except BaseException:
             self._source.give_back()
             self._torn = self.learner.params is not before or _is_gone(before)
@@ -206,7 +206,7 @@ class Trainer:
 
     def _publish(self) -> None:
         self._publisher.wait_taken()  # outside the turn: a sampler that waits for it does not poll
-        with self._turns:
+        with self._device_lock:
             logprobs = None
             if self._probe is not None:
                 logprobs = self.learner.probe(self._probe)

@@ -22,11 +22,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
     HOST,
-    NO_TURNS,
+    NO_DEVICE_LOCK,
     Rules,
     batch_sharding,
     in_memory,
@@ -36,7 +37,6 @@ from jaxrl_async.mesh import (
     shardings,
 )
 from jaxrl_async.model.spec import Weight
-from jaxrl_async.trainer.objective import Totals, summarize
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
     make_schedule,
@@ -91,7 +91,7 @@ class Updater:
         rules: Rules,
         objective: Objective,
         *,
-        trainer: schema.Trainer,
+        trainer: schema.TrainerSection,
         learning_rate: float,
         total_steps: int,
         param_dtype: Any = jnp.float32,
@@ -162,13 +162,13 @@ class Updater:
         state: TrainState,
         micros: Sequence[Any],
         context: Any,
-        turns: AbstractContextManager[Any] = NO_TURNS,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
 
-        turns: held for each program, until it has run, where a sampler shares the devices. at:
-        place on the learning rate's course, in updates; null: as many as were made.
+        device_lock: held for each program, until it has run, where a sampler shares the devices.
+        at: place on the learning rate's course, in updates; null: as many as were made.
         A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
         TrainingError where memory does not suffice with one row on each device; the state is then
         as it was; ConfigError for an option that the compiler does not know.
@@ -177,7 +177,7 @@ class Updater:
         while True:
             parts = _halved(micros, self._halvings, self.num_row_shards)
             try:
-                sums, totals = self._gradients(state.params, parts, context, turns)
+                sums, totals = self._gradients(state.params, parts, context, device_lock)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "No such compile option" in str(error):
@@ -189,7 +189,7 @@ class Updater:
                     raise
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
             retries += 1
-        with turns:
+        with device_lock:
             state, applied = self._apply(state, sums, None if at is None else np.float32(at))
             told, host_applied = jax.device_get((totals, applied))
         return state, {
@@ -203,16 +203,16 @@ class Updater:
         params: Params,
         micros: Sequence[Any],
         context: Any,
-        turns: AbstractContextManager[Any],
+        device_lock: AbstractContextManager[Any],
     ) -> tuple[GradSum, list[Totals]]:
         """Summed over all micro-batches, and there: nothing that can fail is under way."""
         totals: list[Totals] = []
-        with turns:
+        with device_lock:
             sums = self._zeros()
         for index, micro in enumerate(micros):
-            with turns:
+            with device_lock:
                 sums, total = self._accumulate(params, sums, self.put(micro), context)
-                if turns is not NO_TURNS or self.is_full(index):
+                if device_lock is not NO_DEVICE_LOCK or self.is_full(index):
                     jax.block_until_ready(sums)
             totals.append(total)
         jax.block_until_ready((sums, totals))

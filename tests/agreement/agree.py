@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.advantages import advantage, step_data
+from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.objective import make_recipe, policy_objective
 from jaxrl_async.config import schema
-from jaxrl_async.trainer.advantages import advantage, step_data
-from jaxrl_async.trainer.aggregate import aggregate
-from jaxrl_async.trainer.losses import TokenInputs
-from jaxrl_async.trainer.objective import make_recipe, policy_objective
 from jaxrl_async.types import Episode, EpisodeGroup, PackedBatch, Prompt, Score, StopReason, Ticket
 
 HERE = Path(__file__).parent
@@ -174,7 +174,7 @@ def policy_function(
     a: Arrays, behavior: str, algorithm: Mapping[str, Any]
 ) -> Callable[..., jax.Array]:
     """(policy log-probs, entropy; [sequences, length]) -> loss."""
-    settings = schema.Algorithm(**{"correction": "none", **algorithm})
+    settings = schema.AlgorithmSection(**{"correction": "none", **algorithm})
     recipe, batch = make_recipe(settings), packed(a)
     weights = jnp.asarray(aggregate.resolve(settings.aggregate)(batch))
     per_token = a["advantages"] if a["advantages"].ndim == 2 else a["advantages"][:, None]

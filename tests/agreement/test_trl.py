@@ -23,15 +23,8 @@ from agree import (
     without_tokens,
 )
 
-from jaxrl_async.model.divergence import Kind
-from jaxrl_async.trainer.distill import (
-    distill_logits,
-    distill_token,
-    distill_top,
-    teacher_advantages,
-)
-from jaxrl_async.trainer.losses import TokenInputs, cross_entropy
-from jaxrl_async.trainer.preference import (
+from jaxrl_async.algorithms.losses import TokenInputs, cross_entropy
+from jaxrl_async.algorithms.preferences import (
     PairInputs,
     bradley_terry,
     kl_baseline,
@@ -39,6 +32,13 @@ from jaxrl_async.trainer.preference import (
     preference_loss,
     simpo,
     summed,
+)
+from jaxrl_async.model.divergence import Kind
+from jaxrl_async.trainer.distill import (
+    distill_logits,
+    distill_token,
+    distill_top,
+    teacher_advantages,
 )
 
 pytestmark = pytest.mark.slow

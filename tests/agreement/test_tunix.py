@@ -19,11 +19,11 @@ from agree import (
     value_and_gradient,
 )
 
+from jaxrl_async.algorithms.preferences import PairInputs, preference_loss
+from jaxrl_async.algorithms.shaping import soft_overlong_penalty
 from jaxrl_async.model.logprobs import chunked_logprobs
 from jaxrl_async.trainer.critic import value_loss
 from jaxrl_async.trainer.distill import distill_logits
-from jaxrl_async.trainer.preference import PairInputs, preference_loss
-from jaxrl_async.trainer.shaping import soft_overlong_penalty
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from jaxrl_async.trainer.aggregate import aggregate
+from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.trainer.pack import micro_batches, pack_pairs
 
 

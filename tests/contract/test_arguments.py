@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.config.schema import WITHOUT_RATIO
-from jaxrl_async.errors import ConfigError
-from jaxrl_async.trainer.advantages import advantage
-from jaxrl_async.trainer.aggregate import aggregate
-from jaxrl_async.trainer.corrections import correction
-from jaxrl_async.trainer.kl import kl
-from jaxrl_async.trainer.losses import NO_RATIO, supervised_loss, token_loss
-from jaxrl_async.trainer.preference import preference_loss
-from jaxrl_async.trainer.registry import (
+from jaxrl_async.algorithms.advantages import advantage
+from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.algorithms.corrections import correction
+from jaxrl_async.algorithms.kl import kl
+from jaxrl_async.algorithms.losses import NO_RATIO, supervised_loss, token_loss
+from jaxrl_async.algorithms.preferences import preference_loss
+from jaxrl_async.algorithms.registry import (
     defaults_of,
     has_range,
     range_of,
@@ -21,7 +19,9 @@ from jaxrl_async.trainer.registry import (
     settings_of,
     types_of,
 )
-from jaxrl_async.trainer.shaping import shaping
+from jaxrl_async.algorithms.shaping import shaping
+from jaxrl_async.config.schema import WITHOUT_RATIO
+from jaxrl_async.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs/algorithms.md"
 REGISTRIES = [

@@ -17,7 +17,7 @@ IDS = [f"{file}: {new}" for file, _, new in CASES]
 
 @pytest.mark.parametrize(("file", "old", "new"), CASES, ids=IDS)
 def test_each_mutation_is_of_the_source_as_it_is(file: str, old: str, new: str) -> None:
-    source = (ROOT / f"jaxrl_async/trainer/{file}.py").read_text(encoding="utf-8")
+    source = (ROOT / f"jaxrl_async/algorithms/{file}.py").read_text(encoding="utf-8")
     assert source.count(old) == 1, f"tests/contract/mutations.py: say {old!r} in today's words"
 
 
@@ -46,7 +46,7 @@ def outcome(file: str, folder: Path, old: str = "", new: str = "") -> subprocess
         folder / "jaxrl_async",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    mutated = folder / f"jaxrl_async/trainer/{file}.py"
+    mutated = folder / f"jaxrl_async/algorithms/{file}.py"
     mutated.write_text(mutated.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     tests = [ROOT / "tests" / name for name in TESTS[file]]
     options = ("-n0", "-x", "-q", "-rf", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml")

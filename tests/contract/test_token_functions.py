@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.trainer.corrections import correction
-from jaxrl_async.trainer.kl import kl
-from jaxrl_async.trainer.losses import TokenInputs, supervised_loss, token_loss
-from jaxrl_async.trainer.segments import sequence_mean
+from jaxrl_async.algorithms.corrections import correction
+from jaxrl_async.algorithms.kl import kl
+from jaxrl_async.algorithms.losses import TokenInputs, supervised_loss, token_loss
+from jaxrl_async.algorithms.segments import sequence_mean
 
 POLICY = sorted(token_loss)
 ANY_LOSS = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.schema import Addition
+from jaxrl_async.config.schema import AdditionSection
 from jaxrl_async.data.addition import (
     ALPHABET,
     AdditionStream,
@@ -45,15 +45,15 @@ def test_answers_with_four_digits_have_at_most_40_characters_of_the_alphabet(a, 
 
 
 def test_a_problem_depends_on_seed_and_index_alone():
-    one, two = AdditionStream(Addition(), 7), AdditionStream(Addition(), 7)
+    one, two = AdditionStream(AdditionSection(), 7), AdditionStream(AdditionSection(), 7)
     forward = [one[i] for i in range(50)]
     assert forward == [two[i] for i in reversed(range(50))][::-1]
-    assert forward != [AdditionStream(Addition(), 8)[i] for i in range(50)]
+    assert forward != [AdditionStream(AdditionSection(), 8)[i] for i in range(50)]
 
 
 @pytest.mark.parametrize("digits", [1, 2, 4])
 def test_the_stream_never_holds_a_held_out_problem_in_either_order(digits):
-    section = Addition(digits=digits, eval_size=20)
+    section = AdditionSection(digits=digits, eval_size=20)
     held = {frozenset((p.a, p.b)) for p in held_out(digits, 20)}
     assert len(held) == 20
     stream = AdditionStream(section, 0)
@@ -64,7 +64,7 @@ def test_held_out_and_training_problems_have_the_same_lengths():
     def mean_length(problems):
         return np.mean([len(p.prompt) for p in problems])
 
-    stream = AdditionStream(Addition(), 0)
+    stream = AdditionStream(AdditionSection(), 0)
     # both are 2 * 2.5 + 2 characters on average; the standard error over 256 is below 0.1
     assert mean_length(held_out(4, 256)) == pytest.approx(7.0, abs=0.4)
     assert mean_length([stream[i] for i in range(2000)]) == pytest.approx(7.0, abs=0.2)

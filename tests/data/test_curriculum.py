@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.schema import Addition, Data
+from jaxrl_async.config.schema import AdditionSection, DataSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import (
     MAX_PASSED_OVER,
@@ -229,9 +229,9 @@ def test_the_place_of_another_stream_or_a_damaged_one_is_refused():
 
 def test_the_configuration_chooses_the_stream():
     tokenizer = addition_tokenizer()
-    addition = Addition(digits=3, eval_size=10)
-    assert isinstance(make_stream(Data(addition=addition), tokenizer, 0), PromptStream)
-    data = Data(addition=addition, curriculum="hard_first", curriculum_pool=2)
+    addition = AdditionSection(digits=3, eval_size=10)
+    assert isinstance(make_stream(DataSection(addition=addition), tokenizer, 0), PromptStream)
+    data = DataSection(addition=addition, curriculum="hard_first", curriculum_pool=2)
     made = make_stream(data, tokenizer, 0)
     assert isinstance(made, Curriculum)
     assert {p.position for p in islice(made, 3)} < set(range(4))

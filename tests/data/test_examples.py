@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_async.config.schema import Data
+from jaxrl_async.config.schema import DataSection
 from jaxrl_async.data.addition import Problem, addition_tokenizer, worked_answer, wrong_answer
 from jaxrl_async.data.examples import ExampleStream, demonstrations, preferences
 from jaxrl_async.errors import ConfigError, DataError
 
 TOKENIZER = addition_tokenizer()
-DATA = Data.model_validate({"addition": {"digits": 3, "eval_size": 20}})
+DATA = DataSection.model_validate({"addition": {"digits": 3, "eval_size": 20}})
 
 
 def text(ids):
@@ -93,7 +93,9 @@ def test_files_are_split_and_long_prompts_are_counted(tmp_path):
     lines = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(6)]
     path.write_text("\n".join(map(json.dumps, [*lines, {**lines[0], "prompt": "1" * 20}])))
     section = {"path": str(path), "eval_size": 2, "max_bad_share": 0.2}
-    data = Data.model_validate({"source": "jsonl", "jsonl": section, "max_prompt_tokens": 10})
+    data = DataSection.model_validate(
+        {"source": "jsonl", "jsonl": section, "max_prompt_tokens": 10}
+    )
     split = pairs(data=data)
     assert [text(p.prompt_ids) for p in split.train] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert [text(p.prompt_ids) for p in split.held_out] == ["4+1=", "5+1="]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.config.schema import Addition, Config, Data, Jsonl
+from jaxrl_async.config.schema import AdditionSection, Config, DataSection, JsonlSection
 from jaxrl_async.data import prompts
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
@@ -45,7 +45,7 @@ def jsonl(tmp_path, lines, **settings):
     path.write_bytes(
         b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
     )
-    return Data(source="jsonl", jsonl=Jsonl(path=str(path), **settings))
+    return DataSection(source="jsonl", jsonl=JsonlSection(path=str(path), **settings))
 
 
 def question(i):
@@ -116,7 +116,7 @@ def test_too_few_records_for_the_processes_are_refused():
 
 def test_addition_prompts_are_problems_with_their_sums():
     tokenizer = addition_tokenizer()
-    data = Data(addition=Addition(digits=3, eval_size=10))
+    data = DataSection(addition=AdditionSection(digits=3, eval_size=10))
     held = eval_prompts(data, tokenizer)
     train = list(islice(make_prompts(data, tokenizer, 0), 200))
     for prompt in (*held, *train):
@@ -181,7 +181,7 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_do_no_harm(tmp_path
     path = tmp_path / "d.jsonl"
     lines = "\r\n".join(["", json.dumps(question(1)), " ", json.dumps(question(2)), ""])
     path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    data = Data(source="jsonl", jsonl=Jsonl(path=str(path), eval_size=1))
+    data = DataSection(source="jsonl", jsonl=JsonlSection(path=str(path), eval_size=1))
     assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q2"]
 
 
@@ -189,7 +189,9 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="empty"):
         make_prompts(jsonl(tmp_path, []), TOKENIZER, 0)
     with pytest.raises(DataError, match="cannot be read"):
-        make_prompts(Data(source="jsonl", jsonl=Jsonl(path=str(tmp_path / "no"))), TOKENIZER, 0)
+        make_prompts(
+            DataSection(source="jsonl", jsonl=JsonlSection(path=str(tmp_path / "no"))), TOKENIZER, 0
+        )
     with pytest.raises(DataError, match="none is left to train on"):
         make_prompts(jsonl(tmp_path, [question(0)], eval_size=1), TOKENIZER, 0)
 
@@ -242,10 +244,10 @@ def test_a_warm_start_in_which_no_pair_fits_is_refused(tmp_path):
 @needs_shared
 def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
     tokenizer = load_tokenizer(SHARED / "gpt2_tokenizer")
-    data = Data(
+    data = DataSection(
         source="jsonl",
         max_prompt_tokens=320,
-        jsonl=Jsonl(
+        jsonl=JsonlSection(
             path=str(SHARED / "gsm8k" / "test.jsonl"),
             template="Q: {prompt}\nA:",
             answer_mark="#### ",
@@ -268,7 +270,7 @@ def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, ca
     path = tmp_path / "d.jsonl"
     good = json.dumps({"question": "a", "answer": "b"})
     path.write_bytes(f"{'x' * 1000}\n{good}\n{'y' * 64}\n{' ' * 65}\n{good}z\n{'z' * 65}".encode())
-    found = read_jsonl(path, Jsonl(max_bad_share=0.9), TOKENIZER, 64)
+    found = read_jsonl(path, JsonlSection(max_bad_share=0.9), TOKENIZER, 64)
     assert [record.text for record in found] == ["a"]
     told = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
     assert [line.split(": ")[0].rpartition(" ")[2] for line in told[:-1]] == [
@@ -288,7 +290,7 @@ def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
         file.seek(2**26)
         file.write(b'\n{"question": "a", "answer": "b"}\n')
     tracemalloc.start()
-    read_jsonl(path, Jsonl(max_bad_share=0.5), TOKENIZER, 64)
+    read_jsonl(path, JsonlSection(max_bad_share=0.5), TOKENIZER, 64)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * MAX_LINE_BYTES
@@ -298,7 +300,7 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
     path.write_text("\n".join(lines))
-    assert len(read_jsonl(path, Jsonl(), TOKENIZER, 64)) == 5
+    assert len(read_jsonl(path, JsonlSection(), TOKENIZER, 64)) == 5
     assert "2 of 5 records are copies of earlier ones" in caplog.text
 
 
@@ -306,7 +308,7 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
 def test_what_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="Give a file of JSON lines"):
-        read_jsonl(tmp_path / name, Jsonl(), TOKENIZER, 64)
+        read_jsonl(tmp_path / name, JsonlSection(), TOKENIZER, 64)
 
 
 JSON = st.recursive(
@@ -338,7 +340,7 @@ def test_fuzz_any_bytes_are_records_or_a_data_error(tmp_path, monkeypatch, conte
     path = tmp_path / "d.jsonl"
     path.write_bytes(mark + content)
     try:
-        found = read_jsonl(path, Jsonl(max_bad_share=share), TOKENIZER, 16)
+        found = read_jsonl(path, JsonlSection(max_bad_share=share), TOKENIZER, 16)
     except DataError as error:
         assert str(path) in str(error) and len(str(error)) < 1000
         return
@@ -369,7 +371,7 @@ def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
 @given(columns=st.dictionaries(st.text(max_size=3) | st.just("!"), JSON, max_size=3))
 def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
     record = {**columns, "question": "q", "answer": "a"}
-    (found,) = read_jsonl(one_line(tmp_path, record), Jsonl(), TOKENIZER, 64)
+    (found,) = read_jsonl(one_line(tmp_path, record), JsonlSection(), TOKENIZER, 64)
     again = loads(dumps(prompts._prompt(found, 0, 0)))
     assert json.dumps(again.columns, sort_keys=True) == json.dumps(record, sort_keys=True)
 
@@ -393,7 +395,7 @@ def test_a_reference_is_the_whole_answer_and_json_where_that_is_no_text(
     tmp_path, answer, reference
 ):
     path = one_line(tmp_path, {"question": "q", "answer": answer})
-    (found,) = read_jsonl(path, Jsonl(), TOKENIZER, 64)
+    (found,) = read_jsonl(path, JsonlSection(), TOKENIZER, 64)
     assert found.reference == reference
 
 
@@ -445,5 +447,5 @@ def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     line = b"\xef\xbb\xbf" + json.dumps(question(1)).encode() + b"\r\n"
     path.write_bytes(line + line)
-    assert len(read_jsonl(path, Jsonl(), TOKENIZER, 64)) == 2
+    assert len(read_jsonl(path, JsonlSection(), TOKENIZER, 64)) == 2
     assert "skipped" not in caplog.text

@@ -19,7 +19,7 @@ INSTALLED = importlib.util.find_spec("jetstream") is not None
 needs_jetstream = pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (README)")
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
+    schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
 )
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -61,7 +61,9 @@ def test_a_jetstream_engine_draws_what_our_sampler_draws(
             data = result.get_result_at_slot(slot)
             tokens += data.tokens[0][data.valid[0].astype(bool)].tolist()
             assert data.lengths[0] == len(tokens)
-    sampler = Sampler(policy, section=schema.Sampler(slots=2, max_length=64, max_new_tokens=12))
+    sampler = Sampler(
+        policy, section=schema.SamplerSection(slots=2, max_length=64, max_new_tokens=12)
+    )
     requests = [
         Request(request_id=str(i), token_ids=p, max_new_tokens=12, sampling=GREEDY)
         for i, p in enumerate(prompts)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     tokenizer = addition_tokenizer()
     size = -(-tokenizer.vocab_size // 8) * 8
-    shape = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64)
+    shape = schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64)
     spec = ModelSpec.from_architecture(shape, size)
     Policy(spec, init_params(spec, jax.random.key(3)), tokenizer).save_pretrained(folder)
     return folder
@@ -104,7 +104,7 @@ def test_concurrent_clients_get_what_our_sampler_draws(folder: Path, port: int) 
     tokenizer = load_tokenizer(folder)
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         served = list(clients.map(lambda prompt: ask(port, prompt), PROMPTS))
-    section = schema.Sampler(slots=4, max_length=64, max_new_tokens=16, block=4)
+    section = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=16, block=4)
     sampler = Sampler(Policy.from_pretrained(folder), section=section)
     wishes = [
         Request(

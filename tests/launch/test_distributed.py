@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from jaxrl_async.config.schema import Config, Distributed
+from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
 from jaxrl_async.launch.distributed import find, from_settings, from_tpu, start
 
-HERE = Distributed(coordinator="head:1234", num_processes=4, process_id=3)
+HERE = DistributedSection(coordinator="head:1234", num_processes=4, process_id=3)
 JAX = {
     "JAX_COORDINATOR_ADDRESS": "head:99",
     "JAX_NUM_PROCESSES": "2",
@@ -42,7 +42,7 @@ VM = {
 
 def told(section=None, env=None, vm=None):
     """(process, of how many, coordinator) or None."""
-    place = find(section or Distributed(), env or {}, (vm or {}).get)
+    place = find(section or DistributedSection(), env or {}, (vm or {}).get)
     return place and (place.process_id, place.num_processes, place.coordinator)
 
 
@@ -58,7 +58,7 @@ def told(section=None, env=None, vm=None):
         (None, JOBSET | SLICES, {}, (6, 8, "run-slice-0-0.run:8482")),
         (None, {}, VM, (1, 2, "10.0.0.5:8482")),
         (None, {"TPU_WORKER_HOSTNAMES": "localhost"}, {}, (0, 1, "localhost:8482")),
-        (Distributed(detect=False), SLICES | JAX, VM, None),
+        (DistributedSection(detect=False), SLICES | JAX, VM, None),
     ],
 )
 def test_the_first_source_that_speaks_says_who_this_is(section, env, vm, expected):
@@ -75,21 +75,21 @@ def test_the_metadata_server_is_left_alone_where_it_must_be():
     def fail(name):
         raise AssertionError(name)
 
-    assert find(Distributed(), {"TPU_SKIP_MDS_QUERY": "1"}, fail) is None
-    assert find(Distributed(), POD, fail).num_processes == 4
+    assert find(DistributedSection(), {"TPU_SKIP_MDS_QUERY": "1"}, fail) is None
+    assert find(DistributedSection(), POD, fail).num_processes == 4
 
 
 @pytest.mark.parametrize(
     ("section", "env", "said"),
     [
         (
-            Distributed(coordinator="a:1"),
+            DistributedSection(coordinator="a:1"),
             {},
             "distributed.num_processes and distributed.process_id",
         ),
-        (Distributed(num_processes=2, process_id=0), {}, "but not distributed.coordinator"),
+        (DistributedSection(num_processes=2, process_id=0), {}, "but not distributed.coordinator"),
         (
-            Distributed(coordinator="a:1", num_processes=2, process_id=2),
+            DistributedSection(coordinator="a:1", num_processes=2, process_id=2),
             {},
             "process 2 is not one of 2",
         ),
@@ -111,7 +111,9 @@ def test_partial_and_contradictory_settings_are_refused(section, env, said):
 
 
 def test_one_process_starts_nothing():
-    config = Config(distributed=Distributed(coordinator="a:1", num_processes=1, process_id=0))
+    config = Config(
+        distributed=DistributedSection(coordinator="a:1", num_processes=1, process_id=0)
+    )
     assert start(config) is config
 
 
@@ -169,7 +171,7 @@ def test_a_coordinator_with_an_ipv6_address_is_reached():
     except OSError:
         pytest.skip("needs IPv6 on the loopback")
     with listener:
-        section = Distributed(
+        section = DistributedSection(
             coordinator=f"[::1]:{listener.getsockname()[1]}", num_processes=2, process_id=1
         )
         place = from_settings(section)

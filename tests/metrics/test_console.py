@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from jaxrl_async.metrics.console import Console, Progress, duration, eta_s, plain_line
+from jaxrl_async.metrics.console import Console, ConsoleProgress, duration, eta_s, plain_line
 
 VALUES = {
     "reward/mean": 0.53149,
@@ -29,7 +29,7 @@ def plain(total=10):
 
 
 def test_a_plain_line_says_step_reward_speed_staleness_and_idle_shares():
-    line = plain_line(Progress(total_steps=150, step=12, values=VALUES, eta_s=83))
+    line = plain_line(ConsoleProgress(total_steps=150, step=12, values=VALUES, eta_s=83))
     assert line == (
         "step  12/150  reward 0.531  tokens/s 1,234  staleness 0.80  sampler idle 12%  "
         "trainer idle 30%  eta 1:23"
@@ -37,7 +37,9 @@ def test_a_plain_line_says_step_reward_speed_staleness_and_idle_shares():
 
 
 def test_the_last_step_has_no_eta():
-    assert "eta" not in plain_line(Progress(total_steps=12, step=12, values=VALUES, eta_s=0.0))
+    assert "eta" not in plain_line(
+        ConsoleProgress(total_steps=12, step=12, values=VALUES, eta_s=0.0)
+    )
 
 
 def test_fast_steps_are_thinned_but_first_last_and_evaluations_are_not():

@@ -35,7 +35,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.testing.kernels import interpreted_kernels
+from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.trainer.step import TrainStep
 
 CPU = jax.devices("cpu")[0]
@@ -72,7 +72,7 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any) 
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.devices()[: data * fsdp * tensor]
-    return make_mesh(schema.Axes(data=data, fsdp=fsdp, tensor=tensor), devices)
+    return make_mesh(schema.AxesSection(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 # ---- whole sequences
@@ -146,7 +146,7 @@ def test_splash_on_a_mesh_equals_the_reference(axes, kv_heads):
     ],
 )
 def test_parts_of_rows_have_the_blocks_of_their_chip(kind, dtype, block):
-    mesh = make_mesh(schema.Axes(context=2), jax.devices()[:2])
+    mesh = make_mesh(schema.AxesSection(context=2), jax.devices()[:2])
     part = kernels.splash_part_on(SimpleNamespace(device_kind=kind), dtype)
     kernel, _ = part.prepare(2, Layout(mesh).order(4096).reshape(2, -1), mesh)
     assert kernel.kwargs["block_sizes"].block_q == block
@@ -164,7 +164,7 @@ def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     "remat", ["attention", pytest.param("layer", marks=pytest.mark.exhaustive)]
 )
 def test_the_training_loss_has_the_same_gradient_with_splash(remat):
-    sizes = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
+    sizes = schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
     spec = ModelSpec.from_architecture(sizes, 24)
     params = init_params(spec, jax.random.key(0))
     segments = packed(T=20)[3]
@@ -403,18 +403,18 @@ def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, h
 
 
 def test_the_config_names_every_attention():
-    names = schema.Model.model_fields["attention"].annotation.__args__
+    names = schema.ModelSection.model_fields["attention"].annotation.__args__
     assert set(names) == {"auto", *SEQUENCE_ATTENTION}
 
 
 def test_a_train_step_refuses_a_kernel_of_another_platform():
     with pytest.raises(ConfigError, match=r"model\.attention=splash needs a TPU"):
         TrainStep(
-            ModelSpec.from_architecture(schema.Architecture(), 24),
+            ModelSpec.from_architecture(schema.ArchitectureSection(), 24),
             mesh_of(),
             TRAINER_RULES,
-            algorithm=schema.Algorithm(),
-            trainer=schema.Trainer(),
+            algorithm=schema.AlgorithmSection(),
+            trainer=schema.TrainerSection(),
             row_length=16,
             total_steps=1,
             attention="splash",

@@ -19,7 +19,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 def spec_of(family: str = "qwen3", layers: int = 2, **sizes: Any) -> ModelSpec:
     sizes = {"width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 24, **sizes}
     return ModelSpec.from_architecture(
-        schema.Architecture(family=family, layers=layers, **sizes), VOCAB
+        schema.ArchitectureSection(family=family, layers=layers, **sizes), VOCAB
     )
 
 

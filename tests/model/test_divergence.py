@@ -14,7 +14,9 @@ from jaxrl_async.model.spec import ModelSpec
 VOCAB = 19
 SPEC, WIDE = (
     ModelSpec.from_architecture(
-        schema.Architecture(layers=1, width=w, heads=2, kv_heads=1, head_dim=8, mlp=16, tied=t),
+        schema.ArchitectureSection(
+            layers=1, width=w, heads=2, kv_heads=1, head_dim=8, mlp=16, tied=t
+        ),
         VOCAB,
     )
     for w, t in ((16, True), (24, False))

@@ -23,7 +23,10 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Weight
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False), 20
+    schema.ArchitectureSection(
+        layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False
+    ),
+    20,
 )
 POLICY = init_params(SPEC, jax.random.key(0))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 9)), jnp.int32)
@@ -89,7 +92,7 @@ def test_a_score_lies_at_each_segments_last_token_and_does_not_depend_on_packing
 def test_what_is_saved_is_loaded_on_a_mesh_too(tmp_path, head):
     params = head_params(head)
     save_head(tmp_path, SPEC, params)
-    mesh = make_slices(schema.Mesh(trainer=schema.Axes(fsdp=2, tensor=2))).trainer
+    mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(fsdp=2, tensor=2))).trainer
     where = shardings(head_table(SPEC, head), mesh, TRAINER_RULES)
     spec, again = load_head(tmp_path, head, where)
     assert spec == SPEC

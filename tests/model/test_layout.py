@@ -13,11 +13,11 @@ from jaxrl_async.model.decoder import init_params, token_states
 from jaxrl_async.model.kernels import per_shard, splash
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.testing.kernels import interpreted_kernels
+from jaxrl_async.testing.interpreted import interpreted_kernels
 
 
 def mesh_of(**axes: int) -> Mesh:
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     return make_mesh(section, jax.devices()[: section.num_devices])
 
 
@@ -73,7 +73,7 @@ def test_layers_gather_weights_and_no_hidden_states(axes):
     but for the one exchange of embeddings."""
     mesh, rows, length = mesh_of(**axes), 8, 128
     shape = {"layers": 2, "width": 40, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 144}
-    spec = ModelSpec.from_architecture(schema.Architecture(**shape), 56)
+    spec = ModelSpec.from_architecture(schema.ArchitectureSection(**shape), 56)
     how = decoder_settings(mesh, 8, dtype=jnp.float32, attention="auto")
     params = jax.device_put(
         init_params(spec, jax.random.key(0)), shardings(weight_table(spec), mesh, TRAINER_RULES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.schema import Axes
+from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.layout import Layout
@@ -26,7 +26,7 @@ from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, VOCAB = 13, 8, 29
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+    schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
 )
 TEMPERATURES = [0.5, 1.0, 1.7]
 
@@ -230,7 +230,7 @@ def test_a_head_shared_over_fsdp_gives_the_same_by_parts_of_the_vocabulary(axes)
     x, head = rng.normal(size=(64, 16)), rng.normal(size=(16, 48))
     x, head = x.astype(np.float32), head.astype(np.float32)
     targets = rng.integers(0, 48, 64).astype(np.int32)
-    sizes = Axes(**axes)
+    sizes = AxesSection(**axes)
     layout = Layout(make_mesh(sizes, jax.devices()[: sizes.num_devices]))
 
     def all_of(function):

@@ -106,7 +106,7 @@ def test_replayed_experts_give_ratio_one_where_numerics_turn_the_choice(weights)
 # ---- a whole decoder
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(
+    schema.ArchitectureSection(
         family="qwen3_moe", experts=4, experts_per_token=2,
         layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
     ),

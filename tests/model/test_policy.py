@@ -17,7 +17,9 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
 
-SHAPE = schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16, tied=False)
+SHAPE = schema.ArchitectureSection(
+    layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16, tied=False
+)
 SPEC = ModelSpec.from_architecture(SHAPE, 24)
 PARAMS = init_params(SPEC, jax.random.key(0))
 EOS = addition_tokenizer().eos_ids[0]
@@ -123,7 +125,7 @@ def test_a_sampler_beyond_the_models_positions_is_refused(saved):
     with pytest.raises(
         ConfigError, match=r"sampler.max_length \(128\).*max_position_embeddings \(64\)"
     ):
-        Sampler(policy, section=schema.Sampler(max_length=128))
-    Sampler(policy, section=schema.Sampler(max_length=64, max_new_tokens=8)).close()
+        Sampler(policy, section=schema.SamplerSection(max_length=128))
+    Sampler(policy, section=schema.SamplerSection(max_length=64, max_new_tokens=8)).close()
     with Sampler(policy) as sampler:
         assert sampler.section.max_length == 64, "without settings, what the model was made for"

@@ -11,9 +11,9 @@ from jaxrl_async.model.quantize import is_quantized, quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Weight, contracted, weight_table
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 24}
-DENSE = ModelSpec.from_architecture(schema.Architecture(**SHAPE, tied=False), 40)
+DENSE = ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE, tied=False), 40)
 ROUTED = ModelSpec.from_architecture(
-    schema.Architecture(**SHAPE, tied=False, family="qwen3_moe", experts=4), 40
+    schema.ArchitectureSection(**SHAPE, tied=False, family="qwen3_moe", experts=4), 40
 )
 KINDS = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16}
 """Largest rounding of a weight: of the output's largest one; of the weight itself."""

@@ -17,15 +17,15 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.objective import Coefficients
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, arranged, make_mesh, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.sampler.engine import Chunk, Engine, Run
-from jaxrl_async.sampler.sampling import Mix
-from jaxrl_async.trainer.objective import Coefficients
-from jaxrl_async.trainer.step import Context, DeviceBatch, TrainStep
+from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
+from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
 from jaxrl_async.trainer.update import GradSum, TrainState
 
 ROW = 512
@@ -34,7 +34,7 @@ TOPOLOGY = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
 
 
 def mesh_of(**axes: int) -> Mesh:
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     return make_mesh(section, TOPOLOGY.devices[: section.num_devices])
 
 
@@ -81,7 +81,7 @@ def policy_step(
     mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **trainer: Any
 ) -> tuple[TrainStep, Any]:
     """A small policy's update on a mesh, and its weights."""
-    sizes = schema.Architecture(
+    sizes = schema.ArchitectureSection(
         family="qwen3_moe" if experts else "qwen3",
         layers=2,
         width=256,
@@ -96,8 +96,8 @@ def policy_step(
         spec,
         mesh,
         TRAINER_RULES,
-        algorithm=schema.Algorithm(),
-        trainer=schema.Trainer(micro_batch_tokens=4 * ROW, **trainer),
+        algorithm=schema.AlgorithmSection(),
+        trainer=schema.TrainerSection(micro_batch_tokens=4 * ROW, **trainer),
         row_length=ROW,
         total_steps=10,
         dtype=jnp.bfloat16,
@@ -136,7 +136,7 @@ def train_step(
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,
-        Context(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
+        UpdateContext(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
     )
 
 
@@ -163,7 +163,7 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
 def over_slices() -> dict[str, Any]:
     """On which slice and at which place in its torus each device of a mesh over two slices lies."""
     two = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2)
-    devices = arranged(schema.Axes(data=4, fsdp=2, tensor=4), two.devices)
+    devices = arranged(schema.AxesSection(data=4, fsdp=2, tensor=4), two.devices)
     return {
         "slices": np.vectorize(lambda d: d.slice_index)(devices).tolist(),
         "places": [[list(d.coords) for d in row.flat] for row in devices],
@@ -190,7 +190,9 @@ def ragged(
 def sampler_program(name: str) -> dict[str, Any]:
     """A prefill or a whole decode block of the sampler's engine, on one chip."""
     mesh = mesh_of()
-    shape = schema.Architecture(layers=2, width=256, heads=8, kv_heads=2, head_dim=128, mlp=512)
+    shape = schema.ArchitectureSection(
+        layers=2, width=256, heads=8, kv_heads=2, head_dim=128, mlp=512
+    )
     spec = ModelSpec.from_architecture(shape, 1024)
     engine = Engine(
         spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16, mesh=mesh,
@@ -210,12 +212,12 @@ def sampler_program(name: str) -> dict[str, Any]:
     if name == "prefill":
         n, B, T = 256, 4, 64
         ints = np.zeros(n, np.int32)
-        chunk = Chunk(
+        chunk = PrefillArgs(
             ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
             np.zeros((B, 2), np.int32),
         )  # fmt: skip
         return compiled(engine._programs.prefill, weights, state.kv, chunk)
-    run = Run(
+    run = DecodeArgs(
         rows=np.arange(16, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
         num_reserve=np.int32(0),

@@ -31,7 +31,7 @@ def spec_of(family: str) -> ModelSpec:
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 48}
     tied = family != "llama"
     return ModelSpec.from_architecture(
-        schema.Architecture(family=family, tied=tied, **sizes), VOCAB
+        schema.ArchitectureSection(family=family, tied=tied, **sizes), VOCAB
     )
 
 

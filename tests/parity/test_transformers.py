@@ -96,7 +96,7 @@ def test_logits_agree_with_transformers(checkpoint) -> None:
 def test_prefill_and_decode_agree_with_transformers(checkpoint) -> None:
     """Prompts prefilled in chunks of five tokens over small pages, then decoded."""
     model, folder = checkpoint
-    section = schema.Sampler(
+    section = schema.SamplerSection(
         slots=3, max_length=64, max_new_tokens=24, block=4, page_tokens=8, prefill_chunk=5
     )
     sampler = Sampler(Policy.from_pretrained(folder), section=section)
@@ -128,7 +128,7 @@ def test_what_we_save_transformers_loads(checkpoint, tmp_path: Path) -> None:
 
 def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoint) -> None:
     _, folder = checkpoint
-    mesh = make_slices(schema.Mesh(trainer=schema.Axes(fsdp=2, tensor=2))).trainer
+    mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(fsdp=2, tensor=2))).trainer
     whole, split = Policy.from_pretrained(folder), Policy.from_pretrained(folder, mesh=mesh)
     wanted = shardings(weight_table(whole.spec), mesh, TRAINER_RULES)
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
@@ -141,7 +141,7 @@ def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoi
 def test_greedy_decoding_agrees_token_for_token(checkpoint) -> None:
     model, folder = checkpoint
     prompts = [tokens()[0, :12], tokens()[1, :7]]
-    section = schema.Sampler(slots=4, max_length=64, max_new_tokens=24, block=5)
+    section = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=24, block=5)
     sampler = Sampler(Policy.from_pretrained(folder), section=section)
     requests = [
         Request(

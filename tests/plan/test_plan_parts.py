@@ -183,7 +183,7 @@ def test_a_collectives_time_is_bytes_over_links_and_the_way_round():
 
 def test_memory_counts_what_lies_beside_a_program():
     from jaxrl_async.plan.compiled import Compiled
-    from jaxrl_async.plan.memory import trainer_memory
+    from jaxrl_async.plan.hbm import trainer_memory
 
     def program(name, **more):
         return Compiled(name=name, side="trainer", **{"fits": True, "code_bytes": 1.0, **more})
@@ -211,7 +211,7 @@ def test_memory_counts_what_lies_beside_a_program():
 )
 def test_a_refused_program_s_own_arguments_are_counted_once(name, beside):
     from jaxrl_async.plan.compiled import Compiled
-    from jaxrl_async.plan.memory import trainer_memory
+    from jaxrl_async.plan.hbm import trainer_memory
 
     programs = [
         Compiled(name=n, side="trainer", fits=n != name, needed_bytes=500.0 * (n == name))
@@ -225,7 +225,7 @@ def test_a_refused_program_s_own_arguments_are_counted_once(name, beside):
 
 def test_a_refused_swap_holds_both_weights_and_lies_beside_the_cache():
     from jaxrl_async.plan.compiled import Compiled
-    from jaxrl_async.plan.memory import sampler_memory
+    from jaxrl_async.plan.hbm import sampler_memory
 
     programs = [
         Compiled(name=n, side="sampler", fits=n != "prepare", needed_bytes=50.0 * (n == "prepare"))
@@ -250,7 +250,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
     from types import SimpleNamespace
 
     from jaxrl_async.plan.advice import advice
-    from jaxrl_async.plan.memory import Memory
+    from jaxrl_async.plan.hbm import Memory
 
     def told(given: dict[str, float], **sections: object) -> list[str]:
         kinds = {name: n * 2**30 for name, n in given.items()}
@@ -277,7 +277,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
 
 def test_model_flops_are_six_for_a_weight_and_token():
     from jaxrl_async.model.spec import ModelSpec
-    from jaxrl_async.plan.whole import model_flops
+    from jaxrl_async.plan.plan import model_flops
     from jaxrl_async.trainer.step import num_matmul_params
 
     spec = ModelSpec.from_architecture(Config().model.architecture, 512)
@@ -289,11 +289,11 @@ def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
     """What the pages' reading takes is a part of both."""
     from types import SimpleNamespace
 
+    from jaxrl_async.plan.plan import Decode, DecodeLoad, pipeline_of
     from jaxrl_async.plan.timing import RAGGED_SHARE
-    from jaxrl_async.plan.whole import Decode, Load, pipeline_of
 
     places = SimpleNamespace(sampler=parse_slice("v5e-8"), num_samplers=4)
-    load = Load(rows=10, context=100.0, read_bytes=819e6)  # 1 ms at HBM's bandwidth
+    load = DecodeLoad(rows=10, context=100.0, read_bytes=819e6)  # 1 ms at HBM's bandwidth
     decode = Decode(load=load, step_s=5e-3, account={}, prefill_token_s=1e-6, tokens_per_s=1e3)
     learning = SimpleNamespace(step_s=1.0, tokens=1000.0)
     lengths = Histogram.constant(50)
@@ -348,8 +348,8 @@ def test_chips_go_where_both_sides_are_equally_fast():
     """64 chips, of 8 a sampler; a trainer's chip gives 30 tokens/s, a sampler 200."""
     from types import SimpleNamespace
 
-    from jaxrl_async.plan.memory import Memory
-    from jaxrl_async.plan.whole import best_splits
+    from jaxrl_async.plan.hbm import Memory
+    from jaxrl_async.plan.plan import best_splits
 
     places = SimpleNamespace(
         trainer=parse_slice("v5e-32"), sampler=parse_slice("v5e-8"), num_samplers=4

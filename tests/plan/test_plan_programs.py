@@ -16,7 +16,7 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
 from jaxrl_async.plan.chips import CHIPS, parse_slice
 from jaxrl_async.plan.programs import Lowered, Places, check, lowered, places_of
-from jaxrl_async.sampler.engine import Engine
+from jaxrl_async.sampler.device.engine import Engine
 
 BASE: dict[str, Any] = {
     "model": {
@@ -87,7 +87,7 @@ def test_nothing_is_compiled_to_lower_the_programs_and_the_push_is_lowered_once(
 )
 def test_prepared_weights_lie_where_they_are_said_to(axes, kind):
     spec = ModelSpec.from_architecture(config_of().model.architecture, 32)
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     mesh = make_mesh(section, jax.devices()[: section.num_devices])
     table, params = weight_table(spec), init_params(spec, jax.random.key(0))
     if kind:
@@ -214,7 +214,9 @@ def test_a_run_that_no_plan_is_made_of_is_refused(sections, said):
 def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     generation, trainer, sampler, said
 ):
-    section = schema.Mesh(trainer=schema.Axes(**trainer), sampler=schema.Axes(**sampler))
+    section = schema.MeshSection(
+        trainer=schema.AxesSection(**trainer), sampler=schema.AxesSection(**sampler)
+    )
     count = CHIPS[generation].devices * 4 // section.sampler.num_devices or 1
     section = section.model_copy(update={"samplers": count})
     chips = count * section.sampler.num_devices // CHIPS[generation].devices

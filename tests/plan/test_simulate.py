@@ -12,9 +12,9 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan import simulate as module
 from jaxrl_async.plan.simulate import (
     Histogram,
-    Outcome,
     Pipeline,
     Samplers,
+    SimulationResult,
     best_split,
     block_of,
     simulate,
@@ -75,7 +75,7 @@ def pipelines(draw, **fixed):
     )
 
 
-def run(pipeline: Pipeline) -> Outcome:
+def run(pipeline: Pipeline) -> SimulationResult:
     return simulate(pipeline, updates=12, warm_up=3)
 
 
@@ -85,7 +85,7 @@ def test_staleness_tokens_and_shares_keep_their_bounds(pipeline):
     told = simulate(pipeline, updates=12, warm_up=0)
     assert 0 <= told.staleness_mean <= told.staleness_max <= pipeline.max_staleness
     assert told.drawn_tokens == told.trained_tokens + told.dropped_tokens + told.left_tokens
-    shares = [f.name for f in fields(Outcome) if f.name.endswith(("_share", "occupancy"))]
+    shares = [f.name for f in fields(SimulationResult) if f.name.endswith(("_share", "occupancy"))]
     assert len(shares) == 7
     assert all(-1e-9 <= getattr(told, name) <= 1 + 1e-9 for name in shares)
     waits = told.wait_data_share + told.wait_publish_share + told.wait_other_share

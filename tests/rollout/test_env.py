@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
-from jaxrl_async.metrics.faults import FaultCounts
+from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports import Reply, SavesState
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn, snapshot
 from jaxrl_async.testing.fakes import make_prompt

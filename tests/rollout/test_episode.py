@@ -12,7 +12,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import (
-    Limits,
+    EpisodeLimits,
     SavedEpisode,
     Turn,
     assemble_episode,
@@ -45,7 +45,7 @@ def limits(**change):
         "max_new_tokens": 8,
         "max_length": 40,
     }
-    return Limits(**{**settings, **change})
+    return EpisodeLimits(**{**settings, **change})
 
 
 def completion(*ids, version=0, stop=EOS, request_id="x"):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl_async.run.loop as loop
 import jaxrl_async.run.offline as offline
-from jaxrl_async.config.schema import Architecture
+from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
@@ -56,7 +56,7 @@ def no_training(monkeypatch):
 def model(tmp_path_factory):
     """A small policy as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("model")
-    shape = Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
+    shape = ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
     spec = ModelSpec.from_architecture(shape, 24)
     Policy(spec, init_params(spec, jax.random.key(0)), addition_tokenizer()).save_pretrained(folder)
     return folder

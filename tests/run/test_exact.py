@@ -20,7 +20,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import Limits, SavedEpisode, begin, play_group
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
 from jaxrl_async.run.exact import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -39,9 +39,10 @@ from jaxrl_async.types import (
 ROOT = Path(__file__).parents[2]
 VOCAB, ROW, TEMPERATURE = 43, 64, 0.7  # no multiple of 8
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), VOCAB + 1
+    schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64),
+    VOCAB + 1,
 )
-SECTION = schema.Sampler(
+SECTION = schema.SamplerSection(
     slots=16, reserve=0.0, max_length=ROW, max_new_tokens=8, block=8, page_tokens=ROW,
     prefix_cache=False,
 )  # fmt: skip
@@ -77,7 +78,7 @@ def played(params) -> dict[str, EpisodeGroup]:
     async def play(number: int, sampling: SamplingParams) -> EpisodeGroup:
         ids = np.arange(3 + number, dtype=np.int32)
         prompt = Prompt(prompt_id=number, position=number, token_ids=ids, text="", reference="")
-        limits = Limits(
+        limits = EpisodeLimits(
             sampling=sampling, stop_token_ids=tuple(range(8)), max_new_tokens=8,
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
@@ -126,10 +127,10 @@ def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
 def step_on(**axes: int) -> TrainStep:
     return TrainStep(
         SPEC,
-        make_slices(schema.Mesh(trainer=schema.Axes(**axes)), jax.devices()).trainer,
+        make_slices(schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()).trainer,
         TRAINER_RULES,
-        algorithm=schema.Algorithm(learning_rate=1e-2, kl_coefficient=0.1),
-        trainer=schema.Trainer(
+        algorithm=schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1),
+        trainer=schema.TrainerSection(
             micro_batch_tokens=2 * ROW, logprob_chunk=48, epsilon=1.0, max_grad_norm=1e9,
             beta1=0.0, beta2=0.0,
         ),
@@ -178,7 +179,8 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
 )
 def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, wanted, said):
     config = schema.Config(
-        sampler=schema.Sampler(**sampler), algorithm=schema.Algorithm(keep_sampling_mask=keep)
+        sampler=schema.SamplerSection(**sampler),
+        algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
     )
     with caplog.at_level(logging.INFO):
         assert keeps_masks(config) is wanted

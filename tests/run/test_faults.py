@@ -13,8 +13,8 @@ from jaxrl_async.errors import RolloutError, StalledError, WeightsError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.ports import Reply
 from jaxrl_async.run import loop
-from jaxrl_async.testing import faults
-from jaxrl_async.testing.faults import Hits, injected
+from jaxrl_async.testing import sabotage as faults
+from jaxrl_async.testing.sabotage import Hits, injected
 
 ROOT = Path(__file__).parents[2]
 TINY = (

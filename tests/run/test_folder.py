@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.config.load import load
-from jaxrl_async.config.schema import Config, Distributed, Run
+from jaxrl_async.config.schema import Config, DistributedSection, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.folder import Paths, claimed, inside, look, settled, write_config
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path, **values):
-    return Config(run=Run(dir=str(tmp_path / "runs"), name="demo", **values))
+    return Config(run=RunSection(dir=str(tmp_path / "runs"), name="demo", **values))
 
 
 def prepare(config):
@@ -251,8 +251,8 @@ def test_continuing_or_starting_excludes_replacing(tmp_path):
 
 
 def test_the_configuration_kept_is_that_of_all_processes(tmp_path):
-    here = Distributed(coordinator="a:1", num_processes=2, process_id=1, heartbeat_s=7)
-    config = Config(run=Run(dir=str(tmp_path)), distributed=here)
+    here = DistributedSection(coordinator="a:1", num_processes=2, process_id=1, heartbeat_s=7)
+    config = Config(run=RunSection(dir=str(tmp_path)), distributed=here)
     paths = prepare(config)
     write_config(config, paths)
-    assert load(paths.config).distributed == Distributed(heartbeat_s=7)
+    assert load(paths.config).distributed == DistributedSection(heartbeat_s=7)

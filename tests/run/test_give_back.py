@@ -14,16 +14,16 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
-from jaxrl_async.rollout.loop import SavedGroup
+from jaxrl_async.rollout.rollout_loop import SavedGroup
 from jaxrl_async.run import lockstep
-from jaxrl_async.run.lockstep import SharedSource
-from jaxrl_async.run.resume import (
+from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,
     local_share,
     reopened,
     rollouts_state,
     shared_state,
 )
+from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.trainer.trainer import Outlets, Trainer

@@ -24,7 +24,7 @@ from jaxrl_async.run.lockstep import (
     read,
 )
 from jaxrl_async.run.loop import claim_together, look_together
-from jaxrl_async.run.observe import combined
+from jaxrl_async.run.rates import combined
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
     Draw,

@@ -129,7 +129,7 @@ def test_ctrl_c_finishes_the_step_and_resuming_equals_a_run_without_it(
     whole = run(runs, "run.job=sft", "run.name=not_stopped")
     update = offline.update
 
-    def interrupted(job: offline.Job, progress: offline.Progress) -> dict[str, float]:
+    def interrupted(job: offline.Job, progress: offline.OfflineProgress) -> dict[str, float]:
         values = update(job, progress)
         if progress.version == 2:
             signal.raise_signal(signal.SIGINT)

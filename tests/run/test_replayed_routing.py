@@ -19,12 +19,12 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import Limits, SavedEpisode, begin, play_group
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
 from jaxrl_async.run.exact import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.passes import LogprobPass
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.types import (
     Completion,
@@ -40,9 +40,9 @@ ROOT = Path(__file__).parents[2]
 VOCAB, ROW = 44, 64
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 32}
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(**SHAPE, family="qwen3_moe", experts=4, experts_per_token=2), VOCAB
+    schema.ArchitectureSection(**SHAPE, family="qwen3_moe", experts=4, experts_per_token=2), VOCAB
 )
-SECTION = schema.Sampler(
+SECTION = schema.SamplerSection(
     slots=8, reserve=0.0, max_length=ROW, max_new_tokens=8, block=8, page_tokens=16
 )
 CUT = SamplingParams(top_k=6)
@@ -84,7 +84,7 @@ def played(params: Any, **wishes: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
     section = SECTION.model_copy(update=wishes)
     sampler = Sampler((SPEC, params), section=section, keep_routing=True)
-    limits = Limits(
+    limits = EpisodeLimits(
         sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
         keep_mask=True, keep_routing=True,
     )  # fmt: skip
@@ -121,13 +121,13 @@ def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
 
 
 def step_on(**axes: int) -> TrainStep:
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     return TrainStep(
         SPEC,
         make_mesh(section, jax.devices()[: section.num_devices]),
         TRAINER_RULES,
-        algorithm=schema.Algorithm(learning_rate=1e-2, kl_coefficient=0.1),
-        trainer=schema.Trainer(
+        algorithm=schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1),
+        trainer=schema.TrainerSection(
             micro_batch_tokens=2 * ROW, logprob_chunk=48, epsilon=1.0, max_grad_norm=1e9,
             beta1=0.0, beta2=0.0,
         ),
@@ -167,7 +167,7 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     the policy where its router would choose others."""
     _, trainer = weights()
     step, batch = step_on(), packed(groups())
-    mesh = make_mesh(schema.Axes(), jax.devices()[:1])
+    mesh = make_mesh(schema.AxesSection(), jax.devices()[:1])
     own = LogprobPass(SPEC, mesh, micro_rows=step.micro_rows, chunk=48)
     replayed = own.logprobs(trainer, batch, replays=True)[batch.mask]
     free = own.logprobs(trainer, batch)[batch.mask]

@@ -22,10 +22,12 @@ DEVICES = 2
 
 def losses(devices: Sequence[jax.Device]) -> list[float]:
     """Of three updates on these devices, of which this process may hold a part."""
-    axes = schema.Axes(fsdp=DEVICES)
-    section = schema.Mesh(trainer=axes, sampler=axes, colocated=True)
+    axes = schema.AxesSection(fsdp=DEVICES)
+    section = schema.MeshSection(trainer=axes, sampler=axes, colocated=True)
     mesh = make_slices(section, devices).trainer
-    architecture = schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64)
+    architecture = schema.ArchitectureSection(
+        layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64
+    )
     spec = ModelSpec.from_architecture(architecture, 16)
     make = jax.jit(
         lambda: init_params(spec, jax.random.key(0)),
@@ -35,8 +37,8 @@ def losses(devices: Sequence[jax.Device]) -> list[float]:
         spec,
         mesh,
         TRAINER_RULES,
-        algorithm=schema.Algorithm(learning_rate=1e-2),
-        trainer=schema.Trainer(micro_batch_tokens=64),
+        algorithm=schema.AlgorithmSection(learning_rate=1e-2),
+        trainer=schema.TrainerSection(micro_batch_tokens=64),
         row_length=16,
         total_steps=3,
     )

@@ -8,7 +8,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.testing.kernels import interpreted_kernels
+from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.types import SamplingParams, VersionedParams
 
 WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
@@ -71,7 +71,7 @@ def test_ragged_kv_can_be_saved_and_swapped() -> None:
 @pytest.mark.exhaustive
 def test_a_ragged_sampler_over_two_devices() -> None:
     section = SECTION.model_copy(update={"attention": "ragged"})
-    mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=2))).sampler
+    mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=2))).sampler
     sampler = Sampler((SPEC, PARAMS), section=section, mesh=mesh)
     one = make_sampler()
     for a, b in zip(sampler.generate(WISHES[:4]), one.generate(WISHES[:4]), strict=True):

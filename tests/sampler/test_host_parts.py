@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.sampler import schedule
-from jaxrl_async.sampler.concurrency import DECREASE, Limit, Load, next_limit
-from jaxrl_async.sampler.memory import plan_memory
-from jaxrl_async.sampler.pages import Pages
-from jaxrl_async.sampler.prefix import PrefixStore
-from jaxrl_async.sampler.router import Candidate, choose
-from jaxrl_async.sampler.slots import Slots, unpacked_bits
+from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, next_limit
+from jaxrl_async.sampler.batch.kv_budget import plan_memory
+from jaxrl_async.sampler.batch.pages import Pages
+from jaxrl_async.sampler.batch.prefix import PrefixStore
+from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
+from jaxrl_async.sampler.router.router import Candidate, choose
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -115,7 +115,7 @@ def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
 
 limits = st.builds(Limit, value=st.floats(1, 64), least=st.just(1), most=st.just(64))
 loads = st.builds(
-    Load,
+    SamplerLoad,
     running=st.integers(0, 64),
     waiting=st.integers(0, 9),
     used_share=st.floats(0, 1),
@@ -137,11 +137,13 @@ def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, loa
 
 def test_the_limit_finds_its_way_back_up() -> None:
     limit = Limit(value=64, least=1, most=64)
-    limit = next_limit(limit, Load(running=64, waiting=5, used_share=0.95, preempted=1))
+    limit = next_limit(limit, SamplerLoad(running=64, waiting=5, used_share=0.95, preempted=1))
     assert limit.value == 64 * DECREASE
     for _ in range(20):
         running = limit.requests
-        limit = next_limit(limit, Load(running=running, waiting=5, used_share=0.3, preempted=0))
+        limit = next_limit(
+            limit, SamplerLoad(running=running, waiting=5, used_share=0.3, preempted=0)
+        )
     assert limit.requests == 64
 
 
@@ -158,13 +160,13 @@ def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budg
         open_ = [
             (i, d, t) for i, (d, (_, t)) in enumerate(zip(done, waiting, strict=True)) if d < t
         ]
-        pieces = schedule.plan_pieces([(d, t) for _, d, t in open_], budget)
+        pieces = shapes.plan_pieces([(d, t) for _, d, t in open_], budget)
         assert 0 < sum(p.count for p in pieces) <= budget
         assert [p.index for p in pieces] == list(range(len(pieces))), "first come, first served"
         for piece in pieces:
             assert piece.start == done[open_[piece.index][0]]
             done[open_[piece.index][0]] += piece.count
-        together = [p for _, found in schedule.by_bucket(pieces) for p in found]
+        together = [p for _, found in shapes.by_bucket(pieces) for p in found]
         assert sorted(together, key=lambda p: p.index) == list(pieces)
         rounds.append(pieces)
     assert done == [total for _, total in waiting]
@@ -172,15 +174,15 @@ def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budg
 
 @given(st.integers(1, 5000))
 def test_buckets_hold_what_they_are_for_at_little_waste(count) -> None:
-    assert count <= schedule.steps_of_half(count) < max(2, 1.5 * count)
-    assert count <= schedule.length_bucket(count) < max(schedule.SMALLEST_BUCKET + 1, 2 * count)
-    assert count <= schedule.rows_bucket(count) < 4 * count + 1
+    assert count <= shapes.steps_of_half(count) < max(2, 1.5 * count)
+    assert count <= shapes.length_bucket(count) < max(shapes.SMALLEST_BUCKET + 1, 2 * count)
+    assert count <= shapes.rows_bucket(count) < 4 * count + 1
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_rows_hold_everybody_and_shrink_when_few_run(running, slots) -> None:
     running = min(running, slots)
-    rows = schedule.decode_rows(running, slots)
+    rows = shapes.decode_rows(running, slots)
     assert running <= rows <= slots and slots % rows == 0
 
 

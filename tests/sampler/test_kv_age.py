@@ -16,7 +16,7 @@ from version_device import VOCAB, VersionDevice, logits_of, token_of
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.sampler.engine import request_keys
+from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
@@ -52,7 +52,7 @@ class Driven:
     def __init__(self, mode: str, *, pages: int, device: VersionDevice | None = None) -> None:
         self.mode, self.device, self.source = mode, device, Script([], after=0)
         token_bytes = 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * 4
-        section = schema.Sampler(
+        section = schema.SamplerSection(
             slots=3, reserve=0.7, max_length=LONGEST, max_new_tokens=16, block=3, page_tokens=PAGE,
             prefill_chunk=16, on_new_weights=mode, kv_memory_mib=pages * PAGE * token_bytes / 2**20,
         )  # fmt: skip

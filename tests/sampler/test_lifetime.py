@@ -17,7 +17,7 @@ import pytest
 from tiny import make_sampler, request
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.sampler.router import Router
+from jaxrl_async.sampler.router.router import Router
 
 HERE = Path(__file__).parent
 LONG = {"max_new_tokens": 24, "stop_token_ids": ()}
@@ -37,7 +37,7 @@ def test_a_program_that_ends_while_its_sampler_decodes_ends_well(part) -> None:
     code = f"""
         import sys; sys.path.insert(0, {str(HERE)!r})
         from tiny import make_sampler, request
-        from jaxrl_async.sampler.router import Router
+        from jaxrl_async.sampler.router.router import Router
         sampler = {part}
         sampler.generate([request(0)])
         wishes = [request(i, max_new_tokens=24, stop_token_ids=()) for i in range(400)]

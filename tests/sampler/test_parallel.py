@@ -18,12 +18,13 @@ from jaxrl_async.types import Completion, Request, SamplingParams
 VOCAB = 48
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 32}
 SPECS = {
-    "dense": ModelSpec.from_architecture(schema.Architecture(**SHAPE), VOCAB),
+    "dense": ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE), VOCAB),
     "experts": ModelSpec.from_architecture(
-        schema.Architecture(**SHAPE, family="qwen3_moe", experts=4, experts_per_token=2), VOCAB
+        schema.ArchitectureSection(**SHAPE, family="qwen3_moe", experts=4, experts_per_token=2),
+        VOCAB,
     ),
 }
-SECTION = schema.Sampler(
+SECTION = schema.SamplerSection(
     slots=4, reserve=0.0, max_length=32, max_new_tokens=8, block=4, page_tokens=16
 )
 FEW = [("dense", {"data": 2, "tensor": 2}), ("experts", {"data": 2, "expert": 2, "tensor": 2})]
@@ -48,7 +49,7 @@ def params_of(name: str, kind: Kind | None = None) -> Any:
 
 def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
     """Four greedy answers to prompts of several lengths, with the experts of each token."""
-    section = schema.Axes(**axes)
+    section = schema.AxesSection(**axes)
     sampler = Sampler(
         (SPECS[name], params_of(name, kind)),
         section=SECTION,

@@ -10,7 +10,7 @@ from tiny import VOCAB, make_sampler, request
 
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.sampler.request_checks import Room, checked_request
-from jaxrl_async.sampler.router import Router
+from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import Request, SamplingParams
 
 ROOM = Room(max_length=64, max_new_tokens=32, vocab=VOCAB)

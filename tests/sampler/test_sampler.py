@@ -21,11 +21,11 @@ from jaxrl_async.sampler.sampler import Probe, Sampler
 from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
+    schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
 )
 PARAMS = init_params(SPEC, jax.random.key(0))
 OTHER = init_params(SPEC, jax.random.key(1))
-SECTION = schema.Sampler(slots=4, max_length=64, max_new_tokens=32, block=4)
+SECTION = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=32, block=4)
 
 
 class Script:
@@ -259,7 +259,7 @@ def test_closing_wakes_who_still_waits() -> None:
 
 @pytest.mark.exhaustive
 def test_a_sampler_sharded_over_four_devices_draws_the_same_tokens(sampler: Sampler) -> None:
-    mesh = make_slices(schema.Mesh(sampler=schema.Axes(tensor=4))).sampler
+    mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=4))).sampler
     sharded = Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh)
     for one, many in zip(sampler.generate(mixed()), sharded.generate(mixed()), strict=True):
         assert_same(one, many)

@@ -11,11 +11,11 @@ from jaxrl_async.types import Request, SamplingParams, VersionedParams
 
 VOCAB = 48
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), VOCAB
+    schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), VOCAB
 )
 PARAMS = init_params(SPEC, jax.random.key(0))
 OTHER = init_params(SPEC, jax.random.key(1))
-SECTION = schema.Sampler(slots=4, max_length=64, max_new_tokens=32, block=4, page_tokens=16)
+SECTION = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=32, block=4, page_tokens=16)
 
 KINDS = (
     SamplingParams(),

@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.sampler.engine import MAX_STOP_TOKENS, Block, DecodeState, Prefix, Slot
-from jaxrl_async.sampler.sampling import Controls
+from jaxrl_async.sampler.device.engine import (
+    MAX_STOP_TOKENS,
+    Block,
+    DecodeState,
+    Prefix,
+    SlotParams,
+)
+from jaxrl_async.sampler.device.sampling import Controls
 
 VOCAB = 11
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -62,7 +68,7 @@ class VersionDevice:
         kv = PagedKV(
             (np.full((P, 1, 2, G), -1, np.float32),), (np.full((P, 1, G, 2), -1, np.float32),)
         )
-        slot = Slot(
+        slot = SlotParams(
             Controls(*(np.zeros(S) for _ in range(4))),
             np.zeros((S, 2), np.uint32),
             np.full((S, MAX_STOP_TOKENS), -1),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
-from jaxrl_async.buffer.staleness import least_limit, memory_bound
+from jaxrl_async.staleness import least_limit, memory_bound
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 

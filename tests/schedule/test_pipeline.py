@@ -29,11 +29,11 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.loop import RolloutLoop
-from jaxrl_async.run.resume import ROLLOUT_KINDS, RolloutsState, rollouts_state
+from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.testing.memory import MemorySampler, SteppedLoop, Transfer
+from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
 from jaxrl_async.types import SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 
@@ -126,8 +126,8 @@ class World:
     # ---- the one place that knows what a checkpoint holds
 
     def save(self, playing):
-        """What run/resume.py saves: with what is active, but at max_staleness 0, where it is
-        admitted again."""
+        """What a checkpoint saves of rollouts: with what is active, except at max_staleness 0,
+        where it is admitted again."""
         rollouts = SimpleNamespace(progress=lambda: playing)
         state = rollouts_state(self.buffer, rollouts, active=self.setup.max_staleness > 0)
         assert state.buffer.next_untaken == self.next_group

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
-from jaxrl_async.metrics.faults import FaultCounts
+from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.scorers.rewards import Judge, RewardScorer
 from jaxrl_async.testing.clock import VirtualClock

@@ -14,7 +14,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.mesh import TRAINER_RULES, Turns, make_slices, shardings
+from jaxrl_async.mesh import TRAINER_RULES, DeviceLock, make_slices, shardings
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import HEAD, head_table, save_head, sequence_scores, with_head
 from jaxrl_async.model.policy import Policy
@@ -29,7 +29,7 @@ from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 TOKENIZER = addition_tokenizer()
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), 24
+    schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), 24
 )
 PROMPT = Prompt(
     prompt_id=7,
@@ -41,7 +41,7 @@ PROMPT = Prompt(
 
 
 def mesh_of(**axes: int) -> Any:
-    return make_slices(schema.Mesh(trainer=schema.Axes(**axes))).trainer
+    return make_slices(schema.MeshSection(trainer=schema.AxesSection(**axes))).trainer
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_a_score_is_that_of_the_sequence_alone_in_any_company(model, params):
 def test_a_sharded_model_gives_the_same_scores_and_takes_turns(model, params):
     mesh = mesh_of(fsdp=2, tensor=2)
     placed = jax.device_put(params, shardings(head_table(SPEC, "reward"), mesh, TRAINER_RULES))
-    turns = Turns()
-    sharded = RewardModel(SPEC, placed, mesh, turns=turns)
+    turns = DeviceLock()
+    sharded = RewardModel(SPEC, placed, mesh, device_lock=turns)
     sequences = [sequence(9, 1), sequence(30, 2), sequence(17, 3)]
     got: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: got.append(sharded(sequences)))
@@ -171,8 +171,8 @@ def test_the_event_loop_goes_on_while_the_model_computes(model):
 
 
 def load(folder: Path, tokenizer: Any = TOKENIZER) -> RewardModel:
-    section = schema.Reward(model=str(folder))
-    return load_reward_model(section, schema.Model(), tokenizer, mesh_of())
+    section = schema.RewardSection(model=str(folder))
+    return load_reward_model(section, schema.ModelSection(), tokenizer, mesh_of())
 
 
 def test_a_saved_model_gives_the_same_scores(tmp_path, model, params):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.schema import Reward
+from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
@@ -62,7 +62,9 @@ def score(scorer, *episodes, of=None):
 
 
 def test_a_scorer_gives_one_score_per_episode_in_order():
-    scores = score(make_scorer(Reward(), spell), episode(b"1+1=", "#2"), episode(b"1+1=", "#3"))
+    scores = score(
+        make_scorer(RewardSection(), spell), episode(b"1+1=", "#2"), episode(b"1+1=", "#3")
+    )
     assert [(s.reward, s.parts) for s in scores] == [(1, {"correct": 1}), (0, {"correct": 0})]
 
 
@@ -129,12 +131,14 @@ def test_no_parameter_is_given_something_else_than_its_name_says(user_file, sign
     with pytest.raises(
         ConfigError, match=f"parameter '{name}' that would be.*Name the one .* `completion`"
     ):
-        make_scorer(Reward(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")])
+        make_scorer(
+            RewardSection(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")]
+        )
 
 
 def test_three_in_order_may_have_the_names_of_their_own_places(user_file):
     path = user_file("def r(prompt, answer, reference, *, tests): return float(answer == 'a')")
-    section = Reward(function=f"{path}:r")
+    section = RewardSection(function=f"{path}:r")
     records = [prompt(tests=1, prompt="of the record", reference="too")]
     assert score(make_scorer(section, spell, records), episode("a"), of=records[0])[0].reward == 1
 
@@ -160,9 +164,9 @@ def test_what_no_record_has_is_refused_before_anything_runs(user_file):
     path = user_file("def f(completion, tets): pass")
     records = [prompt(tests=1), prompt(other=2)]
     with pytest.raises(ConfigError, match=r"asks for 'tets'.*other, tests.*Did you mean 'tests'"):
-        make_scorer(Reward(function=f"{path}:f"), spell, records)
+        make_scorer(RewardSection(function=f"{path}:f"), spell, records)
     path = user_file("def f(completion, tests): return 1")
-    assert make_scorer(Reward(function=f"{path}:f"), spell, records)
+    assert make_scorer(RewardSection(function=f"{path}:f"), spell, records)
     with pytest.raises(RolloutError, match="asks for 'tests', and the record has no such column"):
         score(lambda completion, tests: 1, episode("a"))
     with pytest.raises(ConfigError, match="'completion', which one answer has"):
@@ -174,7 +178,7 @@ def test_what_no_record_has_is_refused_before_anything_runs(user_file):
 
 def test_several_functions_are_added_by_weight_and_named(user_file):
     path = user_file("def short(completion):\n    return -len(completion)\n")
-    section = Reward(function=["exact", {f"{path}:short": {"weight": 0.5}}])
+    section = RewardSection(function=["exact", {f"{path}:short": {"weight": 0.5}}])
     first, second = score(make_scorer(section, spell), episode("#2"), episode("#3"))
     assert (first.reward, dict(first.parts)) == (0.0, {"correct": 1.0, "short": -2.0})
     assert second.reward == -1.0
@@ -182,13 +186,13 @@ def test_several_functions_are_added_by_weight_and_named(user_file):
 
 def test_the_first_function_says_what_is_correct_and_a_later_one_under_its_name(user_file):
     path = user_file("def f(completion): return {'correct': 0.5, 'short': 1}\n")
-    section = Reward(function=["exact", {f"{path}:f": {"weight": 0.1}}, "gsm8k"])
+    section = RewardSection(function=["exact", {f"{path}:f": {"weight": 0.1}}, "gsm8k"])
     (got,) = score(make_scorer(section, spell), episode("so 2"))
     parts = {"correct": 0, "f.correct": 0.5, "short": 1, "gsm8k.correct": 1}
     assert got.parts == parts and got.reward == pytest.approx(0.15 + 1)
     assert checked((got,), (episode("so 2"),), prompt())
     assert all(metric_of(f"reward/{part}").key == "reward/<part>" for part in parts)
-    (got,) = score(make_scorer(Reward(function=["gsm8k", "exact"]), spell), episode("so 2"))
+    (got,) = score(make_scorer(RewardSection(function=["gsm8k", "exact"]), spell), episode("so 2"))
     assert got.parts == {"correct": 1, "exact.correct": 0}
 
 
@@ -211,17 +215,17 @@ def test_parts_that_cannot_be_told_apart_are_refused():
 
 def test_a_part_named_model_is_told_from_the_reward_models(user_file):
     path = user_file("def f(completion): return {'model': 1, 'b': 2}\n")
-    with_model = Reward(function=f"{path}:f", model="a_folder")
+    with_model = RewardSection(function=f"{path}:f", model="a_folder")
     (got,) = score(make_scorer(with_model, spell), episode("a"))
     assert got.parts == {"f.model": 1, "b": 2}
-    (got,) = score(make_scorer(Reward(function=f"{path}:f"), spell), episode("a"))
+    (got,) = score(make_scorer(RewardSection(function=f"{path}:f"), spell), episode("a"))
     assert got.parts == {"model": 1, "b": 2}
 
 
 def test_two_functions_of_one_name_are_refused(user_file):
     (path, other) = (user_file("def f(p, c, r): return 1", f"{n}.py") for n in "ab")
     with pytest.raises(ConfigError, match="two functions named 'f'"):
-        make_scorer(Reward(function=[f"{path}:f", f"{other}:f"]), spell)
+        make_scorer(RewardSection(function=[f"{path}:f", f"{other}:f"]), spell)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_two_functions_of_one_name_are_refused(user_file):
 )
 def test_a_list_of_functions_that_cannot_be_meant_is_refused(function):
     with pytest.raises(ValueError, match=r"reward\.function"):
-        Reward(function=function)
+        RewardSection(function=function)
 
 
 # ---- what may come back
@@ -259,7 +263,7 @@ def test_a_users_function_is_loaded_and_its_parts_are_summed(user_file):
     path = user_file(
         "def f(prompt, completion, reference):\n    return {'a': 1, 'b': len(completion) / 2}\n"
     )
-    (got,) = score(make_scorer(Reward(function=f"{path}:f"), spell), episode("abc"))
+    (got,) = score(make_scorer(RewardSection(function=f"{path}:f"), spell), episode("abc"))
     assert (got.reward, dict(got.parts)) == (2.5, {"a": 1.0, "b": 1.5})
 
 

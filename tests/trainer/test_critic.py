@@ -18,7 +18,7 @@ from jaxrl_async.trainer.pack import pack_pairs
 
 VOCAB, ROW = 12, 16
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
+    schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
 )
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
@@ -31,9 +31,9 @@ def step_of(axes: dict | None = None, rows: int = 4, *, clip: float | None = 0.2
         section = {"micro_batch_tokens": rows * ROW, **trainer}
         _STEPS[key] = CriticStep(
             SPEC,
-            make_slices(schema.Mesh(trainer=schema.Axes(**(axes or {})))).trainer,
+            make_slices(schema.MeshSection(trainer=schema.AxesSection(**(axes or {})))).trainer,
             TRAINER_RULES,
-            trainer=schema.Trainer(**section),
+            trainer=schema.TrainerSection(**section),
             learning_rate=1e-2,
             row_length=ROW,
             total_steps=100,

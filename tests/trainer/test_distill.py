@@ -188,7 +188,8 @@ def test_the_advantages_gradient_is_that_of_the_reverse_kl():
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_against_a_teachers_likeliest_tokens_equal_the_whole_at_full_k(kind):
     spec = ModelSpec.from_architecture(
-        schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16), VOCAB
+        schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16),
+        VOCAB,
     )
     params, teacher = (init_params(spec, jax.random.key(i)) for i in (0, 1))
     token_ids = jnp.asarray(RNG.integers(0, VOCAB, (2, 9)), jnp.int32)

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, gae
+from jaxrl_async.algorithms.shaping import shaping
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.advantages import StepAdvantages, StepData, advantage, gae
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied, covariance_rank
+from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.passes import LogprobPass
-from jaxrl_async.trainer.shaping import shaping
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.types import (
     Episode,
@@ -36,10 +36,10 @@ from jaxrl_async.types import (
 
 VOCAB, ROW = 24, 16
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+    schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
 )
-MESH = make_slices(schema.Mesh(), jax.devices()).trainer
-TRAINER = schema.Trainer(micro_batch_tokens=4 * ROW, logprob_chunk=32)
+MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
+TRAINER = schema.TrainerSection(micro_batch_tokens=4 * ROW, logprob_chunk=32)
 COMMON: dict[str, Any] = {"trainer": TRAINER, "row_length": ROW, "total_steps": 20}
 PASS = LogprobPass(SPEC, MESH, micro_rows=4, chunk=32)
 PARAMS = init_params(SPEC, jax.random.key(0), jnp.float32)
@@ -93,7 +93,7 @@ def told_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
 _STEPS: dict[str, TrainStep] = {}
 
 
-def step_of(section: schema.Algorithm, teacher: schema.Teacher) -> TrainStep:
+def step_of(section: schema.AlgorithmSection, teacher: schema.TeacherSection) -> TrainStep:
     """The same one for the same settings, so that it compiles once."""
     compiled = section.model_copy(update={"advantage": "", "epochs": 1, "minibatches": 1})
     key = repr((compiled, teacher))
@@ -112,8 +112,8 @@ def learner_of(
     companions: dict | None = None,
     **how: Any,
 ) -> Learner:
-    section = schema.Algorithm(**{"learning_rate": 1e-2, **(algorithm or {})})
-    of_teacher = schema.Teacher(**(teacher or {}))
+    section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})})
+    of_teacher = schema.TeacherSection(**(teacher or {}))
     step = step_of(section, of_teacher)
     return Learner(
         step,
@@ -123,7 +123,7 @@ def learner_of(
         row_length=ROW,
         companions=Companions(own_pass=PASS, **(companions or {})),
         teacher=of_teacher,
-        reference=schema.Reference(**(reference or {})),
+        reference=schema.ReferenceSection(**(reference or {})),
         **how,
     )
 
@@ -284,7 +284,7 @@ def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
 
 OWN_ADVANTAGE = """
 import numpy as np
-from jaxrl_async.trainer.advantages import StepAdvantages
+from jaxrl_async.algorithms.advantages import StepAdvantages
 
 def by_sequence(data):
     # looks at the sequences' rewards alone
@@ -570,8 +570,8 @@ def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() 
 @pytest.mark.parametrize("warming", [0, 1])
 def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warming: int) -> None:
     """8 mini-batches are asked for, and 6 sequences there: 6 updates a step, in 3 steps."""
-    trainer = schema.Trainer(micro_batch_tokens=4 * ROW, logprob_chunk=32, schedule="linear")
-    section = schema.Algorithm(learning_rate=1e-2, minibatches=8, advantage="gae")
+    trainer = schema.TrainerSection(micro_batch_tokens=4 * ROW, logprob_chunk=32, schedule="linear")
+    section = schema.AlgorithmSection(learning_rate=1e-2, minibatches=8, advantage="gae")
     common: dict[str, Any] = {**COMMON, "trainer": trainer}
     step = TrainStep(
         SPEC, MESH, TRAINER_RULES, algorithm=section, **{**common, "total_steps": 8 * (3 - warming)}

@@ -17,19 +17,23 @@ from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.update import _halved
 
 VOCAB, ROW, ROWS = 24, 16, 6
-ARCHITECTURE = schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
+ARCHITECTURE = schema.ArchitectureSection(
+    layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16
+)
 SPEC = ModelSpec.from_architecture(ARCHITECTURE, VOCAB)
 
 
 def make_step(**axes):
-    mesh = make_slices(schema.Mesh(trainer=schema.Axes(**axes)), jax.devices()).trainer
+    mesh = make_slices(
+        schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()
+    ).trainer
     # epsilon 1: a step that is nearly the gradient, so that sums in another order agree
     return TrainStep(
         SPEC,
         mesh,
         TRAINER_RULES,
-        algorithm=schema.Algorithm(learning_rate=1e-2),
-        trainer=schema.Trainer(micro_batch_tokens=ROWS * ROW, epsilon=1.0),
+        algorithm=schema.AlgorithmSection(learning_rate=1e-2),
+        trainer=schema.TrainerSection(micro_batch_tokens=ROWS * ROW, epsilon=1.0),
         row_length=ROW,
         total_steps=10,
     )
@@ -122,12 +126,12 @@ def test_parts_hold_every_row_once_in_order(rows, times, multiple):
 
 
 def test_pairs_are_not_torn_apart():
-    mesh = make_slices(schema.Mesh(), jax.devices()).trainer
+    mesh = make_slices(schema.MeshSection(), jax.devices()).trainer
     step = RewardStep(
         SPEC,
         mesh,
         TRAINER_RULES,
-        trainer=schema.Trainer(micro_batch_tokens=ROWS * ROW),
+        trainer=schema.TrainerSection(micro_batch_tokens=ROWS * ROW),
         learning_rate=1e-2,
         total_steps=10,
         row_length=ROW,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.advantages import advantage
 from jaxrl_async.trainer.learner import Learner, Part
 from jaxrl_async.trainer.pack import TrainSequence, deal, moved, pack, places_of, repacked
 from jaxrl_async.trainer.step import Columns, TrainStep
@@ -20,9 +20,9 @@ from jaxrl_async.types import PackedBatch
 
 VOCAB = 24
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+    schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
 )
-MESH = make_slices(schema.Mesh(), jax.devices()).trainer
+MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 PARAMS = init_params(SPEC, jax.random.key(0))
 
 
@@ -40,13 +40,13 @@ def sequence(length: int, number: int = 0, *, learns: bool = True, worked: bool 
 
 
 def learner_of(row_length: int, minibatches: int, **algorithm) -> Learner:
-    section = schema.Algorithm(minibatches=minibatches, learning_rate=0.0, **algorithm)
+    section = schema.AlgorithmSection(minibatches=minibatches, learning_rate=0.0, **algorithm)
     step = TrainStep(
         SPEC,
         MESH,
         TRAINER_RULES,
         algorithm=section,
-        trainer=schema.Trainer(micro_batch_tokens=4 * row_length, logprob_chunk=32),
+        trainer=schema.TrainerSection(micro_batch_tokens=4 * row_length, logprob_chunk=32),
         row_length=row_length,
         total_steps=9,
     )

@@ -7,7 +7,9 @@ from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule
 
 
 def rates(steps: int, **settings) -> list[float]:
-    schedule = make_schedule(schema.Trainer(**settings), learning_rate=2.0, total_steps=steps)
+    schedule = make_schedule(
+        schema.TrainerSection(**settings), learning_rate=2.0, total_steps=steps
+    )
     return [float(schedule(jnp.int32(s))) for s in range(steps)]
 
 
@@ -52,7 +54,7 @@ def test_the_optimizer_is_clipped_adamw_with_decay_on_the_chosen_weights_only():
     rng = np.random.default_rng(0)
     start = {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=3)}
     grads = {k: 5 * rng.normal(size=v.shape) for k, v in start.items()}
-    section = schema.Trainer(
+    section = schema.TrainerSection(
         weight_decay=0.1, max_grad_norm=0.7, beta1=0.8, beta2=0.9, epsilon=1e-3
     )
     optimizer = make_optimizer(section, decayed={"matrix": True, "norm": False})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_TURNS, TRAINER_RULES, make_mesh
+from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, make_mesh
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.pack import TrainSequence, pack
@@ -17,10 +17,10 @@ from jaxrl_async.trainer.step import Columns, TrainStep
 
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB
+    schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB
 )
 ROUTED = ModelSpec.from_architecture(
-    schema.Architecture(
+    schema.ArchitectureSection(
         family="qwen3_moe", experts=8, experts_per_token=2,
         layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
     ),
@@ -76,10 +76,10 @@ def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> TrainStep:
     section = {"micro_batch_tokens": ROWS * ROW, "logprob_chunk": 16, **LINEAR, **trainer}
     return TrainStep(
         spec,
-        make_mesh(schema.Axes(**axes), jax.devices()[: int(np.prod(list(axes.values())))]),
+        make_mesh(schema.AxesSection(**axes), jax.devices()[: int(np.prod(list(axes.values())))]),
         TRAINER_RULES,
-        algorithm=schema.Algorithm(learning_rate=1e-2, entropy_coefficient=0.01),
-        trainer=schema.Trainer(**section),
+        algorithm=schema.AlgorithmSection(learning_rate=1e-2, entropy_coefficient=0.01),
+        trainer=schema.TrainerSection(**section),
         row_length=ROW,
         total_steps=10,
         remat="layer",
@@ -90,7 +90,9 @@ def outcome(step: TrainStep, params: Any) -> dict[str, Any]:
     """Loss and gradients of the batch, and the weights after one step of the optimizer."""
     state, updater = step.init(params), step._updater
     micros = step._micros(batch(), Columns())
-    sums, _ = updater._gradients(state.params, micros, step._context(3, None, None, None), NO_TURNS)
+    sums, _ = updater._gradients(
+        state.params, micros, step._context(3, None, None, None), NO_DEVICE_LOCK
+    )
     found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
     moved, _ = updater._apply(state, sums)
     return found | {"weights": jax.tree.map(np.array, moved.params)}

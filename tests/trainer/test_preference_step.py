@@ -19,7 +19,7 @@ from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep, pair
 
 VOCAB, ROW = 14, 16
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
+    schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
 )
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
@@ -38,12 +38,12 @@ def step_of(
     if key not in _STEPS:
         section = {"micro_batch_tokens": rows * ROW, "logprob_chunk": 32, **trainer}
         settings: dict[str, Any] = {
-            "trainer": schema.Trainer(**section),
+            "trainer": schema.TrainerSection(**section),
             "learning_rate": 1e-2,
             "row_length": ROW,
             "total_steps": 100,
         }
-        mesh = make_slices(schema.Mesh(trainer=schema.Axes(**(axes or {})))).trainer
+        mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(**(axes or {})))).trainer
         kind, choice = (RewardStep, {}) if loss is None else (PreferenceStep, {"loss": loss})
         _STEPS[key] = kind(SPEC, mesh, TRAINER_RULES, **settings, **choice)
     return _STEPS[key]
@@ -284,7 +284,7 @@ def test_neither_packing_nor_sharding_changes_a_reward_update(reward_params, axe
 
 
 def test_a_micro_batch_has_room_for_both_answers_of_any_pair():
-    section = schema.Trainer(micro_batch_tokens=ROW)
+    section = schema.TrainerSection(micro_batch_tokens=ROW)
     assert pair_rows(section, ROW, 1) == 2 and pair_rows(section, ROW, 4) == 4
     longest = np.ones(ROW - 1, np.int32)
     step_of("dpo", rows=1).pack(

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices
 from jaxrl_async.model.spec import ModelSpec, Weight
-from jaxrl_async.run.checkpoint import Checkpoints
+from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import _moved_average
-from jaxrl_async.trainer.objective import Totals
 from jaxrl_async.trainer.optimizer import optimizer_bytes, stochastically_rounded
 from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.update import TrainState, Updater, WithMasters
 
-MESH = make_slices(schema.Mesh(), jax.devices()).trainer
+MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 SHAPE = (64, 64)
 TABLE = {"w": Weight(shape=SHAPE, axes=("embed", "vocab"), init="normal")}
 RATE, UPDATES = 1e-6, 60
@@ -38,7 +38,7 @@ def updater_of(dtype: Any, **settings: Any) -> Updater:
         MESH,
         TRAINER_RULES,
         objective,
-        trainer=schema.Trainer(max_grad_norm=1e9, **settings),
+        trainer=schema.TrainerSection(max_grad_norm=1e9, **settings),
         learning_rate=RATE,
         total_steps=UPDATES,
         param_dtype=dtype,
@@ -110,7 +110,7 @@ def test_rounding_to_the_nearest_loses_nearly_all_steps_and_is_there_by_name_onl
     went = EXACT - START
     share = np.sum((found - START) * np.sign(went)) / np.abs(went).sum()
     assert share < 0.5 and np.mean(found != START) < 0.1
-    assert schema.Trainer().rounding == "masters"
+    assert schema.TrainerSection().rounding == "masters"
 
 
 def test_masters_begin_as_what_is_given_before_it_is_rounded_and_leave_it_to_the_caller():
@@ -127,7 +127,7 @@ def test_masters_begin_as_what_is_given_before_it_is_rounded_and_leave_it_to_the
 def test_an_optimizer_keeps_as_many_bytes_as_a_plan_counts(dtype, rounding):
     state = updater_of(dtype, rounding=rounding).init({"w": START})
     kept = sum(x.nbytes for x in jax.tree.leaves(state.opt_state) if x.ndim)
-    section = schema.Trainer(rounding=rounding)
+    section = schema.TrainerSection(rounding=rounding)
     assert kept == START.size * optimizer_bytes(section, dtype)
 
 
@@ -157,15 +157,15 @@ def test_a_run_from_a_checkpoint_goes_on_bit_for_bit(tmp_path, rounding):
 
 
 def test_every_kind_of_update_keeps_masters():
-    shape = schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
+    shape = schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
     spec = ModelSpec.from_architecture(shape, 24)
     common: dict[str, Any] = {
-        "trainer": schema.Trainer(micro_batch_tokens=64), "row_length": 16, "total_steps": 9,
+        "trainer": schema.TrainerSection(micro_batch_tokens=64), "row_length": 16, "total_steps": 9,
         "param_dtype": jnp.bfloat16,
     }  # fmt: skip
     where = (spec, MESH, TRAINER_RULES)
     steps = [
-        TrainStep(*where, algorithm=schema.Algorithm(), **common),
+        TrainStep(*where, algorithm=schema.AlgorithmSection(), **common),
         CriticStep(*where, learning_rate=RATE, **common),
         SupervisedStep(*where, learning_rate=RATE, **common),
         PreferenceStep(*where, loss="dpo", learning_rate=RATE, **common),

@@ -18,14 +18,18 @@ from jaxrl_async.trainer.step import TrainStep, num_matmul_params, train_flops
 from jaxrl_async.trainer.update import TrainState, decayed, rows_per_micro_batch
 
 VOCAB, ROW = 24, 16
-ARCHITECTURE = schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
+ARCHITECTURE = schema.ArchitectureSection(
+    layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48
+)
 SPEC = ModelSpec.from_architecture(ARCHITECTURE, VOCAB)
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
-    return make_slices(schema.Mesh(trainer=schema.Axes(**axes)), jax.devices()).trainer
+    return make_slices(
+        schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()
+    ).trainer
 
 
 _STEPS: dict[str, TrainStep] = {}
@@ -41,8 +45,8 @@ def step_of(
             SPEC,
             mesh_of(**(axes or {})),
             TRAINER_RULES,
-            algorithm=schema.Algorithm(**{"learning_rate": 1e-2, **(algorithm or {})}),
-            trainer=schema.Trainer(
+            algorithm=schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})}),
+            trainer=schema.TrainerSection(
                 **{"micro_batch_tokens": 4 * ROW, "logprob_chunk": 32, **(trainer or {})}
             ),
             row_length=ROW,
@@ -335,7 +339,7 @@ class CountedTurns:
 
 def test_each_micro_batch_takes_a_turn_of_its_own(params):
     step, turns = step_of(), CountedTurns()
-    state, stats = step.update(step.init(params), BATCH, turns=turns)
+    state, stats = step.update(step.init(params), BATCH, device_lock=turns)
     micros = stats["train/rows"] / step.micro_rows
     assert (
         micros > 1 and turns.taken == 2 + micros

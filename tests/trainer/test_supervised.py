@@ -15,16 +15,16 @@ from jaxrl_async.trainer.supervised import SupervisedStep
 
 VOCAB, ROW = 8, 16
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
+    schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
 )
 
 
 def step_of(rows: int, chunk: int = 32) -> SupervisedStep:
     return SupervisedStep(
         SPEC,
-        make_slices(schema.Mesh()).trainer,
+        make_slices(schema.MeshSection()).trainer,
         TRAINER_RULES,
-        trainer=schema.Trainer(micro_batch_tokens=rows * ROW, logprob_chunk=chunk),
+        trainer=schema.TrainerSection(micro_batch_tokens=rows * ROW, logprob_chunk=chunk),
         learning_rate=1e-2,
         row_length=ROW,
         total_steps=100,

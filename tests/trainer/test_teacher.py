@@ -11,7 +11,7 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_TURNS, make_slices
+from jaxrl_async.mesh import NO_DEVICE_LOCK, make_slices
 from jaxrl_async.model.decoder import hidden_states, init_params
 from jaxrl_async.model.divergence import chunked_over_vocab
 from jaxrl_async.model.policy import Policy
@@ -23,8 +23,8 @@ from jaxrl_async.types import PackedBatch
 
 LETTERS = "abcdefghijklmnopqrst"  # 24 tokens with <pad>, <bos>, <eos> and <unk>
 TOKENIZER = character_tokenizer(LETTERS)
-SLICES = make_slices(schema.Mesh(), jax.devices())
-SHAPE = schema.Architecture(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24)
+SLICES = make_slices(schema.MeshSection(), jax.devices())
+SHAPE = schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24)
 ROW = 16
 
 
@@ -41,11 +41,11 @@ def saved(folder: Path, policy: Policy, tokenizer: Tokenizer | None) -> str:
 
 def config_of(**teacher: Any) -> schema.Config:
     return schema.Config(
-        model=schema.Model(architecture=SHAPE),
-        teacher=schema.Teacher(source="path", **teacher),
-        sampler=schema.Sampler(max_length=ROW, max_new_tokens=8),
-        data=schema.Data(max_prompt_tokens=8),
-        trainer=schema.Trainer(micro_batch_tokens=4 * ROW),
+        model=schema.ModelSection(architecture=SHAPE),
+        teacher=schema.TeacherSection(source="path", **teacher),
+        sampler=schema.SamplerSection(max_length=ROW, max_new_tokens=8),
+        data=schema.DataSection(max_prompt_tokens=8),
+        trainer=schema.TrainerSection(micro_batch_tokens=4 * ROW),
     )
 
 
@@ -124,7 +124,7 @@ def test_a_smaller_teacher_gives_no_advice_on_a_token_that_it_does_not_have(tmp_
     packed = batch()
     row, at = (int(i[0]) for i in np.nonzero(packed.mask))
     packed.token_ids[row, at] = 30
-    found = learner._look(packed, NO_TURNS)
+    found = learner._look(packed, NO_DEVICE_LOCK)
     advised, told = learner._advised(packed, found)
     assert advised.advantages[row, at] == packed.advantages[row, at]
     assert np.isfinite(advised.advantages).all() and np.isfinite(told["policy/teacher_gap"])
@@ -166,7 +166,7 @@ def test_tokens_that_only_the_teacher_knows_are_told_and_a_critic_is_looked_at_t
     assert "1 tokens that the policy's lacks, such as 'u'" in caplog.text
     turned = saved(tmp_path / "turned", policy, character_tokenizer(LETTERS[::-1]))
     config = schema.Config(
-        algorithm=schema.Algorithm(advantage="gae"), critic=schema.Critic(path=turned)
+        algorithm=schema.AlgorithmSection(advantage="gae"), critic=schema.CriticSection(path=turned)
     )
     with pytest.raises(ConfigError, match=r"critic\.path=.*another tokenizer"):
         check_advisers(config, policy.spec, policy.tokenizer)
@@ -205,7 +205,7 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     config = config_of(path=path, form="loss", kind="reverse", top_k=5, top_of="student")
     learner = make_learner(config, policy, SLICES, TOKENIZER)
     packed = batch()
-    columns = learner._columns(packed, {}, NO_TURNS)
+    columns = learner._columns(packed, {}, NO_DEVICE_LOCK)
     own = log_softmax(logits(policy, packed))
     theirs = log_softmax(logits(teacher, packed)[..., :24])
     wanted_ids = np.argsort(-own[..., :24], -1)[..., :5]
@@ -228,6 +228,6 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
 
 def test_whose_tokens_they_are_is_refused_where_nobody_looks_at_them():
     with pytest.raises(ValueError, match="top_of=student"):
-        schema.Teacher(top_of="student", form="loss")
+        schema.TeacherSection(top_of="student", form="loss")
     with pytest.raises(ValueError, match="top_of=student"):
-        schema.Teacher(top_of="student", top_k=4)
+        schema.TeacherSection(top_of="student", top_k=4)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
-from jaxrl_async.trainer.control import Bounds
 from jaxrl_async.trainer.trainer import Outlets, Trainer
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 

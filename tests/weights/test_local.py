@@ -7,7 +7,7 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.schema import Axes
+from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.errors import MeshError, WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.decoder import init_params
@@ -16,18 +16,22 @@ from jaxrl_async.weights.local import Push
 from jaxrl_async.weights.manifest import compare, manifest_of
 
 SPEC = ModelSpec.from_architecture(
-    schema.Architecture(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
+    schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
 )
 PARAMS = jax.tree.map(np.asarray, init_params(SPEC, jax.random.key(0)))
 SLICES = {
-    "1 to 1": schema.Mesh(),
-    "fsdp 2 x tensor 2 to tensor 4": schema.Mesh(
-        trainer=Axes(fsdp=2, tensor=2), sampler=Axes(tensor=4)
+    "1 to 1": schema.MeshSection(),
+    "fsdp 2 x tensor 2 to tensor 4": schema.MeshSection(
+        trainer=AxesSection(fsdp=2, tensor=2), sampler=AxesSection(tensor=4)
     ),
-    "4 to 2": schema.Mesh(trainer=Axes(fsdp=2, tensor=2), sampler=Axes(tensor=2)),
-    "2 to 4": schema.Mesh(trainer=Axes(fsdp=2), sampler=Axes(tensor=4)),
-    "4 to 1": schema.Mesh(trainer=Axes(fsdp=4)),
-    "colocated": schema.Mesh(trainer=Axes(fsdp=4), sampler=Axes(tensor=4), colocated=True),
+    "4 to 2": schema.MeshSection(
+        trainer=AxesSection(fsdp=2, tensor=2), sampler=AxesSection(tensor=2)
+    ),
+    "2 to 4": schema.MeshSection(trainer=AxesSection(fsdp=2), sampler=AxesSection(tensor=4)),
+    "4 to 1": schema.MeshSection(trainer=AxesSection(fsdp=4)),
+    "colocated": schema.MeshSection(
+        trainer=AxesSection(fsdp=4), sampler=AxesSection(tensor=4), colocated=True
+    ),
 }
 
 
@@ -58,7 +62,7 @@ def test_weights_arrive_whole_and_never_pass_the_host(
 
 
 def test_the_source_may_be_donated_right_after_the_push() -> None:
-    slices = make_slices(schema.Mesh())
+    slices = make_slices(schema.MeshSection())
     source = shardings(weight_table(SPEC), slices.trainer, TRAINER_RULES)
     push = Push(source, shardings(weight_table(SPEC), slices.sampler, SAMPLER_RULES))
     scale = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)
@@ -70,7 +74,7 @@ def test_the_source_may_be_donated_right_after_the_push() -> None:
 
 
 def test_the_push_casts_to_the_samplers_type() -> None:
-    slices = make_slices(schema.Mesh())
+    slices = make_slices(schema.MeshSection())
     source = shardings(weight_table(SPEC), slices.trainer, TRAINER_RULES)
     target = shardings(weight_table(SPEC), slices.sampler, SAMPLER_RULES)
     moved = Push(source, target, dtype=jnp.bfloat16)(jax.device_put(PARAMS, source))
@@ -78,7 +82,9 @@ def test_the_push_casts_to_the_samplers_type() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    slices = make_slices(schema.Mesh(trainer=Axes(fsdp=3), sampler=Axes(tensor=2)))
+    slices = make_slices(
+        schema.MeshSection(trainer=AxesSection(fsdp=3), sampler=AxesSection(tensor=2))
+    )
     table = weight_table(SPEC)
     with pytest.raises(MeshError, match="multiple"):
         Push(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.schema import Axes
+from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import Weight
@@ -153,7 +153,9 @@ def test_times_are_from_publish_to_complete_and_to_live():
 
 def test_a_push_to_a_larger_slice_is_finished_on_the_samplers_thread(monkeypatch):
     table = {"w": Weight(shape=(8, 4), axes=("embed", "mlp"), init="ones", hf="w")}
-    slices = make_slices(schema.Mesh(trainer=Axes(fsdp=2), sampler=Axes(tensor=4)))
+    slices = make_slices(
+        schema.MeshSection(trainer=AxesSection(fsdp=2), sampler=AxesSection(tensor=4))
+    )
     source = shardings(table, slices.trainer, TRAINER_RULES)
     push = Push(source, shardings(table, slices.sampler, SAMPLER_RULES))
     assert push.grows
@@ -179,7 +181,7 @@ def test_a_push_to_a_larger_slice_is_finished_on_the_samplers_thread(monkeypatch
 
 def test_integers_keep_their_type_when_weights_are_cast():
     table = {"w": Weight(shape=(4,), axes=("mlp",), init="ones", hf="w")}
-    slices = make_slices(schema.Mesh())
+    slices = make_slices(schema.MeshSection())
     goal = [shardings(table, mesh, TRAINER_RULES)["w"] for mesh in (slices.trainer, slices.sampler)]
     push = Push(*({"w": s, "n": s} for s in goal), dtype=jnp.bfloat16)
     moved = push(jax.device_put({"w": jnp.ones(4), "n": jnp.arange(4)}, goal[0]))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.schema import Axes
+from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
-from jaxrl_async.metrics.faults import FaultCounts
+from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.checksum import Sums
@@ -25,7 +25,9 @@ TABLE = {
 
 def pushed(trainer=None, sampler=None, **how):
     """A Push, and weights on the trainer's side."""
-    mesh = schema.Mesh(trainer=Axes(**(trainer or {})), sampler=Axes(**(sampler or {})))
+    mesh = schema.MeshSection(
+        trainer=AxesSection(**(trainer or {})), sampler=AxesSection(**(sampler or {}))
+    )
     slices = make_slices(mesh)
     source = shardings(TABLE, slices.trainer, TRAINER_RULES)
     params = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.full(4, 0.1)}

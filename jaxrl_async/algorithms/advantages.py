@@ -1,0 +1,503 @@
+"""Advantage estimators: from the rewards of one whole step to one number per token. NumPy only.
+
+    StepData (groups, rewards, token rewards, values) ──estimator──> StepAdvantages
+
+An estimator sees all groups of the step at once, since some normalise over the batch. It computes
+in float64 and gives float32 arrays `[length]` that are 0 where the policy drew nothing. Edges are
+the same for all: what has no variance (a group of one, equal rewards) is normalised to exactly 0,
+whatever the rounding; a completion without tokens has nothing to give its reward to. Groups may
+differ in size.
+
+A reward belongs to the token that earned it: the sequence's to the last drawn token, a token's
+to itself, and one on a token that was not drawn (a tool's reply) to the last one drawn before it;
+what stands before the first drawn token was earned by nobody. Estimators of one number per
+sequence look at its return: its reward plus the sum of what its tokens earned.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Share, Whole, rule
+from jaxrl_async.config.schema import Choice, arguments_of, name_of
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, StopReason
+
+Doubles = NDArray[np.float64]
+PerToken = tuple[tuple[FloatArray, ...], ...]  # per group, per episode: [length] float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """What one step's advantages are made of.
+
+    Two groups, of two episodes and of one:
+        groups = (g0, g1)   rewards = ([1., 0.], [1.])   token_rewards = ((a0, None), (b0,))
+    """
+
+    groups: tuple[EpisodeGroup, ...]
+    rewards: tuple[Doubles, ...]  # per group [episodes] float64: of the sequences, after shaping
+    token_rewards: tuple[tuple[FloatArray | None, ...], ...] | None = (
+        None  # per episode [length]: process rewards, and -beta * KL of drawn tokens; None: none
+    )
+    values: tuple[tuple[FloatArray, ...], ...] | None = (
+        None  # per episode [length]: a critic's value of the state before token t is drawn
+    )
+    last_values: tuple[Doubles, ...] | None = (
+        None  # per group [episodes] float64: a critic's value of the state after the last token
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAdvantages:
+    """What the policy is to learn from, and the critic."""
+
+    advantages: PerToken  # 0 where not drawn
+    returns: PerToken | None = None  # what the critic is to predict, 0 where not drawn; None: none
+
+
+AdvantageFn = Callable[..., StepAdvantages]  # (StepData, **settings) -> StepAdvantages
+
+advantage: Registry[AdvantageFn] = Registry("advantage", "algorithm.advantage")
+
+
+def step_data(
+    groups: Sequence[EpisodeGroup], values: Sequence[Sequence[FloatArray]] | None = None
+) -> StepData:
+    """The step as the scorers left it, nothing shaped."""
+    told = any(s.token_rewards is not None for g in groups for s in g.scores)
+    return StepData(
+        groups=tuple(groups),
+        rewards=tuple(np.array([s.reward for s in g.scores], np.float64) for g in groups),
+        token_rewards=tuple(tuple(s.token_rewards for s in g.scores) for g in groups)
+        if told
+        else None,
+        values=None if values is None else tuple(tuple(of_group) for of_group in values),
+    )
+
+
+# ---- one number per sequence, from its group alone
+
+
+@advantage
+def reinforce(data: StepData) -> StepAdvantages:
+    """r_i: no baseline. Williams 1992."""
+    return _per_sequence(data, returns_of(data))
+
+
+@advantage
+def group_normalized(
+    data: StepData, *, epsilon: Above0 = 1e-6, floor: AtLeast0 = 0.0
+) -> StepAdvantages:
+    """(r_i - mean(r)) / (max(std(r), floor) + epsilon): GRPO. std is the population's, over G.
+
+    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision, which has
+    no floor: there a difference of 0.001 between wrong answers of several lengths weighs as much as
+    one of 1 between right and wrong. A floor of 0.1 lets it weigh 0.01 of that.
+    """
+    return _per_sequence(data, [_standardized(r, epsilon, floor) for r in returns_of(data)])
+
+
+@advantage
+def group_mean(data: StepData) -> StepAdvantages:
+    """r_i - mean(r): Dr. GRPO, without the division that favours very easy and very hard prompts.
+
+    Liu et al. 2025 (arXiv:2503.20783), sec. 3.2.
+    """
+    return _per_sequence(data, [_centered(r) for r in returns_of(data)])
+
+
+@advantage
+def kimi(data: StepData) -> StepAdvantages:
+    """r_i - mean(r): Kimi k1.5, eq. 3, whose empirical mean stands for tau log Z.
+
+    Team Kimi 2025 (arXiv:2501.12599), sec. 2.3.2. The second term of that gradient,
+    -tau / 2 * grad (log policy - log behavior)^2 of the whole sequence, looks at the policy that
+    learns: it belongs to the loss or the KL, with tau as its coefficient, and not here.
+    """
+    return group_mean(data)
+
+
+@advantage
+def rloo(data: StepData) -> StepAdvantages:
+    """r_i - mean of the other members' rewards = G / (G - 1) * (r_i - mean(r)).
+
+    Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740).
+    """
+    returns = returns_of(data)
+    return _per_sequence(data, [_centered(r) * len(r) / max(len(r) - 1, 1) for r in returns])
+
+
+@advantage
+def opo(data: StepData) -> StepAdvantages:
+    """r_i - sum_j l_j r_j / sum_j l_j, l the drawn tokens: the baseline of least variance.
+
+    Hao et al. 2025 (arXiv:2505.23585), sec. 3.2: a sequence's squared gradient grows with length.
+    """
+    pairs = zip(data.groups, returns_of(data), strict=True)
+    return _per_sequence(data, [_centered(r, weights=_lengths(g)) for g, r in pairs])
+
+
+@advantage
+def maxrl(data: StepData) -> StepAdvantages:
+    """(r_i - mean(r)) / mean(r), 0 where no reward is above 0: hard prompts weigh 1 / pass rate.
+
+    Tajwar et al. 2026 (arXiv:2602.02710): the mean gradient of the successes, less that of all.
+    For rewards of 0 and 1.
+    """
+    return _per_sequence(data, [_centered(r) / _positive(r.mean()) for r in returns_of(data)])
+
+
+@advantage
+@rule(
+    "k must be at most algorithm.group_size, and what a downsample keeps",
+    lambda k, group_size: k <= group_size,
+)
+def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
+    """The reward is that any of k answers is right; analytic over all subsets of the group.
+
+    With N answers, M of them wrong, R = 1 - C(M, k) / C(N, k) and sigma = sqrt(R (1 - R)):
+        right  (1 - R) / sigma
+        wrong  (1 - R - C(M - 1, k - 1) / C(N - 1, k - 1)) / sigma
+    and 0 where sigma is. Chen et al. 2025 (arXiv:2508.10751), sec. 2.4, eq. 14 and 15. Right is a
+    reward above `threshold`; a group of fewer than k has subsets of its own size.
+    """
+    rights = [r > threshold for r in returns_of(data)]
+    return _per_sequence(data, [_pass_at_k(right, min(k, len(right))) for right in rights])
+
+
+def _pass_at_k(right: NDArray[np.bool_], k: int) -> Doubles:
+    size, wrong = len(right), int(np.count_nonzero(~right))
+    all_wrong = comb(wrong, k) / comb(size, k)
+    if all_wrong in (0.0, 1.0):
+        return np.zeros(size)
+    others_wrong = comb(wrong - 1, k - 1) / comb(size - 1, k - 1)
+    sigma = np.sqrt(all_wrong * (1 - all_wrong))
+    return np.asarray(np.where(right, all_wrong, all_wrong - others_wrong) / sigma, np.float64)
+
+
+@advantage
+@rule("lowest must be at most highest", lambda lowest, highest: lowest <= highest)
+def grpo_lead(
+    data: StepData,
+    *,
+    threshold: Finite = 0.5,
+    lowest: AtLeast0 = 0.4,
+    highest: AtLeast0 = 1.5,
+    middle: Share = 0.75,
+    steepness: AtLeast0 = 10.0,
+    epsilon: Above0 = 1e-6,
+) -> StepAdvantages:
+    """GRPO's, times w(rho) where above 0 and w(1 - rho) where not; rho is the group's pass rate.
+
+    w(rho) = lowest + (highest - lowest) / (1 + exp(steepness (rho - middle))): being right weighs
+    more on a hard prompt. Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), difficulty-aware
+    reweighting; its reward by length is shaping's `concise`.
+    """
+
+    def of_group(rewards: Doubles) -> Doubles:
+        values, passed = _standardized(rewards, epsilon), float(np.mean(rewards > threshold))
+        rates = np.where(values > 0, passed, 1 - passed)
+        weight = lowest + (highest - lowest) / (1 + np.exp(steepness * (rates - middle)))
+        return np.asarray(values * weight, np.float64)
+
+    return _per_sequence(data, [of_group(r) for r in returns_of(data)])
+
+
+# ---- over the batch
+
+
+@advantage
+def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) -> StepAdvantages:
+    """Return-to-go of token rewards and the sequence's, normalised over all tokens of the step.
+
+    A_t = r - beta sum_{i >= t} KL(i), then (A - mean) / std over the batch: Hu et al. 2025
+    (REINFORCE++, arXiv:2501.03262), eq. 8 to 10. Made for one answer to a prompt.
+    """
+    return _drawn(data, _normalized(_to_go(data, gamma), epsilon))
+
+
+@advantage
+def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdvantages:
+    """r_i - mean(r) in the group, then normalised over all tokens of the step.
+
+    Hu et al. 2025 (REINFORCE++, arXiv:2501.03262), the variant for several answers to a prompt.
+    """
+    lengths = [_lengths(g) for g in data.groups]
+    values = [
+        [np.full(int(n), a) for n, a in zip(of_group, _centered(r), strict=True)]
+        for of_group, r in zip(lengths, returns_of(data), strict=True)
+    ]
+    return _drawn(data, _normalized(values, epsilon))
+
+
+@advantage
+def gdpo(
+    data: StepData, *, weights: Mapping[str, Finite] | None = None, epsilon: Above0 = 1e-6
+) -> StepAdvantages:
+    """Each named part normalised in its group, the weighted sum normalised over the step.
+
+    A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
+    al. 2026 (arXiv:2601.05242). A weight that is not given is 1. What shaping added to the reward
+    is one more part, `shaping`, and what tokens earned another, `tokens`; a reward without parts
+    is the part `reward`. A weight of a part that no score of the step names has no effect:
+    `check_weights` looks for wrong names before the run.
+    """
+    told = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
+    named = [_parts(*of_group) for of_group in told]
+    sums = [
+        np.sum([(weights or {}).get(n, 1.0) * _standardized(v, epsilon) for n, v in p.items()], 0)
+        for p in named
+    ]
+    flat = _standardized(np.concatenate([np.zeros(0), *sums]), epsilon)
+    return _per_sequence(data, _cut(flat, sums))
+
+
+def check_weights(choice: Choice, parts: Collection[str]) -> None:
+    """Raise ConfigError where gdpo weighs a part that the reward has not. parts: those it has."""
+    if name_of(choice) != "gdpo":
+        return
+    known = {*(parts or {"reward"}), "shaping", "tokens"}
+    unknown = sorted(set(arguments_of(choice).get("weights") or {}) - known)
+    if unknown:
+        raise ConfigError(
+            f"algorithm.advantage: advantage 'gdpo': the reward has no part {unknown[0]!r} (it "
+            f"has: {', '.join(sorted(known))}). Correct its weights."
+        )
+
+
+def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[str, Doubles]:
+    """Each part of the group's returns, [episodes]; a part that a score does not name is 0."""
+    names = sorted({name for s in group.scores for name in s.parts})
+    shaped = rewards - np.array([s.reward for s in group.scores])
+    parts = {n: np.array([s.parts.get(n, 0.0) for s in group.scores]) for n in names}
+    extra = {"shaping": shaped if names else np.zeros(0), "tokens": of_tokens}
+    return (parts or {"reward": rewards}) | {n: v for n, v in extra.items() if v.any()}
+
+
+# ---- one number per token
+
+
+@advantage
+def discounted(
+    data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
+) -> StepAdvantages:
+    """Discounted return-to-go, normalised over all drawn tokens of the group. No critic.
+
+    G_t = r_t + gamma G_{t+1}, with gamma * turn_gamma where a tool's reply lies between: reward for
+    steps reaches what led to them. DeepSeekMath (arXiv:2402.03300), sec. 4.1.3, sums what follows
+    in the same way.
+    """
+    returns = _to_go(data, gamma, turn_gamma)
+    return _drawn(data, [_normalized([of_group], epsilon)[0] for of_group in returns])
+
+
+@advantage
+def discounted_batch(
+    data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
+) -> StepAdvantages:
+    """As `discounted`, normalised over all drawn tokens of the step."""
+    return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
+
+
+@advantage
+def gae(
+    data: StepData,
+    *,
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
+    whiten: bool = True,
+    epsilon: Above0 = 1e-8,
+    bootstrap: bool = False,
+) -> StepAdvantages:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: PPO's.
+
+    Schulman et al. 2015 (arXiv:1506.02438), eq. 16; arXiv:1707.06347, eq. 11. Time runs over drawn
+    tokens only; V after the last is 0. returns = A + V. `whiten` then normalises A over the step.
+    Raises ConfigError without a critic's values.
+
+    bootstrap: V after the last token of an episode that StopReason.LENGTH cut is the critic's:
+    Pardo et al. 2018 (arXiv:1712.00378), sec. 2.2. Right where the limit belongs to the training
+    alone and the reward to the tokens so far. By default the limit is part of the task: the
+    sequence's reward judges the answer as it was cut, and what might have come is not counted
+    again.
+    """
+    if data.values is None:
+        raise ConfigError(
+            "advantage 'gae' needs a critic's values, and there is no critic. Choose another "
+            "advantage (group_normalized), or train a critic."
+        )
+    values = [
+        [np.asarray(v, np.float64)[e.drawn] for e, v in zip(g.episodes, of_group, strict=True)]
+        for g, of_group in zip(data.groups, data.values, strict=True)
+    ]
+    ends = _bootstrapped(data) if bootstrap else [np.zeros(len(g.episodes)) for g in data.groups]
+    deltas = [
+        [
+            r + gamma * np.append(v[1:], end) - v if len(v) else v
+            for r, v, end in zip(*all_three, strict=True)
+        ]
+        for all_three in zip(_earned(data), values, ends, strict=True)
+    ]
+    steps = [[np.full(len(v), gamma * lam) for v in of_group] for of_group in values]
+    raw = _regrouped(_discounted_sums(_flat(deltas), _flat(steps)), deltas)
+    returns = [
+        [a + v for a, v in zip(*both, strict=True)] for both in zip(raw, values, strict=True)
+    ]
+    done = _drawn(data, _normalized(raw, epsilon) if whiten else raw)
+    return StepAdvantages(advantages=done.advantages, returns=_drawn(data, returns).advantages)
+
+
+def _bootstrapped(data: StepData) -> list[Doubles]:
+    """Value of the state after each episode's last token: 0 unless its length cut it."""
+    assert data.last_values is not None, "a critic's values come with those after the last token"
+    cut = [[e.stop is StopReason.LENGTH for e in g.episodes] for g in data.groups]
+    return [np.where(c, v, 0.0) for c, v in zip(cut, data.last_values, strict=True)]
+
+
+# ---- numbers of a group
+
+
+def _centered(values: Doubles, weights: Doubles | None = None) -> Doubles:
+    """Values less their mean; exactly 0 where all are equal, whatever the rounding of the mean."""
+    if not len(values) or np.all(values == values[0]):
+        return np.zeros_like(values)
+    if weights is None or not weights.any():
+        return np.asarray(values - values.mean(), np.float64)
+    return np.asarray(values - np.dot(weights, values) / weights.sum(), np.float64)
+
+
+def _standardized(values: Doubles, epsilon: float, floor: float = 0.0) -> Doubles:
+    """(values - mean) / (max(std, floor) + epsilon), std of the population; exactly 0 where all are
+    equal."""
+    centered = _centered(values)
+    return centered / (max(values.std(), floor) + epsilon) if centered.any() else centered
+
+
+def _positive(mean: float) -> float:
+    """A divisor: the mean, or infinity where it is not above 0."""
+    return mean if mean > 0 else float("inf")
+
+
+def _lengths(group: EpisodeGroup) -> Doubles:
+    return np.array([e.num_drawn for e in group.episodes], np.float64)
+
+
+# ---- numbers of drawn tokens: per group, per episode [drawn] float64
+
+Drawn = Sequence[Sequence[Doubles]]
+
+
+def returns_of(data: StepData) -> list[Doubles]:
+    """Each sequence's reward plus what its tokens earned; per group [episodes]."""
+    return [r + t for r, t in zip(data.rewards, _earned_by_tokens(data), strict=True)]
+
+
+def _earned_by_tokens(data: StepData) -> list[Doubles]:
+    """Sum of the token rewards that a drawn token earned; per group [episodes]."""
+    extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
+    return [
+        np.array([_earned_in(e, 0.0, told).sum() for e, told in zip(*both, strict=True)])
+        for both in zip((g.episodes for g in data.groups), extra, strict=True)
+    ]
+
+
+def _earned(data: StepData) -> Drawn:
+    """The reward that each drawn token earned."""
+    extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
+    return [
+        [_earned_in(*one) for one in zip(g.episodes, rewards.tolist(), of_group, strict=True)]
+        for g, rewards, of_group in zip(data.groups, data.rewards, extra, strict=True)
+    ]
+
+
+def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None) -> Doubles:
+    drawn = episode.num_drawn
+    if not drawn:
+        return np.zeros(0)
+    earned = np.zeros(drawn)
+    if token_rewards is not None:
+        earner = np.cumsum(episode.drawn) - 1  # -1: before the first drawn token, earned by nobody
+        told = np.asarray(token_rewards, np.float64)[earner >= 0]
+        np.add.at(earned, earner[earner >= 0], told)
+    earned[-1] += reward
+    return earned
+
+
+def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> Drawn:
+    """Discounted sum of what a drawn token and those after it earned."""
+    earned = _earned(data)
+    discounts = [_discounts(e, gamma, turn_gamma) for g in data.groups for e in g.episodes]
+    return _regrouped(_discounted_sums(_flat(earned), discounts), earned)
+
+
+def _discounts(episode: Episode, gamma: float, turn_gamma: float) -> Doubles:
+    """From each drawn token to the next one."""
+    gaps = np.diff(np.flatnonzero(episode.drawn), append=0)
+    return np.where(gaps > 1, gamma * turn_gamma, gamma).astype(np.float64)
+
+
+def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> list[Doubles]:
+    """y_t = terms_t + discounts_t * y_{t+1}, for all sequences at once, from the last time on."""
+    shape = max((len(x) for x in terms), default=0), len(terms)
+    y, d = np.zeros(shape), np.zeros(shape)
+    for i, (x, of_x) in enumerate(zip(terms, discounts, strict=True)):
+        y[: len(x), i], d[: len(x), i] = x, of_x
+    for t in range(shape[0] - 2, -1, -1):
+        y[t] += d[t] * y[t + 1]
+    return [y[: len(x), i] for i, x in enumerate(terms)]
+
+
+def _normalized(values: Drawn, epsilon: float) -> Drawn:
+    """(values - mean) / (std + epsilon) over all tokens given; exactly 0 where all are equal."""
+    flat = np.concatenate([np.zeros(0), *_flat(values)])
+    return _regrouped(_cut(_standardized(flat, epsilon), _flat(values)), values)
+
+
+def _cut(flat: Doubles, like: Sequence[Doubles]) -> list[Doubles]:
+    """One array as pieces as long as those of `like`."""
+    return np.split(flat, np.cumsum([len(v) for v in like], dtype=np.int64))[:-1]
+
+
+def _flat(values: Drawn) -> list[Doubles]:
+    return [v for of_group in values for v in of_group]
+
+
+def _regrouped(flat: Sequence[Doubles], like: Drawn) -> Drawn:
+    rest: Iterator[Doubles] = iter(flat)
+    return [[next(rest) for _ in of_group] for of_group in like]
+
+
+# ---- onto the tokens
+
+
+def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
+    """The same value on every drawn token of an episode; values: per group [episodes]."""
+    return StepAdvantages(
+        advantages=tuple(
+            tuple(
+                np.where(e.drawn, v, 0.0).astype(np.float32)
+                for e, v in zip(group.episodes, of_group.tolist(), strict=True)
+            )
+            for group, of_group in zip(data.groups, values, strict=True)
+        )
+    )
+
+
+def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
+    """A value for each drawn token."""
+    return StepAdvantages(
+        advantages=tuple(
+            tuple(_placed(e, v) for e, v in zip(group.episodes, of_group, strict=True))
+            for group, of_group in zip(data.groups, values, strict=True)
+        )
+    )
+
+
+def _placed(episode: Episode, values: Doubles) -> FloatArray:
+    placed = np.zeros(len(episode.token_ids), np.float32)
+    placed[episode.drawn] = values
+    return placed

@@ -1,0 +1,86 @@
+"""How token losses become one number: the only place that divides by a count.
+
+An aggregate looks at the whole step's batch, on the host, before the first micro-batch, and gives
+each token its weight; the loss is the sum of weight * token loss. Denominators are therefore global
+by construction: micro-batches, devices and packing only change the order of a sum. A mini-batch's
+tokens keep the weights that the whole step gave them, times the number of mini-batches.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.registry import Above0, Registry
+from jaxrl_async.types import FloatArray, IntArray, PackedBatch
+
+AggregateFn = Callable[
+    ..., FloatArray
+]  # (PackedBatch, **settings) -> [rows, length], 0 outside the mask
+
+aggregate: Registry[AggregateFn] = Registry("aggregate", "algorithm.aggregate")
+
+
+@aggregate
+def token_mean(batch: PackedBatch) -> FloatArray:
+    """1 / number of learnt tokens: every token counts the same.
+
+    DAPO (arXiv:2503.14476), sec. 3.3.
+    """
+    return _weights(batch, np.full(batch.mask.shape, 1 / max(batch.num_tokens, 1)))
+
+
+@aggregate
+def sequence_mean(batch: PackedBatch) -> FloatArray:
+    """Mean over sequences of their token means: every sequence counts the same.
+
+    GRPO (arXiv:2402.03300), eq. 3. A sequence with nothing to learn does not count.
+    """
+    counts = _tokens_of(batch.sequence_ids, batch)
+    num_sequences = max(int(np.count_nonzero(counts)), 1)
+    return _weights(batch, 1 / (np.maximum(counts[batch.sequence_ids], 1) * num_sequences))
+
+
+@aggregate
+def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
+    """Mean over sequences of their token sum / divisor, the same for all: no bias by length.
+
+    Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.
+    """
+    num_sequences = max(int(np.count_nonzero(_tokens_of(batch.sequence_ids, batch))), 1)
+    return _weights(batch, np.full(batch.mask.shape, 1 / (num_sequences * divisor)))
+
+
+@aggregate
+def sequence_sum(batch: PackedBatch) -> FloatArray:
+    """Mean over sequences of their token sum: the policy gradient itself, long answers weigh more.
+
+    Williams 1992 (REINFORCE); `constant` with a divisor of 1.
+    """
+    return constant(batch, divisor=1.0)
+
+
+@aggregate
+def per_group(batch: PackedBatch) -> FloatArray:
+    """Mean over groups of the mean over all their tokens: every prompt counts the same.
+
+    DAPO's token mean (arXiv:2503.14476, sec. 3.3) within a group, so that a prompt with long or
+    many answers does not weigh more than another. A group with nothing to learn does not count.
+    """
+    counts = _tokens_of(batch.group_ids, batch)
+    num_groups = max(int(np.count_nonzero(counts)), 1)
+    return _weights(batch, 1 / (np.maximum(counts[batch.group_ids], 1) * num_groups))
+
+
+def mean_of(total: float, count: float) -> float:
+    """total / count; 0 where nothing was counted."""
+    return total / count if count else 0.0
+
+
+def _tokens_of(ids: IntArray, batch: PackedBatch) -> NDArray[np.int64]:
+    """Learnt tokens of each id; a last entry for padding, whose id -1 points at it."""
+    return np.bincount(ids[batch.mask], minlength=int(ids.max(initial=-1)) + 2)
+
+
+def _weights(batch: PackedBatch, weights: NDArray[np.float64]) -> FloatArray:
+    return np.where(batch.mask, weights, 0.0).astype(np.float32)

@@ -1,0 +1,334 @@
+"""Corrections for tokens that other weights drew: a factor per token, on the policy loss.
+
+w = proximal / behavior is the importance weight of a token (level token), the product of its
+sequence's (sequence) or their geometric mean (geometric). A correction says which multiple of w
+counts: weights * w is the corrected importance weight. It has no gradient, is 1 on-policy, and
+outside the mask.
+
+    algorithm.anchor=behavior   the loss's ratio is policy / behavior and holds w: loss * weights
+    algorithm.anchor=proximal   it is policy / proximal: loss * weights * exp(log_ratio).
+                                Decoupled PPO, AReaL (arXiv:2505.24298), eq. 5
+
+At the levels sequence and geometric, `truncate` and `band` therefore mean what they say with
+anchor=proximal; with behavior each token keeps its own ratio times weights.
+
+A list of corrections: `combined`. Its order does not matter: factors multiply, and the importance
+weight (w, with anchor=proximal) is that of the one in the list that bounds it. Each correction is
+
+    BOUNDING    gives w a bound and is the importance weight; one in a list
+    REJECTING   keeps or drops by w: a factor of 1 or 0. Where nothing bounds w, it is w at this
+                level (masked importance sampling)
+    FILTERS     have nothing to do with w; with anchor=proximal and nothing else, w is left out
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from pydantic import Field
+
+from jaxrl_async.algorithms.losses import (
+    MAX_LOG_RATIO,
+    OPEN_RATIO,
+    TokenInputs,
+    bounded_difference,
+    mismatch,
+    token_loss,
+)
+from jaxrl_async.algorithms.registry import (
+    Above0,
+    AtLeast0,
+    AtLeast1,
+    Registry,
+    Share,
+    defaults_of,
+)
+from jaxrl_async.algorithms.segments import sequence_any, sequence_mean, sequence_sum
+from jaxrl_async.config.schema import AlgorithmSection, Choice, Choices, each_of, name_of
+from jaxrl_async.config.userfile import is_own
+from jaxrl_async.errors import ConfigError
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+class Correction(NamedTuple):
+    """What a correction gives."""
+
+    weights: Array  # [rows, length] float32 >= 0, no gradient; at most 1, but for `band`
+    truncated: Array  # [rows, length] bool, tokens whose weight is not 1
+    log_ratio: Array  # [rows, length] float32, log w at the correction's level; 0 outside the mask
+
+
+CorrectionFn = Callable[..., Correction]  # (TokenInputs, **settings) -> Correction
+
+correction: Registry[CorrectionFn] = Registry("correction", "algorithm.correction")
+
+BOUNDING = ("truncate", "band", "truncate_token", "tis", "seq_tis")
+REJECTING = ("mask", "reject", "mis", "seq_mis", "geo_mis", "icepop")
+FILTERS = ("none", "opsm", "age_limit", "age_decay")
+LEVELS = {"seq_tis": "sequence", "seq_mis": "sequence", "geo_mis": "geometric"}
+"""Levels of those that have no argument for it, where it is not token."""
+
+
+def weighs(choices: Choices | None) -> bool:
+    """Whether any of the chosen corrections carries an importance weight."""
+    return any(name_of(choice) not in FILTERS for choice in _listed(choices or "none"))
+
+
+def default_correction(loss: Choice, anchor: str) -> str:
+    """What a loss asks for where algorithm.correction is null; a user's own, as OPEN_RATIO."""
+    name = name_of(loss)
+    asked = OPEN_RATIO if is_own(name) else getattr(token_loss[name], "asked", OPEN_RATIO)
+    return asked.proximal if anchor == "proximal" else asked.behavior
+
+
+def correction_of(algorithm: AlgorithmSection) -> Choices:
+    """The corrections that are used: those that are set, or what the loss asks for."""
+    if algorithm.correction is not None:
+        return algorithm.correction
+    return default_correction(algorithm.loss, algorithm.anchor)
+
+
+def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
+    """The chosen corrections as one: weights multiply, a token is truncated where any says so.
+
+    log_ratio is that of the one that bounds w, else of one that rejects (all of one level), else 0.
+    Raises ConfigError on an unknown name, two bounds, and, where the anchor is proximal, on a list
+    that leaves open which w is meant.
+    """
+    listed = _listed(choices)
+    parts = [correction.resolve(choice) for choice in listed]
+    if len(parts) == 1:
+        return parts[0]
+    told = _place_of_weight(listed, anchor)
+
+    def apply(x: TokenInputs) -> Correction:
+        done = [part(x) for part in parts]
+        return Correction(
+            reduce(jnp.multiply, (c.weights for c in done)),
+            reduce(jnp.logical_or, (c.truncated for c in done)),
+            done[told].log_ratio,
+        )
+
+    return apply
+
+
+def _listed(choices: Choices) -> list[Choice]:
+    listed = each_of(choices)
+    if not listed:
+        raise ConfigError("algorithm.correction: a list needs at least one: write none.")
+    return listed
+
+
+def _place_of_weight(listed: Sequence[Choice], anchor: str) -> int:
+    """Where in the list the correction stands whose log_ratio counts."""
+    names = [name_of(choice) for choice in listed]
+    bounds = [i for i, name in enumerate(names) if name in BOUNDING]
+    if len(bounds) > 1:
+        raise ConfigError(
+            f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each say what the "
+            "importance weight is at most, and there is one. Keep one of them, and reject or mask "
+            "beside it."
+        )
+    others = [i for i, name in enumerate(names) if name not in (*BOUNDING, *FILTERS)]
+    levels = sorted({level_of(listed[i]) for i in others})
+    if not bounds and len(levels) > 1 and anchor == "proximal":
+        raise ConfigError(
+            "algorithm.correction: with algorithm.anchor=proximal the loss needs one importance "
+            f"weight, and {', '.join(names[i] for i in others)} speak of several "
+            f"({', '.join(levels)}). Add the one that is meant, such as {{truncate: {{cap: 5.0}}}}."
+        )
+    return next(iter([*bounds, *others, 0]))
+
+
+def level_of(choice: Choice) -> str:
+    """Level of a correction's importance weight; the name itself of a user's own."""
+    name = name_of(choice)
+    if is_own(name):
+        return name
+    given = {} if isinstance(choice, str) else choice[name] or {}
+    named = LEVELS.get(name, "token")
+    return str((defaults_of(correction[name]) | given).get("level", named))
+
+
+# --- the menu: what to do, at which level ---------------------------------------------------------
+
+
+@correction
+def none(x: TokenInputs) -> Correction:
+    """1 everywhere, and no importance weight either."""
+    return _filter(x, jnp.ones(x.mask.shape, jnp.float32))
+
+
+@correction
+def truncate(x: TokenInputs, *, cap: AtLeast1 = 2.0, level: Level = "token") -> Correction:
+    """min(w, cap) / w: the corrected weight is min(w, cap). cap >= 1.
+
+    Ionides 2008; Espeholt et al. 2018 (IMPALA, arXiv:1802.01561), eq. 1 with rho-bar = cap; for
+    language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+    RL training".
+    """
+    logs = level_log_ratio(x, level)
+    excess = logs - math.log(cap)  # logs: exact also where w is huge
+    return _correct(x, jnp.exp(-jnp.maximum(excess, 0.0)), excess > 0, logs)
+
+
+@correction
+def mask(
+    x: TokenInputs, *, low: Share = 0.0, cap: AtLeast1 = 2.0, level: Level = "token"
+) -> Correction:
+    """1 where low <= w <= cap, else 0. low <= 1 <= cap.
+
+    Masked importance sampling: Liu et al. 2025, "When speed kills stability: demystifying RL
+    collapse from the training-inference mismatch".
+    """
+    logs = level_log_ratio(x, level)
+    outside = _outside(logs, low, cap)
+    return _correct(x, jnp.where(outside, 0.0, 1.0), outside, logs)
+
+
+@correction
+def band(
+    x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "token"
+) -> Correction:
+    """clip(w, low, high) / w: the corrected weight is clip(w, low, high). low <= 1 <= high.
+
+    The one correction whose factor may exceed 1: where w < low.
+    """
+    logs = level_log_ratio(x, level)
+    clipped = jnp.clip(logs, _log(low), _log(high))
+    return _correct(x, jnp.exp(clipped - logs), _outside(logs, low, high), logs)
+
+
+@correction
+def reject(
+    x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "geometric"
+) -> Correction:
+    """0 for all tokens of a sequence with low <= w <= high broken, else 1. low <= 1 <= high.
+
+    level token: broken by any of its tokens; else by the sequence's own w. Rejection of sequences
+    by their geometric mean: Liu et al. 2025 (see mask).
+    """
+    logs = level_log_ratio(x, level)
+    broken = sequence_any(_outside(logs, low, high), x.mask, x.segment_ids)
+    return _correct(x, jnp.where(broken, 0.0, 1.0), broken, logs)
+
+
+# --- named settings of it -------------------------------------------------------------------------
+
+
+@correction
+def truncate_token(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
+    """min(1, cap / w): `truncate` at level token.
+
+    With anchor=behavior a gradient r A d log policy becomes min(r, cap) A d log policy. With
+    ppo_clip it matters where A < 0, since there r is not clipped from above.
+    """
+    return truncate(x, cap=cap)
+
+
+@correction
+def tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
+    """Truncated importance sampling: `truncate` at level token."""
+    return truncate(x, cap=cap)
+
+
+@correction
+def mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
+    """Masked importance sampling: `mask` at level token, from above."""
+    return mask(x, cap=cap)
+
+
+@correction
+def seq_tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
+    """Truncated importance sampling of whole sequences: `truncate` at level sequence."""
+    return truncate(x, cap=cap, level="sequence")
+
+
+@correction
+def seq_mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
+    """Masked importance sampling of whole sequences: `mask` at level sequence."""
+    return mask(x, cap=cap, level="sequence")
+
+
+@correction
+def geo_mis(x: TokenInputs, *, low: Share = 0.99, cap: AtLeast1 = 1.01) -> Correction:
+    """Sequences whose geometric mean of w leaves a narrow band are out, whatever their length."""
+    return mask(x, low=low, cap=cap, level="geometric")
+
+
+@correction
+def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correction:
+    """Tokens are masked on both sides: 1 where low <= w <= cap, else 0.
+
+    IcePop, Ling Team 2025 (Ring-1T, arXiv:2510.18855), with alpha = low and beta = cap; as there,
+    with anchor=proximal.
+    """
+    return mask(x, low=low, cap=cap)
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+@correction
+def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
+    """0 where A < 0 and the mean over the sequence of log(behavior / policy) exceeds delta, nats.
+
+    Off-policy sequence masking: a bad answer that the policy would hardly give any more teaches
+    nothing. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
+    """
+    away = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
+    far = sequence_mean(away, x.mask, x.segment_ids) > delta
+    return _filter(x, jnp.where(far & (x.advantages < 0), 0.0, 1.0))
+
+
+@correction
+def age_limit(x: TokenInputs, *, max_age: Annotated[int, Field(ge=0)] = 4) -> Correction:
+    """0 for tokens drawn more than max_age versions ago, else 1: each token by its own version."""
+    return _filter(x, jnp.where(_ages(x) > max_age, 0.0, 1.0))
+
+
+@correction
+def age_decay(x: TokenInputs, *, half_life: Above0 = 4.0) -> Correction:
+    """0.5^(age / half_life): a token counts half as much for each half_life versions of age."""
+    return _filter(x, jnp.exp2(-_ages(x) / half_life))
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def level_log_ratio(x: TokenInputs, level: Level) -> Array:
+    """log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
+    logs = mismatch(x)
+    if level == "sequence":
+        total = sequence_sum(logs, x.mask, x.segment_ids)
+        logs = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    elif level == "geometric":
+        logs = sequence_mean(logs, x.mask, x.segment_ids)
+    return jnp.where(x.mask, logs, 0.0)
+
+
+def _correct(x: TokenInputs, weights: Array, acts: Array, logs: Array) -> Correction:
+    return Correction(jnp.where(x.mask, weights, 1.0), x.mask & acts, logs)
+
+
+def _filter(x: TokenInputs, weights: Array) -> Correction:
+    return _correct(x, weights, weights != 1, jnp.zeros(x.mask.shape, jnp.float32))
+
+
+def _outside(logs: Array, low: float, high: float) -> Array:
+    return (logs < _log(low)) | (logs > _log(high))
+
+
+def _ages(x: TokenInputs) -> Array:
+    """Versions, at least 0; 0 outside the mask."""
+    ages = jnp.zeros(x.mask.shape, jnp.int32) if x.ages is None else x.ages
+    return jnp.where(x.mask, jnp.maximum(ages, 0), 0).astype(jnp.float32)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value else -math.inf

@@ -1,0 +1,79 @@
+"""Estimators of KL(policy || other) from the log-probs of tokens that the policy drew.
+
+With d = log policy - log other, from one sample each (Schulman 2020, "Approximating KL divergence",
+http://joschu.net/blog/kl-approx.html). As a loss their gradients differ: on-policy, k2's is that of
+the true divergence in expectation, k1's is 0, and k3's is that of KL(other || policy).
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.algorithms.losses import MAX_LOG_RATIO, TokenInputs, bounded_difference
+from jaxrl_async.algorithms.registry import Registry
+
+KLFn = Callable[
+    ..., Array
+]  # (TokenInputs, **settings) -> [rows, length] float32, 0 outside the mask
+
+kl: Registry[KLFn] = Registry("kl estimator", "algorithm.kl")
+
+
+@kl
+def k1(x: TokenInputs) -> Array:
+    """d: unbiased, of either sign."""
+    return _from_reference(x)
+
+
+@kl
+def k2(x: TokenInputs) -> Array:
+    """d^2 / 2: biased, never negative, low variance."""
+    return _from_reference(x) ** 2 / 2
+
+
+@kl
+def k3(x: TokenInputs) -> Array:
+    """exp(-d) - 1 + d: unbiased and never negative; GRPO's (arXiv:2402.03300, eq. 4)."""
+    return k3_of(_from_reference(x))
+
+
+@kl
+def unbiased(x: TokenInputs) -> Array:
+    """r k3, r = policy / behavior with its gradient: unbiased also for tokens of another policy.
+
+    Its gradient is r d d log policy, so in expectation that of the true divergence, which k3's is
+    not. DeepSeek-V3.2 (arXiv:2512.02556), eq. 7.
+    """
+    ratio = jnp.exp(bounded_difference(x, x.policy_logprobs, x.behavior_logprobs))
+    return ratio * k3_of(_from_reference(x))
+
+
+@kl
+def full(x: TokenInputs) -> Array:
+    """The divergence over the whole vocabulary at each token, which the caller computed: exact."""
+    assert x.reference_divergence is not None, "the full KL needs the reference's distribution"
+    return jnp.where(x.mask, x.reference_divergence, 0.0)
+
+
+def next_coefficient(
+    coefficient: float, measured: float, *, target: float, horizon: float
+) -> float:
+    """coefficient (1 + clip(measured / target - 1, -0.2, 0.2) / horizon): towards the target.
+
+    Once a step; horizon in steps. Ziegler et al. 2019 (arXiv:1909.08593), sec. 2.2, where
+    K_beta = 1 / horizon = 0.1.
+    """
+    error = min(max(measured / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error / horizon)
+
+
+def k3_of(difference: Array) -> Array:
+    """exp(-d) - 1 + d for d = log policy - log other; finite for every finite d."""
+    return jnp.expm1(jnp.minimum(-difference, MAX_LOG_RATIO)) + difference
+
+
+def _from_reference(x: TokenInputs) -> Array:
+    """log policy - log reference, 0 outside the mask."""
+    assert x.reference_logprobs is not None, "a KL to the reference needs the reference's log-probs"
+    return jnp.where(x.mask, x.policy_logprobs - x.reference_logprobs, 0.0)

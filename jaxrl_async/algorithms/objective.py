@@ -1,0 +1,266 @@
+"""The objective of one micro-batch: the chosen functions put together, and what to report of them.
+
+    loss = c_p * token loss * correction + c_kl * kl - c_h * entropy + c_t * divergence from teacher
+
+Everything adds up over micro-batches: `aggregate` made the weights of the loss's sum beforehand,
+and each reported mean travels as (total, count) until `summarize` divides on the host.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.algorithms.aggregate import mean_of
+from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
+from jaxrl_async.algorithms.entropy import clipped_entropy_bonus, entropy_bonus
+from jaxrl_async.algorithms.kl import KLFn, k3_of, kl
+from jaxrl_async.algorithms.losses import (
+    TokenInputs,
+    TokenLoss,
+    TokenLossFn,
+    cross_entropy,
+    log_ratio,
+    mismatch,
+    token_loss,
+)
+from jaxrl_async.algorithms.offpolicy_metrics import (
+    OF_SEQUENCES,
+    derived_measures,
+    divergence_by_lag,
+    off_policy_measures,
+)
+from jaxrl_async.algorithms.preflight import own_loss
+from jaxrl_async.algorithms.segments import first_tokens
+from jaxrl_async.config import schema
+from jaxrl_async.metrics.metric import Mean, merge, metric_of
+
+
+class Coefficients(NamedTuple):
+    """Weights of terms that may change from step to step; numbers or scalars on the devices."""
+
+    kl: Any = 0.0
+    entropy: Any = 0.0
+
+
+class Recipe(NamedTuple):
+    """The chosen functions, settings bound, and which terms there are at all."""
+
+    loss: TokenLossFn
+    correction: CorrectionFn
+    kl: KLFn
+    coefficients: Coefficients  # at the start of the run
+    anchor: str = "behavior"  # what the loss's ratio is against: behavior or proximal
+    kl_in_loss: bool = True
+    whole_kl: bool = False  # over the whole vocabulary
+    has_entropy: bool = False  # whether the bonus is ever on
+    entropy_clip: float | None = None
+    policy: float = 1.0  # weight of the policy loss
+    teacher: float = 0.0  # weight of the divergence from the teacher
+
+
+class Totals(NamedTuple):
+    """What a micro-batch adds to the report; scalars by the names of metrics.metric.METRICS."""
+
+    sums: dict[str, Array]
+    means: dict[str, tuple[Array, Array]]  # total, count
+    maxima: dict[str, Array]  # -inf where nothing was looked at
+    minima: dict[str, Array]  # inf where nothing was looked at
+
+
+def make_recipe(
+    algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None = None
+) -> Recipe:
+    """The functions that the configuration names. ConfigError with the nearest known name."""
+    distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
+    return Recipe(
+        loss=own_loss(token_loss.resolve(algorithm.loss), algorithm),
+        correction=combined(correction_of(algorithm), algorithm.anchor),
+        kl=kl.resolve(algorithm.kl),
+        coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
+        anchor=algorithm.anchor,
+        kl_in_loss=algorithm.kl_in == "loss",
+        whole_kl=schema.name_of(algorithm.kl) == "full",
+        has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
+        entropy_clip=algorithm.entropy_clip,
+        policy=teacher.rewards if teacher is not None and distils else 1.0,
+        teacher=teacher.coefficient if teacher is not None and distils else 0.0,
+    )
+
+
+def policy_objective(
+    recipe: Recipe,
+    x: TokenInputs,
+    weights: Array,
+    version: Array,
+    coefficients: Coefficients | None = None,
+    *,
+    num_lags: int = 0,
+) -> tuple[Array, Totals]:
+    """This micro-batch's share of the step's loss, and of the report.
+
+    weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn;
+    coefficients: null takes the recipe's; num_lags: lags that are reported one by one.
+    Where the sampler told no log-prob (NaN), the proximal one stands in: importance weight 1.
+    """
+    coefficients = recipe.coefficients if coefficients is None else coefficients
+    told = ~jnp.isnan(x.behavior_logprobs)
+    own = jax.lax.stop_gradient(x.policy_logprobs)
+    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
+    x = x._replace(
+        behavior_logprobs=jnp.where(told, x.behavior_logprobs, proximal), ages=version - x.versions
+    )
+    token, truncated, factor = _corrected_loss(recipe, x)
+    policy_loss = _weighted(x, weights, factor * token.loss)
+    ratio, held = jnp.exp(log_ratio(x)), recipe.anchor == "behavior"
+    means = {
+        "policy/clip_share": _mean(x.mask, token.clipped),
+        "policy/truncated_share": _mean(x.mask, truncated),
+        "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
+    }
+    terms, term_means = _other_terms(recipe, x, weights, coefficients)
+    loss = recipe.policy * policy_loss + terms
+    sums = {
+        "train/loss": loss,
+        "train/policy_loss": policy_loss,
+        "train/tokens": jnp.sum(x.mask),
+        "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
+    }
+    minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
+    means |= term_means | _distances(x, told) | off_policy_measures(x, version)
+    means |= divergence_by_lag(x, num_lags)
+    report = Totals(sums, means, _largest_distances(x, told), minima)
+    return loss, jax.lax.stop_gradient(report)
+
+
+def _other_terms(
+    recipe: Recipe, x: TokenInputs, weights: Array, coefficients: Coefficients
+) -> tuple[Array, dict[str, tuple[Array, Array]]]:
+    """c_kl * kl - c_h * entropy + c_t * divergence from the teacher, as far as they are there."""
+    total, means = jnp.float32(0), {}
+    if x.reference_logprobs is not None or x.reference_divergence is not None:
+        divergence = recipe.kl(x)
+        means["policy/kl_reference"] = _mean(x.mask, divergence)
+        if recipe.kl_in_loss:
+            total += coefficients.kl * _weighted(x, weights, divergence)
+    if recipe.has_entropy:
+        clip = recipe.entropy_clip
+        bonus = entropy_bonus(x) if clip is None else clipped_entropy_bonus(x, bound=clip)
+        total -= coefficients.entropy * _weighted(x, weights, bonus)
+    if x.teacher_divergence is not None:
+        means["policy/teacher_divergence"] = _mean(x.mask, x.teacher_divergence)
+        total += recipe.teacher * _weighted(x, weights, x.teacher_divergence)
+    return total, means
+
+
+def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, Array]:
+    """The token loss against the recipe's anchor, what is truncated, and the factor on the loss.
+
+    anchor behavior: the loss's ratio holds the importance weight, the factor bounds it. proximal:
+    the ratio starts where the importance weight ends, and the factor is the corrected weight
+    (decoupled PPO, arXiv:2505.24298, eq. 5).
+    """
+    corrected = recipe.correction(x)
+    if recipe.anchor == "behavior":
+        return recipe.loss(x), corrected.truncated, corrected.weights
+    own = jax.lax.stop_gradient(x.policy_logprobs)
+    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
+    token = recipe.loss(x._replace(anchor_logprobs=proximal))
+    return token, corrected.truncated, corrected.weights * jnp.exp(corrected.log_ratio)
+
+
+def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
+    """The same as policy_objective for maximum likelihood of given tokens alone."""
+    loss = _weighted(x, weights, cross_entropy(x).loss)
+    sums = {"train/loss": loss, "train/tokens": jnp.sum(x.mask)}
+    report = Totals(sums, {"policy/entropy": _mean(x.mask, x.entropy)}, {}, {})
+    return loss, jax.lax.stop_gradient(report)
+
+
+def summarize(totals: Sequence[Totals]) -> dict[str, float]:
+    """One report from all micro-batches' totals, which lie on the host already.
+
+    A mean or extreme that no token went into (no token of the current version, say) is left out
+    rather than made up.
+    """
+    first = totals[0]
+    stats = {k: float(sum(float(t.sums[k]) for t in totals)) for k in first.sums}
+    for key in first.means:
+        total, count = (sum(float(t.means[key][i]) for t in totals) for i in (0, 1))
+        if count:
+            stats[key] = mean_of(total, count)
+    stats |= {k: max(float(t.maxima[k]) for t in totals) for k in first.maxima}
+    stats |= {k: min(float(t.minima[k]) for t in totals) for k in first.minima}
+    stats |= derived_measures(stats)
+    return {k: v for k, v in stats.items() if abs(v) != float("inf") or k in first.sums}
+
+
+def mean_report(
+    reports: Sequence[Mapping[str, float]], tokens: str = "train/tokens"
+) -> dict[str, float]:
+    """One report of several updates on parts of one step, by the kind of each metric.
+
+    Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`;
+    those over sequences weigh as many of these. Losses are neither: a part's tokens weigh in it
+    what they do in the step, times the number of parts, so that the step's loss is the plain mean.
+    What is derived from means is so from the step's.
+    """
+    if len(reports) == 1:
+        return dict(reports[0])
+
+    def reduction(key: str, value: float, report: Mapping[str, float]) -> Any:
+        metric = metric_of(key)
+        if metric.kind is not Mean:
+            return metric.kind(value)
+        counted = "train/sequences" if key in OF_SEQUENCES else tokens
+        weight = 1.0 if metric.unit == "loss" else report.get(counted) or 1.0
+        return Mean(value * weight, weight)
+
+    merged = merge({k: reduction(k, v, r) for k, v in r.items()} for r in reports)
+    return merged | derived_measures(merged)
+
+
+def _distances(x: TokenInputs, told: Array) -> dict[str, tuple[Array, Array]]:
+    """How far the policy is from what drew the tokens."""
+    difference, apart = log_ratio(x), jnp.abs(mismatch(x))
+    return {
+        "policy/entropy": _mean(x.mask, x.entropy),
+        "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
+        "policy/k1_behavior": _mean(x.mask, -difference),
+        "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
+        "policy/recomputed_logprob_share": _mean(x.mask, ~told),
+        "mismatch/mean": _mean(_fresh(x) & told, apart),
+        "mismatch/all_mean": _mean(x.mask & told, apart),
+    }
+
+
+def _largest_distances(x: TokenInputs, told: Array) -> dict[str, Array]:
+    apart = jnp.abs(mismatch(x))
+    return {
+        "policy/ratio_max": _largest(x.mask, jnp.exp(log_ratio(x))),
+        "mismatch/max": _largest(_fresh(x) & told, apart),
+        "mismatch/all_max": _largest(x.mask & told, apart),
+    }
+
+
+def _fresh(x: TokenInputs) -> Array:
+    """Tokens drawn by exactly the weights that learn: any mismatch is numerics, not staleness."""
+    return x.mask & (x.ages == 0)
+
+
+def _weighted(x: TokenInputs, weights: Array, values: Array) -> Array:
+    return jnp.sum(jnp.where(x.mask, weights * values, 0.0))
+
+
+def _mean(mask: Array, values: Array) -> tuple[Array, Array]:
+    return jnp.sum(jnp.where(mask, values, 0.0)), jnp.sum(mask)
+
+
+def _largest(mask: Array, values: Array) -> Array:
+    return jnp.max(jnp.where(mask, values, -jnp.inf))
+
+
+def _smallest(mask: Array, values: Array) -> Array:
+    return jnp.min(jnp.where(mask, values, jnp.inf))

@@ -1,0 +1,282 @@
+"""What happens to rewards, masks and groups between the scorer and the advantage. NumPy only.
+
+    step_data(groups) ──> shape(data, [soft_overlong, mask_truncated, ...]) ──> advantage, pack
+
+A shaping is a pure function Shaped -> Shaped, registered by name and applied in the order of the
+configuration. It may change rewards, take tokens out of what is learnt, or leave episodes out; it
+says how often it did, and never changes the groups it was given. An episode that is masked still
+counts in its group's baseline; one that is left out does not.
+
+Below them: which groups have a signal at all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from jaxrl_async.algorithms.advantages import Doubles, StepData, returns_of, step_data
+from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
+from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaped:
+    """One step on its way from the scorers to the advantage."""
+
+    data: StepData
+    masks: tuple[tuple[BoolArray, ...], ...]  # per episode [length]: what is to be learnt
+    counts: Mapping[str, float] = field(default_factory=dict)  # by name as in METRICS
+
+
+ShapingFn = Callable[..., Shaped]  # (Shaped, **settings) -> Shaped
+
+shaping: Registry[ShapingFn] = Registry("shaping", "algorithm.shaping")
+
+
+def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
+    """Apply all, in order; without any, all that was drawn is learnt."""
+    masks = tuple(tuple(e.drawn for e in g.episodes) for g in data.groups)
+    shaped = Shaped(data=data, masks=masks)
+    for function in functions:
+        shaped = function(shaped)
+    return shaped
+
+
+# ---- rewards
+
+
+def soft_overlong_penalty(length: int, max_tokens: int, cache_tokens: int) -> float:
+    """0 up to max - cache, then (max - cache - length) / cache, and -1 above max.
+
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.4, eq. 13.
+    """
+    if length <= max_tokens - cache_tokens:
+        return 0.0
+    if length <= max_tokens:
+        return (max_tokens - cache_tokens - length) / cache_tokens
+    return -1.0
+
+
+@shaping
+@rule(
+    "cache_tokens must be at most max_tokens",
+    lambda max_tokens, cache_tokens: cache_tokens <= max_tokens,
+)
+def soft_overlong(
+    shaped: Shaped, *, max_tokens: Whole, cache_tokens: Whole, weight: Above0 = 1.0
+) -> Shaped:
+    """Add weight * soft_overlong_penalty(drawn tokens) to each reward. DAPO, eq. 13."""
+    penalties = [
+        np.array([soft_overlong_penalty(e.num_drawn, max_tokens, cache_tokens) for e in g.episodes])
+        for g in shaped.data.groups
+    ]
+    rewards = [r + weight * p for r, p in zip(shaped.data.rewards, penalties, strict=True)]
+    return _rewarded(shaped, rewards, "shaping/overlong_penalized", penalties)
+
+
+@shaping
+@rule("low must be below high", lambda low, high: low < high)
+def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
+    """Rewards into [low, high]: one wild score cannot set a whole group's baseline."""
+    rewards = [np.clip(r, low, high) for r in shaped.data.rewards]
+    changed = [a != b for a, b in zip(rewards, shaped.data.rewards, strict=True)]
+    return _rewarded(shaped, rewards, "shaping/capped", changed)
+
+
+@shaping
+def concise(shaped: Shaped, *, alpha: AtLeast0 = 0.05, threshold: Finite = 0.5) -> Shaped:
+    """exp(-alpha z) where right, -1 where wrong; z is the length, standardised among the right.
+
+    Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), length-dependent accuracy reward. Right is a
+    reward above `threshold`.
+    """
+    pairs = list(zip(shaped.data.groups, shaped.data.rewards, strict=True))
+    rewards = [_concise(_lengths(g), r > threshold, alpha) for g, r in pairs]
+    changed = [a != r for a, (_, r) in zip(rewards, pairs, strict=True)]
+    return _rewarded(shaped, rewards, "shaping/rescored", changed)
+
+
+def _concise(lengths: Doubles, right: NDArray[np.bool_], alpha: float) -> Doubles:
+    if not right.any():
+        return np.full(len(right), -1.0)
+    of_right = lengths[right]
+    z = (lengths - of_right.mean()) / (of_right.std() + 1e-6)
+    return np.where(right, np.exp(-alpha * np.where(right, z, 0.0)), -1.0)
+
+
+@shaping
+def length_reward(shaped: Shaped, *, weight: Above0 = 1.0, threshold: Finite = 0.5) -> Shaped:
+    """Add weight * x, x = 0.5 - (length - min) / (max - min) where right, min(0, x) where wrong.
+
+    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.3: minimum and maximum are the group's;
+    nothing where they are equal. Right is a reward above `threshold`.
+    """
+    pairs = list(zip(shaped.data.groups, shaped.data.rewards, strict=True))
+    extra = [_by_length(_lengths(g), r > threshold) for g, r in pairs]
+    rewards = [r + weight * x for (_, r), x in zip(pairs, extra, strict=True)]
+    return _rewarded(shaped, rewards, "shaping/rescored", extra)
+
+
+def _by_length(lengths: Doubles, right: NDArray[np.bool_]) -> Doubles:
+    shortest, longest = lengths.min(initial=np.inf), lengths.max(initial=0.0)
+    if not longest > shortest:
+        return np.zeros(len(lengths))
+    x = 0.5 - (lengths - shortest) / (longest - shortest)
+    return np.where(right, x, np.minimum(x, 0.0))
+
+
+# ---- masks
+
+
+@shaping
+def mask_truncated(shaped: Shaped) -> Shaped:
+    """Learn nothing from an episode that ran into a length limit: its reward is no verdict.
+
+    DAPO (arXiv:2503.14476), sec. 3.4, overlong filtering.
+    """
+    cut = [[e.stop is StopReason.LENGTH for e in g.episodes] for g in shaped.data.groups]
+    return _masked(shaped, cut, "shaping/masked_truncated")
+
+
+@shaping
+def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
+    """Learn nothing from an episode of more than `max_tokens` drawn tokens, however it ended.
+
+    DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4) with a limit below the sampler's own.
+    """
+    cut = [[e.num_drawn > max_tokens for e in g.episodes] for g in shaped.data.groups]
+    return _masked(shaped, cut, "shaping/masked_overlong")
+
+
+# ---- episodes
+
+
+@shaping
+@rule(
+    "keep must be below algorithm.group_size, or nothing is left out",
+    lambda keep, group_size: keep < group_size,
+)
+def downsample(
+    shaped: Shaped,
+    *,
+    keep: Annotated[int, Field(ge=2)],
+    penalty: str = "penalty",
+    threshold: Finite = 0.5,
+    seed: Annotated[int, Field(ge=0)] = 0,
+) -> Shaped:
+    """Resample on correct: draw many answers, learn from `keep` of them; the others are left out.
+
+    Right and wrong keep their shares, and at least one each. The wrong ones are drawn uniformly, so
+    that all ways to fail are seen; the right ones with weights 1 / penalty, so that clean solutions
+    are. The penalty is the score's part of that name (tool errors, format; 0 where it has none).
+    Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722), resample on correct. The draw is
+    keyed by seed, prompt and group, not by order.
+    """
+    chosen = [
+        _resampled(g, r > threshold, keep, penalty, seed)
+        for g, r in zip(shaped.data.groups, shaped.data.rewards, strict=True)
+    ]
+    left = sum(len(g.episodes) - len(c) for g, c in zip(shaped.data.groups, chosen, strict=True))
+    return _counted(_kept(shaped, chosen), "shaping/left_out", left)
+
+
+def _resampled(
+    group: EpisodeGroup, right: NDArray[np.bool_], keep: int, penalty: str, seed: int
+) -> list[int]:
+    """Places of the episodes that stay, ascending."""
+    size = len(right)
+    if size <= keep:
+        return list(range(size))
+    rng = np.random.default_rng([seed, group.prompt.prompt_id, group.ticket.group])
+    num_right = round(keep * np.count_nonzero(right) / size)
+    if 0 < np.count_nonzero(right) < size:
+        num_right = min(max(num_right, 1), keep - 1)
+    penalties = np.array([s.parts.get(penalty, 0.0) for s in group.scores])
+    weights = np.where(right, 1 / (np.maximum(penalties, 0.0) + 1e-3), 1.0)
+    keys = rng.exponential(size=size) / weights  # the smallest: draws by weight, none twice
+    order = np.argsort(keys, kind="stable")
+    taken = [*order[right[order]][:num_right], *order[~right[order]][: keep - num_right]]
+    return sorted(int(i) for i in taken)
+
+
+def _kept(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
+    """The step with the chosen episodes of each group only."""
+    data = shaped.data
+    groups = [
+        replace(
+            g,
+            episodes=tuple(g.episodes[i] for i in of_group),
+            scores=tuple(g.scores[i] for i in of_group),
+        )
+        for g, of_group in zip(data.groups, chosen, strict=True)
+    ]
+    small = StepData(
+        groups=tuple(groups),
+        rewards=tuple(r[list(c)] for r, c in zip(data.rewards, chosen, strict=True)),
+        token_rewards=data.token_rewards and _picked(data.token_rewards, chosen),
+        values=data.values and _picked(data.values, chosen),
+    )
+    return replace(shaped, data=small, masks=_picked(shaped.masks, chosen))
+
+
+def _picked(
+    columns: Sequence[Sequence[T]], chosen: Sequence[Sequence[int]]
+) -> tuple[tuple[T, ...], ...]:
+    return tuple(tuple(c[i] for i in of) for c, of in zip(columns, chosen, strict=True))
+
+
+# ---- how they are put together
+
+
+def _rewarded(
+    shaped: Shaped, rewards: Sequence[Doubles], name: str, changed: Sequence[NDArray[np.generic]]
+) -> Shaped:
+    data = replace(shaped.data, rewards=tuple(rewards))
+    count = sum(int(np.count_nonzero(c)) for c in changed)
+    return _counted(replace(shaped, data=data), name, count)
+
+
+def _masked(shaped: Shaped, cut: Sequence[Sequence[bool]], name: str) -> Shaped:
+    masks = tuple(
+        tuple(np.zeros_like(m) if out else m for m, out in zip(*of_group, strict=True))
+        for of_group in zip(shaped.masks, cut, strict=True)
+    )
+    return _counted(replace(shaped, masks=masks), name, sum(map(sum, cut)))
+
+
+def _counted(shaped: Shaped, name: str, count: int) -> Shaped:
+    return replace(shaped, counts={**shaped.counts, name: shaped.counts.get(name, 0.0) + count})
+
+
+def _lengths(group: EpisodeGroup) -> Doubles:
+    return np.array([e.num_drawn for e in group.episodes], np.float64)
+
+
+# ---- which groups
+
+
+def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float = 0.0) -> bool:
+    """Whether the group's returns differ: their standard deviation is above `least_std`.
+
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.2, dynamic sampling: prompts with accuracy 0 or
+    1 have no gradient. part: a named part of the reward to look at alone; None: reward and what
+    tokens earned. Equal ones never differ, whatever their rounding; a score without the part has 0
+    of it.
+    """
+    values = _judged(group, part)
+    if not len(values) or np.all(values == values[0]):
+        return False
+    return bool(values.std() > least_std)
+
+
+def _judged(group: EpisodeGroup, part: str | None) -> Doubles:
+    """The numbers that decide on the group's signal, [episodes]."""
+    if part is None:
+        return returns_of(step_data([group]))[0]
+    return np.array([s.parts.get(part, 0.0) for s in group.scores], np.float64)

@@ -1,0 +1,447 @@
+"""The plan of a run: both sides' programs, memory and times, and what they come to together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import TRAINER_RULES, num_shards
+from jaxrl_async.model.spec import ModelSpec, num_weights
+from jaxrl_async.plan.chips import Chip, Slice
+from jaxrl_async.plan.compiled import Compiled, compiled
+from jaxrl_async.plan.hbm import Memory, sampler_memory, trainer_memory
+from jaxrl_async.plan.lengths import mean_context
+from jaxrl_async.plan.programs import (
+    Held,
+    Places,
+    bytes_per_device,
+    check,
+    holds_reference,
+    looks_before,
+    looks_up_reference,
+    lowered,
+    parameters,
+    places_of,
+    runs_reference,
+    spec_of,
+)
+from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, SimulationResult, simulate
+from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.trainer.optimizer import optimizer_bytes
+from jaxrl_async.trainer.step import flops_of_lengths
+from jaxrl_async.trainer.update import rows_per_micro_batch
+
+PACKING = 0.95
+"""Share of a packed row that is tokens."""
+PROMPT_SHARE = 0.5
+"""Of data.max_prompt_tokens, that a prompt is taken to have."""
+BLOCK_S = 0.5e-3
+"""The host's work on a decode block, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The trainer, or one of the samplers."""
+
+    where: Slice
+    programs: tuple[Compiled, ...]
+    timings: Mapping[str, Timing]  # by program, those that the compiler refused left out
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLoad:
+    """What a sampler has to do in a decode step at the mean context."""
+
+    rows: int  # sequences that decode at once
+    context: float  # tokens that each has
+    read_bytes: float  # of KV, a device's in a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """A sampler's decode step under that load."""
+
+    load: DecodeLoad
+    step_s: float
+    account: Mapping[str, float]  # shares of it
+    prefill_token_s: float
+    tokens_per_s: float  # drawn, prompts' prefill included
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of HBM's, that reading weights and KV cache once in a step comes to."""
+        return self.account["weights"] + self.account["KV cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """The trainer's step at the mean lengths."""
+
+    tokens: float  # trained on in a step, prompts included
+    micro_batches: float
+    step_s: float
+    account: Mapping[str, float]  # shares of the gradient's time, rows full of one sequence each
+    tokens_per_s: float  # answers' tokens
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation of the gradient's program."""
+        return self.account["model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChipSplit:
+    """A way to divide the same chips."""
+
+    trainer_chips: int
+    samplers: int
+    sampler_chips: int  # all together
+    answer_tokens_per_s: float  # of the slower side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What trainer and samplers come to, of programs that the compiler accepted."""
+
+    learning: Learning
+    decode: Decode
+    transfer_s: float
+    splits: tuple[ChipSplit, ...]  # best first
+    pipeline: Pipeline
+    outcome: SimulationResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All of it."""
+
+    name: str
+    spec: ModelSpec
+    num_samplers: int
+    trainer: Side
+    sampler: Side
+    together: Together | None  # None: the compiler refused a program, so there are no times
+    lengths: Histogram
+    checkpoint_bytes: float
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler accepts every program, and both sides' chips hold them."""
+        return bool(self.together and self.trainer.memory.fits and self.sampler.memory.fits)
+
+
+def plan_run(
+    config: schema.Config, trainer: Slice, chip: Chip, chips: int, lengths: Histogram
+) -> Plan:
+    """Lower and compile a run's programs (or look them up), and make its plan.
+
+    chip, chips: of all samplers together. Raises ConfigError, CheckpointError, MeshError.
+    """
+    check(config)
+    spec = spec_of(config)
+    places = places_of(config, trainer, chip, chips)
+    programs, held = lowered(config, spec, places)
+    return make_plan(config, spec, places, [compiled(one) for one in programs], held, lengths)
+
+
+def make_plan(
+    config: schema.Config,
+    spec: ModelSpec,
+    places: Places,
+    programs: Sequence[Compiled],
+    held: Held,
+    lengths: Histogram,
+) -> Plan:
+    """Put it together."""
+    load = load_of(config, held, lengths)
+    trainer = trainer_side(config, spec, places, programs, held)
+    sampler = sampler_side(config, places, programs, held, load)
+    accepted = all(p.fits for p in programs)
+    return Plan(
+        name=config.run.name,
+        spec=spec,
+        num_samplers=places.num_samplers,
+        trainer=trainer,
+        sampler=sampler,
+        together=(
+            together(config, spec, places, trainer, sampler, held, load, lengths)
+            if accepted
+            else None
+        ),
+        lengths=lengths,
+        checkpoint_bytes=_checkpoint_bytes(config, spec),
+        notes=_notes(config),
+    )
+
+
+def together(
+    config: schema.Config,
+    spec: ModelSpec,
+    places: Places,
+    trainer: Side,
+    sampler: Side,
+    held: Held,
+    load: DecodeLoad,
+    lengths: Histogram,
+) -> Together:
+    """Both sides at the mean lengths, and the run simulated."""
+    decode = decode_of(config, spec, sampler, held, load, lengths)
+    learning = learn(config, spec, places, trainer, lengths)
+    transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
+    pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
+    return Together(
+        learning=learning,
+        decode=decode,
+        transfer_s=transfer_s,
+        splits=best_splits(places, trainer.memory, learning, decode),
+        pipeline=pipeline,
+        outcome=simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
+    )
+
+
+def trainer_side(
+    config: schema.Config, spec: ModelSpec, places: Places, programs: Sequence[Compiled], held: Held
+) -> Side:
+    """Its programs with their times, and its memory."""
+    own = tuple(p for p in programs if p.side == "trainer")
+    mesh, where = places.slices.trainer, places.trainer
+    params = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
+    wide = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, jnp.float32))
+    beside = optimizer_bytes(config.trainer, config.model.param_dtype) / 4
+    memory = trainer_memory(
+        own,
+        params=params,
+        gradients=wide,
+        optimizer=0.0 if "optimizer" in config.trainer.offload else beside * wide,
+        reference=params if runs_reference(config) else 0.0,
+        resting=params if holds_reference(config) and not runs_reference(config) else 0.0,
+        transfer=bytes_per_device(held.weights),
+        usable=where.chip.usable_bytes,
+    )
+    timings = {p.name: timing(p, where) for p in own if p.fits}
+    return Side(where=where, programs=own, timings=timings, memory=memory)
+
+
+def load_of(config: schema.Config, held: Held, lengths: Histogram) -> DecodeLoad:
+    """At the mean context: as many rows as there are slots, and pages for."""
+    kv = held.kv
+    context = min(mean_context(lengths, prompt_tokens(config)), config.sampler.max_length)
+    token_bytes = bytes_per_device(held.state.kv) / (kv.pages * kv.page_tokens)
+    with_pages = int(kv.pages * kv.page_tokens / (context + kv.page_tokens))
+    rows = max(1, min(kv.slots, with_pages))
+    return DecodeLoad(rows=rows, context=context, read_bytes=rows * context * token_bytes)
+
+
+def sampler_side(
+    config: schema.Config,
+    places: Places,
+    programs: Sequence[Compiled],
+    held: Held,
+    load: DecodeLoad,
+) -> Side:
+    """A sampler's programs with their times, and its memory."""
+    own = tuple(p for p in programs if p.side == "sampler")
+    where = places.sampler
+    read = {"decode": load.read_bytes * config.sampler.block}
+    return Side(
+        where=where,
+        programs=own,
+        timings={
+            p.name: timing(p, where, cache_bytes=read.get(p.name, 0.0)) for p in own if p.fits
+        },
+        memory=sampler_memory(
+            own,
+            weights=bytes_per_device(held.weights),
+            pages=bytes_per_device(held.state.kv),
+            state=bytes_per_device((held.state.logits, held.state.slot)),
+            usable=where.chip.usable_bytes,
+        ),
+    )
+
+
+def decode_of(
+    config: schema.Config,
+    spec: ModelSpec,
+    sampler: Side,
+    held: Held,
+    load: DecodeLoad,
+    lengths: Histogram,
+) -> Decode:
+    """What a decode step takes, and how many tokens a sampler draws."""
+    weights = bytes_per_device(held.weights) - embedding_bytes(spec, held.weights)
+    block, bandwidth = sampler.timings["decode"], sampler.where.chip.hbm_bytes_per_s
+    step_s = (block.estimate_s + BLOCK_S) / config.sampler.block
+    prefill_token_s = sampler.timings["prefill"].estimate_s / held.chunk_tokens
+    prompt_s = prefill_token_s * prompt_tokens(config) / config.algorithm.group_size
+    return Decode(
+        load=load,
+        step_s=step_s,
+        account=decode_account(
+            block,
+            config.sampler.block,
+            weights_s=weights / bandwidth,
+            cache_s=load.read_bytes / bandwidth,
+            host_s=BLOCK_S,
+        ),
+        prefill_token_s=prefill_token_s,
+        tokens_per_s=1 / (step_s / load.rows + prompt_s / lengths.mean),
+    )
+
+
+def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
+    """Of the table that tokens are only looked up in: no step reads it whole."""
+    return 0.0 if spec.tied else bytes_per_device(sent["embed"])
+
+
+def prompt_tokens(config: schema.Config) -> int:
+    """That a prompt is taken to have."""
+    return max(1, round(PROMPT_SHARE * config.data.max_prompt_tokens))
+
+
+def learn(
+    config: schema.Config, spec: ModelSpec, places: Places, side: Side, lengths: Histogram
+) -> Learning:
+    """The trainer's step: so many micro-batches, an update and a cast."""
+    chip, devices = places.trainer.chip, places.slices.trainer.size
+    sequences = config.algorithm.groups_per_step * config.algorithm.group_size
+    tokens = sequences * (prompt_tokens(config) + lengths.mean)
+    full = rows_of(config, places) * config.row_length
+    parts = config.algorithm.minibatches  # each packed, and filled up, on its own
+    micro_batches = parts * -(-tokens // (parts * full * PACKING))
+    gradient = side.timings["gradient"]
+    step_s = (
+        micro_batches * gradient.estimate_s * config.algorithm.epochs
+        + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
+        + side.timings["cast"].estimate_s
+    )
+    flops = model_flops(spec, full, config.row_length)
+    flops *= 4 / 3 if runs_reference(config) else 1
+    return Learning(
+        tokens=tokens,
+        micro_batches=micro_batches,
+        step_s=step_s,
+        account=gradient_account(gradient, flops / (devices * chip.peak_flops)),
+        tokens_per_s=sequences * lengths.mean / step_s,
+    )
+
+
+def rows_of(config: schema.Config, places: Places) -> int:
+    """Rows of a micro-batch, as the trainer rounds them."""
+    shards = num_shards(places.slices.trainer, TRAINER_RULES, "batch")
+    return rows_per_micro_batch(config.trainer.micro_batch_tokens, config.row_length, shards)
+
+
+def model_flops(spec: ModelSpec, tokens: float, length: float) -> float:
+    """Of learning from so many tokens in sequences of that length: three forward passes
+    (rematerialisation does not count)."""
+    return 3 * flops_of_lengths(spec, tokens, tokens * length)
+
+
+def pipeline_of(
+    config: schema.Config,
+    places: Places,
+    learning: Learning,
+    decode: Decode,
+    transfer_s: float,
+    lengths: Histogram,
+) -> Pipeline:
+    """What simulate() is given."""
+    section, load = config.sampler, decode.load
+    read_s = load.read_bytes / places.sampler.chip.hbm_bytes_per_s / RAGGED_SHARE  # as in timing
+    return Pipeline(
+        samplers=Samplers(
+            slots=load.rows,
+            rows=(load.rows,),
+            step_s=(max(decode.step_s - read_s, 1e-6),),
+            count=places.num_samplers,
+            reserve=int(load.rows * section.reserve),
+            block=section.block,
+            context_token_s=read_s / (load.rows * load.context),
+            prefill_token_s=decode.prefill_token_s,
+            prefill_chunk=section.prefill_chunk,
+        ),
+        answer_tokens=lengths,
+        prompt_tokens=prompt_tokens(config),
+        group_size=config.algorithm.group_size,
+        groups_per_step=config.algorithm.groups_per_step,
+        max_staleness=config.staleness.max_staleness,
+        lookahead=config.staleness.lookahead,
+        when_too_old=config.staleness.when_too_old,
+        overcommit=config.staleness.overcommit,
+        update_token_s=learning.step_s / learning.tokens,
+        transfer_s=transfer_s,
+    )
+
+
+SHARED = ("parameters", "optimiser", "gradients", "reference")
+"""Kinds of memory that more trainer chips share."""
+
+
+def best_splits(
+    places: Places, memory: Memory, learning: Learning, decode: Decode
+) -> tuple[ChipSplit, ...]:
+    """Divisions of the same chips, fastest first: the trainer's slice a power of two whose chips
+    hold their share of its state, the rest samplers of the size they have. Each side's speed per
+    chip is taken to stay as it is."""
+    now, own = places.trainer.num_chips, places.sampler.num_chips
+    total = now + places.num_samplers * own
+    state = sum(memory.kinds.get(kind, 0.0) for kind in SHARED)
+    found = []
+    for chips in (2**n for n in range(total.bit_length())):
+        samplers = (total - chips) // own
+        needed = memory.total_bytes + state * (now / chips - 1)
+        if samplers < 1 or (chips != now and needed > memory.usable_bytes):
+            continue
+        of_trainer = learning.tokens_per_s / now * chips
+        found.append(
+            ChipSplit(
+                trainer_chips=chips,
+                samplers=samplers,
+                sampler_chips=samplers * own,
+                answer_tokens_per_s=min(of_trainer, decode.tokens_per_s * samplers),
+            )
+        )
+    return tuple(sorted(found, key=lambda s: (-s.answer_tokens_per_s, s.trainer_chips)))
+
+
+def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationResult:
+    """The pipeline of so many trainer chips simulated with the chips divided otherwise."""
+    other = replace(
+        now,
+        samplers=replace(now.samplers, count=split.samplers),
+        update_token_s=now.update_token_s * trainer_chips / split.trainer_chips,
+    )
+    return simulate(other, updates=40, warm_up=10)
+
+
+def _transfer_s(places: Places, weights: float) -> float:
+    """From the trainer's slice to the samplers', through the network between slices, every sampler
+    its own copy: as fast as the trainer's hosts send, or a sampler's receive."""
+    each = weights * places.slices.sampler.size
+    chip = places.trainer.chip
+    sent = each * places.num_samplers / (places.slices.trainer.size * chip.dcn_bytes_per_s)
+    received = weights / places.sampler.chip.dcn_bytes_per_s
+    return max(sent, received)
+
+
+def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
+    """Parameters and the optimizer's state; prompts and groups under way are little beside them."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    return float(num_weights(spec) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
+
+
+def _notes(config: schema.Config) -> tuple[str, ...]:
+    """Parts of the run that the plan leaves out."""
+    left_out = {
+        "the critic's update": schema.name_of(config.algorithm.advantage) == "gae",
+        "the teacher's pass": config.teacher.source != "none",
+        "the pass for proximal log-probs": looks_before(config),
+        "the reward model's pass": config.reward.model is not None,
+        "the reference's own pass": looks_up_reference(config),
+    }
+    missing = [name for name, there in left_out.items() if there]
+    return (f"not planned: {', '.join(missing)}.",) if missing else ()

@@ -1,0 +1,384 @@
+"""Checkpoints of a run: asynchronous, atomic, the newest N kept. The only file that imports orbax.
+
+One checkpoint is one folder, named by its version: `state`, a pytree of device arrays; `loop`, a
+JSON object (where the loop was); and, of rl, `rollouts`, records as bytes (the replay buffer and
+what was being drawn). Orbax writes into a temporary folder and renames it, so that a killed run
+leaves the earlier checkpoints readable. Then CHECKSUMS is put in, with the digest of every file:
+what was torn or changed later is not read.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from orbax.checkpoint import v1
+
+from jaxrl_async.config.load import dump, flattened
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.mesh import HOST
+from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
+from jaxrl_async.run.folder import inside
+
+STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
+CHECKSUMS = "checksums.json"
+"""Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
+STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
+"""Settings that say how a run is started: a resumed one may well have others."""
+SCHEMA = 3
+"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One checkpoint, read back."""
+
+    step: int
+    state: Any  # like the abstract state asked for, on its shardings
+    loop: dict[str, Any]  # JSON object
+    rollouts: NDArray[np.uint8] | None = None  # of codec.dumps
+
+
+class Checkpoints:
+    """The checkpoints in one folder. One thread may use it at a time."""
+
+    def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
+        """verify: compare checksums before a checkpoint is read. The folder is made, and what a
+        killed run left half written is removed, when it is used first."""
+        self.directory, self._keep, self._verify = directory.absolute(), keep, verify
+        self._opened: Any = None
+        self._pending: Future[None] | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @property
+    def _orbax(self) -> Any:
+        """Orbax's own; it would sweep on a thread that nobody waits for."""
+        if self._opened is None:
+            mend_orbax()
+            if not jax.process_index():
+                sweep(self.directory)
+            self._opened = v1.training.Checkpointer(
+                self.directory,
+                preservation_policy=v1.training.preservation_policies.LatestN(self._keep),
+            )
+        return self._opened
+
+    def save(
+        self,
+        step: int,
+        *,
+        state: Any,
+        loop: Mapping[str, Any],
+        rollouts: Callable[[], NDArray[np.uint8]] | None = None,
+    ) -> None:
+        """Start to write a pytree of arrays, a JSON object and maybe bytes, and return.
+
+        The arrays' copies to host memory are under way when it returns: they may be donated at
+        once. All else is done on a thread of its own, which also calls `rollouts`. (Where there are
+        several processes orbax begins here, since it talks to the others on the devices.)
+
+        A save under way is finished first; where it failed, EarlierSaveError is raised once this
+        one is under way. The same step again replaces it.
+        """
+        failure = self._outcome()
+        begin = functools.partial(
+            self._begin, self._orbax, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
+        )
+        if jax.process_count() > 1:
+            try:
+                writing = begin()
+            except Exception as error:
+                raise self._write_error(error) from error
+            self._pending = self._finisher.submit(self._write, step, lambda: writing)
+        else:
+            self._pending = self._finisher.submit(self._write, step, begin)
+        if failure is not None:
+            raise EarlierSaveError(str(self._write_error(failure))) from failure
+
+    def _begin(
+        self,
+        orbax: Any,
+        step: int,
+        state: Any,
+        loop: Mapping[str, Any],
+        rollouts: Callable[[], NDArray[np.uint8]] | None,
+    ) -> Any:
+        items = {STATE: state, LOOP: loop}
+        if rollouts is not None:
+            items[ROLLOUTS] = {"bytes": rollouts()}
+        return orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
+
+    def _write(self, step: int, begin: Callable[[], Any]) -> None:
+        """On a thread of its own: once orbax is done, add the checksums."""
+        try:
+            begin().result()
+        except Exception:
+            self._forget(step)
+            raise
+        give_back_memory()
+        if jax.process_index():  # the first process does it for all
+            return
+        folder = self.directory / str(step)
+        text = json.dumps(checksums(folder), indent=0)
+        fresh = folder / (CHECKSUMS + ".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(folder / CHECKSUMS)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """What orbax was to remove when the save after it failed: it does not try again."""
+        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        for step in steps[: -self._keep]:
+            shutil.rmtree(self.directory / str(step), ignore_errors=True)
+
+    def _forget(self, step: int) -> None:
+        """A save that failed: what it has written, and orbax's wish to tell of it again."""
+        with contextlib.suppress(Exception):
+            self._orbax.wait()
+        if not jax.process_index():
+            sweep(self.directory, str(step))
+
+    def wait(self) -> None:
+        """Block until the save under way lies on disk. Raises CheckpointError where it failed."""
+        if (failure := self._outcome()) is not None:
+            raise self._write_error(failure) from failure
+
+    def _outcome(self) -> BaseException | None:
+        """Of the save under way, at its end: what it failed of."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.exception()
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that have a complete checkpoint, oldest first."""
+        return tuple(int(c.step) for c in self._orbax.checkpoints)
+
+    def latest(self) -> int | None:
+        """Newest step that has a complete checkpoint; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def restore(self, step: int | None, abstract: Any) -> Saved:
+        """Read the checkpoint of `step` (None: the newest) onto the shardings of `abstract`.
+
+        abstract: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays to be like. A
+        checkpoint that cannot be read gives way, with a logged warning, to the one before it.
+        Raises CheckpointError where none can be read, or where one does not fit `abstract`.
+        """
+        self.wait()
+        candidates = [s for s in reversed(self.steps()) if step is None or s <= step]
+        if not candidates or (step is not None and candidates[0] != step):
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise CheckpointError(
+                f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
+                "without --resume, or look whether run.dir and run.name are right."
+            )
+        like = jax.tree.map(_abstract, abstract)
+        failures: list[tuple[int, Exception]] = []
+        for candidate in candidates:
+            try:
+                return self._read(candidate, like)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                _hush_late_reads()
+                failures.append((candidate, error))
+                log.warning(
+                    "checkpoint %s cannot be read (%s); trying the one before it",
+                    self.directory / str(candidate),
+                    _root_cause(error),
+                )
+        raise CheckpointError(
+            f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
+            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
+            "start anew with run.overwrite=true (the old run is moved aside)."
+        ) from failures[0][1]
+
+    def close(self) -> None:
+        """Finish the save under way and let go of the folder. A second call does nothing."""
+        try:
+            self.wait()
+        finally:
+            self._finisher.shutdown()
+            opened, self._opened = self._opened, None
+            try:
+                if opened is not None:
+                    opened.close()
+            except Exception as error:
+                raise self._write_error(error) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, step: int, like: Any) -> Saved:
+        if self._verify:
+            check_files(self.directory / str(step))
+        metadata = self._orbax.checkpointables_metadata(step).metadata
+        saved, wanted = _shapes(metadata[STATE]), _shapes(like)
+        # What is saved and not wanted, or of another shape, is certainly another run's; what is
+        # wanted and not found may just as well be torn.
+        if problem := mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
+            raise CheckpointError(
+                f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
+                "configuration that made it (config.yaml beside it), or choose another run.name."
+            )
+        if missing := mismatch(saved, wanted):
+            raise FileNotFoundError(f"{missing}, or cannot read it")
+        asked = {STATE: like, LOOP: None}
+        if ROLLOUTS in metadata:
+            size = metadata[ROLLOUTS]["bytes"].shape
+            asked[ROLLOUTS] = {"bytes": np.empty(size, np.uint8)}
+        items = self._orbax.load_checkpointables(step, asked)
+        rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
+        return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
+
+    def _write_error(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
+            "Look whether the disk is full and the folder writable; earlier ones are untouched."
+        )
+
+
+def sweep(directory: Path, step: str = "*") -> None:
+    """Remove what saves that did not end have left in a folder of checkpoints."""
+    for folder in directory.glob(f"{step}.*tmp*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder, by path relative to it."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
+    return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError where a file is not what it was when the checkpoint was written, or is a link
+    to somewhere else."""
+    for path in folder.rglob("*"):
+        if not inside(folder, path):
+            raise OSError(f"{path} is a link out of the checkpoint")
+    try:
+        wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        log.warning("%s has no %s: the run was killed before it was there", folder, CHECKSUMS)
+        return
+    found = checksums(folder)
+    for name in sorted(wanted.keys() | (found.keys() - {CHECKSUMS + ".tmp"})):
+        if name not in found:
+            raise OSError(f"{folder / name} is missing")
+        if wanted.get(name) != found[name]:
+            raise OSError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
+    """Raise CheckpointError where another kind of job, or an older version, made the checkpoint;
+    log what the configuration has changed since."""
+    made_by = saved.loop.get("job", "rl")
+    if made_by != config.run.job:
+        raise CheckpointError(
+            f"{folder}: its checkpoints are of run.job={made_by}, and this is "
+            f"run.job={config.run.job}. Resume with the configuration that made them, or choose "
+            "another run.name; a finished run's weights are taken over by model.path=.../policy."
+        )
+    if saved.loop.get("schema", 1) != SCHEMA:
+        raise CheckpointError(
+            f"{folder / str(saved.step)} is of checkpoint schema {saved.loop.get('schema', 1)}, "
+            f"and this version of jaxrl_async reads {SCHEMA}. Resume with the version that wrote "
+            "it; a finished run's weights are taken over by model.path=.../policy."
+        )
+    if changed := changed_keys(saved.loop.get("config", ""), dump(config)):
+        log.warning("resumed with other settings than before: %s", ", ".join(changed))
+
+
+def changed_keys(before: str, after: str) -> list[str]:
+    """Dotted keys of two YAML configurations whose values differ, with both values."""
+    old, new = (flattened(yaml.safe_load(text) or {}) for text in (before, after))
+    return [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(STARTED_BY)
+    ]
+
+
+def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """What differs first between two tables of array shapes by path; "" where nothing does."""
+    for path in sorted(saved.keys() | wanted.keys()):
+        if path not in saved:
+            return f"it has no {path}"
+        if path not in wanted:
+            return f"it has {path} {list(saved[path])}, which this run does not know"
+        if saved[path] != wanted[path]:
+            return f"{path} is {list(saved[path])} there and {list(wanted[path])} here"
+    return ""
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): tuple(v.shape) for k, v in leaves}
+
+
+def _on_host(tree: Any) -> Any:
+    """Copies in the host memory of the arrays' devices, under way when it returns: unlike a copy on
+    the device they need no memory there."""
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        tree,
+    )
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _hush_late_reads() -> None:
+    """Keep what a failed restore leaves running from printing tracebacks.
+
+    Orbax closes its event loop at the first failed read; reads that end later cannot report to it,
+    and Python would print one "Event loop is closed" for each, even at exit.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        log.debug("late read of a failed restore") if late else before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _root_cause(error: BaseException) -> str:
+    """Kind and first line of the error that all others came from.
+
+    It is not of this module's making. They may come from one another in a circle: orbax tells the
+    error of a save again when it is closed.
+    """
+    chain = [error]
+    while (below := chain[-1].__cause__ or chain[-1].__context__) and below not in chain:
+        chain.append(below)
+    error = next((e for e in reversed(chain) if not isinstance(e, CheckpointError)), chain[-1])
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,0 +1,357 @@
+"""A run that follows a recorded schedule: everything in the recorded order, bit for bit.
+
+    thread does something that is recorded ──> waits for its turn: the first line not replayed yet
+                                               ──> does it, and writes the line that it makes,
+                                                   which must be the recorded one ──> next line
+
+The recorded order is one that happened, so whatever a line needs is done by lines before it: no
+thread waits for ever, however the threads run now. Who must not wait (the rollouts' event loop, a
+sampler that says what is live) leaves what it would do for when its turn comes.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.data.curriculum import Curriculum
+from jaxrl_async.errors import Closed, ReplayError
+from jaxrl_async.ports import Clock, Intake, NotYet
+from jaxrl_async.run.replay.recording import Recorded, Recording
+from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
+
+log = logging.getLogger(__name__)
+
+STUCK_S = 900.0
+"""Longest time without any progress, seconds; the first step compiles."""
+
+WAIT_S = 0.2
+"""How often who waits looks whether it has waited too long, seconds."""
+
+Event = dict[str, Any]
+END: Event = {"end": True}
+
+
+class Replay:
+    """A ports.Schedule that prescribes; what is replayed is recorded again. Any thread."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        recording: Recording,
+        *,
+        stuck_s: float = STUCK_S,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._recorded, self._recording = recorded, recording
+        self._stuck_s, self._clock = stuck_s, clock
+        self._changed = threading.Condition()
+        self._next = 0  # index of the first event that is not replayed yet
+        self._busy = False  # somebody has the turn
+        self._later: dict[tuple[str, int], Callable[[], object]] = {}
+        self._moved_at = clock()
+        self._blocks: dict[str, int] = {}  # decoded by each sampler, as last heard
+        self._error: ReplayError | None = None
+        self._closed = False
+        self._of_sampler: dict[str, deque[int]] = {}  # indices of events to come
+        self._homes: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
+        self._fates: dict[int, str] = {}
+        for index, event in enumerate(recorded.events):
+            if "sampler" in event:
+                self._of_sampler.setdefault(event["sampler"], deque()).append(index)
+                for request in event["take"]:
+                    self._homes.setdefault(request, deque()).append(event["sampler"])
+            self._fates |= {event[fate]: fate for fate in ("put", "fail") if fate in event}
+
+    # ---- ports.Schedule
+
+    def write(self, **event: Any) -> None:
+        """See ports.Schedule. Raises ReplayError where the recording has something else."""
+        line = json.dumps(event)
+        with self._changed:
+            if self._closed:
+                return
+            self._raise_if_over()
+            if self._next < len(self._recorded.lines):
+                if line != self._recorded.lines[self._next]:
+                    self._fail(
+                        f"the replay has come to {line} where the recording has "
+                        f"{self._recorded.lines[self._next]}. Up to there it is as recorded. "
+                        "Another version of the code, a library or the data may be why, or "
+                        "something that depends on wall time, such as a time limit."
+                    )
+                if "sampler" in event:
+                    self._of_sampler[event["sampler"]].popleft()
+                self._next += 1
+                self._progress()
+                if self._next == len(self._recorded.lines):
+                    log.info("%s is replayed to its end", self._recorded.path)
+            self._recording.write(**event)
+        self._run_later()
+
+    def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
+        """See ports.Schedule. Raises ReplayError where the recording cannot be followed."""
+        with self._changed:
+            if self._closed:
+                return NotYet.NOT_YET
+            self._raise_if_over()
+            if self._blocks.get(sampler) != block:  # decoding goes on
+                self._blocks[sampler] = block
+                self._moved_at = self._clock()
+            self._raise_if_stuck(f"{sampler}, after {block} blocks")
+            events = self._of_sampler.get(sampler)
+            if not events:
+                if self._at_end and not self._recorded.ended:
+                    return None  # its run was killed: nothing more is known
+                return Intake() if working else NotYet.NOT_YET
+            event = self._recorded.events[events[0]]
+            if block < event["block"] and working:
+                return Intake()
+            if block != event["block"]:
+                self._fail(
+                    f"{sampler} has nothing to decode after {block} blocks, and took in more only "
+                    f"after {event['block']} when it was recorded.",
+                    events[0],
+                )
+            if events[0] != self._next or self._busy:
+                return NotYet.NOT_YET
+            return Intake(
+                requests=tuple(event["take"]),
+                cancelled=tuple(event["cancel"]),
+                version=event["version"],
+            )
+
+    def close(self) -> None:
+        """Wake every waiter with Closed. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._recording.close()
+
+    # ---- whoever does what is recorded
+
+    @contextmanager
+    def turn(self, *names: str, timeout_s: float | None = None) -> Iterator[Event | None]:
+        """Wait until an event of one of these names comes next, and do it inside; None after
+        timeout_s.
+
+        At the end of the recording the event is END, where there is no timeout. Raises Closed,
+        ReplayError.
+        """
+        event = self._wait_for(names, timeout_s)
+        try:
+            yield event
+        finally:
+            if event is not None:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+                self._run_later()
+
+    def later(self, name: str, number: int, act: Callable[[], object]) -> None:
+        """Do it when its turn comes, on whichever thread; at once where that is now."""
+        with self._changed:
+            self._raise_if_over()
+            fate = self._fates.get(number, name)
+            if name in ("put", "fail") and name != fate:
+                told = {"put": "was scored", "fail": "failed"}
+                self._fail(
+                    f"group {number} {told[name]} now, and {told[fate]} when it was recorded. "
+                    "What depends on wall time, such as reward.timeout_s, cannot be replayed.",
+                    next(i for i, e in enumerate(self._recorded.events) if e.get(fate) == number),
+                )
+            self._later[name, number] = act
+        self._run_later()
+
+    def home(self, request_id: str) -> int | None:
+        """The number of the sampler that took this request when it was last asked for; None: none
+        did."""
+        with self._changed:
+            homes = self._homes.get(request_id)
+            number = homes.popleft().rpartition("-")[2] if homes else ""
+            return int(number) if number.isdigit() else None  # an only sampler has none
+
+    # ---- under the lock
+
+    @property
+    def _at_end(self) -> bool:
+        return self._next == len(self._recorded.events)
+
+    def _head(self) -> Event:
+        return END if self._at_end else self._recorded.events[self._next]
+
+    def _wait_for(self, names: tuple[str, ...], timeout_s: float | None) -> Event | None:
+        until = None if timeout_s is None else self._clock() + timeout_s
+        with self._changed:
+            while True:
+                self._raise_if_over()
+                head = self._head()
+                mine = until is None if head is END else any(name in head for name in names)
+                if mine and not self._busy:
+                    self._busy = True
+                    return head
+                if until is not None and self._clock() >= until:
+                    return None
+                self._raise_if_stuck(" or ".join(names))
+                self._changed.wait(WAIT_S if until is None else max(0.0, until - self._clock()))
+
+    def _run_later(self) -> None:
+        """Do what was left for now, in the recorded order."""
+        while True:
+            with self._changed:
+                if self._busy or self._closed or self._error:
+                    return
+                name, number = next(iter(self._head().items()))
+                act = self._later.pop((name, number), None)
+                if act is None:
+                    return
+                self._busy = True
+            try:
+                act()
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _progress(self) -> None:
+        self._moved_at = self._clock()
+        self._changed.notify_all()
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise Closed("the replay is closed: the run is stopping")
+
+    def _raise_if_stuck(self, who: str) -> None:
+        if not self._at_end and self._clock() - self._moved_at > self._stuck_s:
+            self._fail(
+                f"the replay has waited for {self._stuck_s:.0f} s and cannot go on; {who} looked "
+                f"last, and what is to come is {self._recorded.lines[self._next]}. Something that "
+                "happened then does not happen now: look for what depends on wall time, such as a "
+                "time limit, or for other versions of code and data."
+            )
+
+    def _fail(self, what: str, index: int | None = None) -> None:
+        place = self._recorded.place(self._next if index is None else index)
+        self._error = ReplayError(f"{place}: {what}")
+        self._changed.notify_all()
+        raise self._error
+
+
+class ReplayedBuffer:
+    """The replay buffer's ports.Gate and ports.GroupSource, in the recorded order."""
+
+    def __init__(self, buffer: ReplayBuffer, replay: Replay, *, curriculum: bool) -> None:
+        self._buffer, self._replay, self._curriculum = buffer, replay, curriculum
+
+    def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
+        """See ports.Gate."""
+        with self._replay.turn("admit", timeout_s=timeout_s) as event:
+            if event is None:
+                return ()
+            tickets = self._buffer.admit(0)
+            assert tickets, f"no group may start where {event} was recorded"
+        if self._curriculum:  # nothing that comes after them is seen before the prompts are drawn
+            with self._replay.turn("prompts"):
+                pass
+        return tickets
+
+    def put(self, group: EpisodeGroup) -> Drop | None:
+        """See ports.Gate; what becomes of the group is not known before its turn."""
+        self._replay.later("put", group.ticket.group, lambda: self._buffer.put(group))
+        return None
+
+    def fail(self, ticket: Ticket, prompt: Prompt, reason: Drop) -> None:
+        """See ports.Gate."""
+        self._replay.later("fail", ticket.group, lambda: self._buffer.fail(ticket, prompt, reason))
+
+    def set_live(self, version: int) -> None:
+        """See ReplayBuffer."""
+        self._replay.later("live", version, lambda: self._buffer.set_live(version))
+
+    def draw(self, version: int, timeout_s: float | None = None) -> Draw:
+        """See ports.GroupSource; without a timeout. Raises ReplayError at the recording's end."""
+        while True:
+            with self._replay.turn("draw", "look") as event:
+                if event is END:
+                    raise ReplayError(
+                        f"the recorded schedule ends at version {version}: the run that made it "
+                        "was stopped there, was killed, or went on from a checkpoint. All of it is "
+                        "replayed, and saved."
+                    )
+                try:
+                    return self._buffer.draw(version, 0)
+                except TimeoutError:
+                    assert event is not None and "look" in event, f"{event} was recorded"
+
+    def give_back(self) -> None:
+        """See ports.GroupSource; the recording ends with the draw."""
+        self._buffer.give_back()
+
+    def pause(self) -> None:
+        """See ports.GroupSource."""
+        with self._replay.turn("pause"):
+            self._buffer.pause()
+
+    def resume(self) -> None:
+        """See ports.GroupSource."""
+        with self._replay.turn("resume"):
+            self._buffer.resume()
+
+    def set_limit(self, limit: int) -> None:
+        """See ports.GroupSource."""
+        with self._replay.turn("limit"):
+            self._buffer.set_limit(limit)
+
+
+class OrderedPrompts:
+    """A curriculum whose draws depend on the groups seen before: which ones, is recorded too.
+
+    The prompts of a burst are drawn one after another by the rollouts, then written down by the
+    last one's number; so is each group seen, and each time that the trainer measures.
+    """
+
+    def __init__(
+        self, prompts: Curriculum, recording: Recording, replay: Replay | None, *, next_group: int
+    ) -> None:
+        self._prompts, self._recording, self._replay = prompts, recording, replay
+        self._burst_ends = recording.burst_ends = set[int]()
+        self._next = next_group
+        self._lock = threading.RLock()  # what happens and its line are one
+
+    def __iter__(self) -> "OrderedPrompts":
+        return self
+
+    def __next__(self) -> Prompt:
+        """See Curriculum."""
+        with self._lock:
+            prompt = next(self._prompts)
+            number, self._next = self._next, self._next + 1
+            if number in self._burst_ends:
+                self._burst_ends.remove(number)
+                (self._replay or self._recording).write(prompts=number)
+            return prompt
+
+    def observe(self, group: EpisodeGroup) -> None:
+        """See Curriculum; in a replay when its turn comes."""
+        if self._replay is None:
+            self._see(group)
+        else:
+            self._replay.later("seen", group.ticket.group, lambda: self._see(group))
+
+    def _see(self, group: EpisodeGroup) -> None:
+        with self._lock:
+            self._prompts.observe(group)
+            (self._replay or self._recording).write(seen=group.ticket.group)
+
+    def measures(self, next_draw: int) -> dict[str, float]:
+        """See Curriculum."""
+        with self._replay.turn("measured") if self._replay else nullcontext(), self._lock:
+            (self._replay or self._recording).write(measured=next_draw)
+            return self._prompts.measures(next_draw)

@@ -1,0 +1,235 @@
+"""The order in which a run's threads did what: schedule.jsonl, written by every run of rl.
+
+{"schedule": 1, "config": {...}, "made_by": {...}}          where it begins, or was resumed
+{"admit": 8, "count": 4, "version": 1}                      groups 8 to 11 may start
+{"sampler": "sampler", "block": 41, "take": ["g8/m0/t0"], "cancel": [], "version": 2}
+{"put": 8}   {"fail": 9, "reason": "failed"}                a group is finished, or given up
+{"draw": 2, "groups": [5, 6, 7, 8], "dropped": []}          step 2 -> 3 is made from these
+{"look": 2, "dropped": [4], "retired": []}                  the trainer looked: some were too old
+{"live": 2}   {"limit": 1}   {"pause": true}   {"resume": true}
+{"prompts": 11}   {"seen": 7}   {"measured": 9}             of a curriculum: see OrderedPrompts
+{"end": true}
+
+A sampler's tokens depend on what it took in after which block, everything else on what the replay
+buffer was told in which order: so these lines and the configuration are all that a run at any
+staleness depends on. Lines are in the order of what they tell of. Replayed by run/replay/player.py.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+import jaxrl_async
+from jaxrl_async.config.load import flattened
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ReplayError
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the file; a reader refuses others."""
+FREE = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.resume_or_start",
+    "run.overwrite",
+    "run.replay_schedule",
+)
+FREE_SECTIONS = ("metrics", "checkpoint")
+"""Settings that may differ between a recording and its replay: they change no number."""
+
+
+class Recording:
+    """Appends to the file line by line, so that a killed run keeps all; without a path keeps
+    nothing. Any thread."""
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self._lock = threading.Lock()
+        self.burst_ends: set[int] | None = None  # of bursts whose prompts are not drawn, if asked
+        self._file: TextIO | None = None
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.write(**header)
+
+    def write(self, **event: Any) -> None:
+        """See ports.Schedule; what comes after close() is no part of the schedule."""
+        with self._lock:
+            if "admit" in event and self.burst_ends is not None:
+                self.burst_ends.add(event["admit"] + event["count"] - 1)
+            if self._file is None:
+                return
+            try:
+                self._file.write(json.dumps(event) + "\n")
+            except OSError as error:  # a full disk: the run needs no schedule to go on
+                log.error(
+                    "schedule.jsonl is written no further, and the run can be replayed up to here "
+                    "only: %s. Free the disk; the run goes on.",
+                    error,
+                )
+                self._end()
+
+    def due(self, sampler: str, block: int, working: bool) -> None:
+        """See ports.Schedule: nothing is prescribed."""
+
+    def close(self) -> None:
+        """Write that nothing follows. Idempotent."""
+        self.write(end=True)
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # told already
+                self._file.close()
+            self._file = None
+
+
+def header_of(config: Config, version: int) -> dict[str, Any]:
+    """The first line of a recording that begins (or goes on) at `version`."""
+    return {
+        "schedule": FORMAT,
+        "version": version,
+        "made_by": {
+            "jaxrl_async": jaxrl_async.__version__,
+            "jax": importlib.metadata.version("jax"),
+            "devices": jax.devices()[0].device_kind,
+        },
+        "config": settings_of(config),
+    }
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What a run's numbers depend on, by dotted names, as JSON gives it back."""
+    flat = flattened(config.model_dump(mode="json"))
+    return {
+        name: value
+        for name, value in json.loads(json.dumps(flat)).items()
+        if name not in FREE and name.partition(".")[0] not in FREE_SECTIONS
+    }
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A recording up to its end, or to where its run was killed."""
+
+    path: Path
+    lines: tuple[str, ...]  # without the header
+    events: tuple[dict[str, Any], ...]  # the same, parsed; `end` is left out of both
+    ended: bool  # False: killed, or crashed
+
+    def place(self, index: int) -> str:
+        """Where an event is, for people."""
+        return f"{self.path}, line {index + 2}"
+
+
+def read_schedule(path: Path, config: Config) -> Recorded:
+    """A recording that this configuration can replay. Raises ReplayError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReplayError(
+            f"run.replay_schedule={path} cannot be read: {error}. It is the schedule.jsonl of a "
+            "run's folder; run.overwrite=true may have moved that folder aside: choose another "
+            "run.name for the replay."
+        ) from None
+    complete, _, torn = text.rpartition("\n")
+    if torn:
+        log.info("%s ends within a line, which is left out: its run was killed", path)
+    lines = complete.split("\n") if complete else []
+    events = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
+    if not events or "schedule" not in events[0]:
+        raise ReplayError(
+            f"{path} is no recorded schedule: its first line is not a header. Give the "
+            "schedule.jsonl of a run's folder."
+        )
+    _check_header(path, events[0], config)
+    stop = next((i for i, e in enumerate(events[1:], 1) if "schedule" in e), len(events))
+    ended = stop > 1 and "end" in events[stop - 1]
+    last = stop - 1 if ended else stop
+    if stop < len(events):
+        log.warning(
+            "%s: the run was resumed at line %d; what it did from there on began from a checkpoint "
+            "and is not replayed",
+            path,
+            stop + 1,
+        )
+    _check_blocks(path, events[1:last])
+    return Recorded(
+        path=path, lines=tuple(lines[1:last]), events=tuple(events[1:last]), ended=ended
+    )
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or not event:
+        raise ReplayError(
+            f"{path}, line {number} is no event: {line[:60]!r}. The file is damaged; take another "
+            "copy of it."
+        )
+    return event
+
+
+def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None:
+    if header["schedule"] != FORMAT or not isinstance(header.get("config"), dict):
+        raise ReplayError(
+            f"{path} has format {header['schedule']}, and this version of jaxrl_async replays "
+            f"format {FORMAT}. Use the version that made it: {header.get('made_by')}."
+        )
+    if header["version"] != 0:
+        raise ReplayError(
+            f"{path} was recorded by a run that went on from a checkpoint at version "
+            f"{header['version']}: what it had in flight then is not in the file, so it cannot be "
+            "replayed. Replay a recording that begins at version 0."
+        )
+    recorded, ours = header["config"], settings_of(config)
+    other = sorted(
+        name
+        for name in recorded.keys() | ours.keys()
+        if recorded.get(name, "not there") != ours.get(name, "not there")
+    )
+    if other:
+        name = other[0]
+        raise ReplayError(
+            f"{path} was recorded with other settings than this run's, which could not follow it: "
+            f"{name} was {recorded.get(name, 'not there')} and is {ours.get(name, 'not there')}"
+            f"{f' ({len(other)} differ: ' + ', '.join(other[:8]) + ')' if other[1:] else ''}. Give "
+            "the config.yaml beside the recording, with another run.name."
+        )
+    made_by = header_of(config, 0)["made_by"]
+    if header.get("made_by") != made_by:
+        log.warning(
+            "%s was made by %s, and is replayed by %s: last bits may differ, and the replay stop "
+            "where that changes what is drawn",
+            path,
+            header.get("made_by"),
+            made_by,
+        )
+
+
+def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
+    """Refuse samplers that were started again: what they had is not in the file."""
+    blocks: dict[str, int] = {}
+    for number, event in enumerate(events, 2):
+        name, block = event.get("sampler"), event.get("block", 0)
+        if name is not None and block < blocks.get(name, 0):
+            raise ReplayError(
+                f"{path}, line {number}: {name} was started again there, and what it was decoding "
+                "is not in the file: such a run cannot be replayed."
+            )
+        if name is not None:
+            blocks[name] = block

@@ -1,0 +1,104 @@
+"""KV that outlives its request: full pages, found again by the tokens they hold. Pure host code.
+
+A page's name is a hash chained over all tokens up to its end, so that equal names mean equal
+prefixes; the store is for one version of the weights and is emptied when that changes, so that
+stale KV is never used by accident. Pages that only the store holds are given up, least recently
+used first, when memory is short.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from jaxrl_async.sampler.batch.pages import Pages
+from jaxrl_async.types import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """Totals since the start."""
+
+    hit_tokens: int = 0  # prompt tokens found in the store
+    asked_tokens: int = 0  # prompt tokens looked up
+    evicted_pages: int = 0
+
+
+def page_names(token_ids: IntArray, page_tokens: int) -> list[bytes]:
+    """One name for each full page of a sequence."""
+    names, chained = [], b""
+    for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
+        content = token_ids[start : start + page_tokens].astype("<i4").tobytes()
+        chained = hashlib.blake2b(chained + content, digest_size=16).digest()
+        names.append(chained)
+    return names
+
+
+class PrefixStore:
+    """Names to pages, for one version of the weights. Owned by the sampler's thread."""
+
+    def __init__(self, pages: Pages, page_tokens: int, *, enabled: bool = True) -> None:
+        self._pages, self._page_tokens, self._enabled = pages, page_tokens, enabled
+        self._by_name: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._hit = self._asked = self._evicted = 0
+
+    def stats(self) -> PrefixStats:
+        """Totals so far."""
+        return PrefixStats(
+            hit_tokens=self._hit, asked_tokens=self._asked, evicted_pages=self._evicted
+        )
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Pages in the store."""
+        return tuple(self._by_name.values())
+
+    def match(self, token_ids: IntArray) -> list[int]:
+        """Pages of the longest stored prefix, now held by the caller too.
+
+        At least one token stays unmatched: its logits must be computed.
+        """
+        found: list[int] = []
+        if self._enabled:
+            names = page_names(token_ids[:-1], self._page_tokens)
+            for name in names:
+                if name not in self._by_name:
+                    break
+                found.append(self._by_name[name])
+            for name in reversed(names[: len(found)]):  # ends first: they are given up first
+                self._by_name.move_to_end(name)
+        self._pages.hold(found)
+        return found
+
+    def count(self, *, found: int, asked_tokens: int) -> None:
+        """A match of `found` pages was used."""
+        self._hit += found * self._page_tokens
+        self._asked += asked_tokens
+
+    def put(self, token_ids: IntArray, pages: list[int]) -> None:
+        """Keep the full pages of a sequence; `pages` are its pages in order."""
+        if not self._enabled:
+            return
+        names = page_names(token_ids, self._page_tokens)
+        for name, page in reversed(list(zip(names, pages, strict=False))):
+            if name not in self._by_name:
+                self._pages.hold([page])
+                self._by_name[name] = page
+            self._by_name.move_to_end(name)
+
+    def evict(self, count: int) -> int:
+        """Give up to `count` pages that nobody else holds back to the free list; how many."""
+        given: list[bytes] = []
+        for name, page in self._by_name.items():
+            if len(given) == count:
+                break
+            if self._pages.holders(page) == 1:
+                given.append(name)
+        for name in given:
+            self._pages.release([self._by_name.pop(name)])
+        self._evicted += len(given)
+        return len(given)
+
+    def clear(self) -> None:
+        """Forget everything: the weights are others now."""
+        self._pages.release(self._by_name.values())
+        self._by_name.clear()

@@ -1,0 +1,98 @@
+"""The staleness bound: pure functions, and why they hold.
+
+S = max_staleness, P = groups per step, L = look-ahead, K = reuse: steps that may use a group. A
+group holds K slots from its admission, one for each use; a slot is free once the weights of the
+step that used it are live in every sampler, or when the use will not happen (the group is dropped,
+or has grown too old to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
+
+That is pacing by waiting: rollouts stand still rather than draw what would be too old. Pacing by
+dropping has `memory_bound` places instead, free as soon as a group is taken: rollouts go on, and
+what is too old when it is drawn is dropped. There the check at each draw is the whole bound.
+"""
+
+from collections.abc import Sequence
+
+from jaxrl_async.types import Drop, EpisodeGroup
+
+
+def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
+    """Uses of groups that may be outstanding at once: (S + 1) * P - K * L.
+
+    At least K * P, or a step could never be filled: with all slots free, P different groups must
+    be admitted. Config and ReplayBuffer refuse less.
+    """
+    return (max_staleness + 1) * groups_per_step - reuse * lookahead
+
+
+def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
+    """The smallest staleness whose capacity can still fill a step: ceil(K * (P + L) / P) - 1."""
+    return -(-reuse * (groups_per_step + lookahead) // groups_per_step) - 1
+
+
+def memory_bound(max_staleness: int, groups_per_step: int, overcommit: float) -> int:
+    """Groups in memory at once where what is too old is dropped: overcommit * (S + 1) * P, rounded
+    down.
+
+    At least P for an overcommit of 1 or more: with all places free a step can be filled.
+    """
+    return int(overcommit * (max_staleness + 1) * groups_per_step)
+
+
+def may_admit(active: int, capacity: int, reuse: int = 1) -> int:
+    """Groups that may start now, given how many slots are held; never negative."""
+    return max(0, capacity - active) // reuse
+
+
+def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: int = 1) -> int:
+    """(capacity - K + K * L) // P, in versions: the worst first use of any schedule.
+
+    Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
+      - those of steps that are live: v * P, because a slot is freed only once its step is live;
+      - those whose slots are held when g enters: at most C - K, as g holds K;
+      - those of groups that enter after g and overtake it: at most K * L, for select() lets nobody
+        overtake the oldest waiting group from further than L numbers away (failed ones waste
+        numbers), whichever of those within reach it takes.
+    A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
+    none, so its slots may go to a new group at once. Each P uses make one version, hence g is first
+    trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older than v.
+    With C = (S + 1) * P - K * L the result is S where K <= P, below where not: reached where K = 1
+    and L = 0, loose where L is near S * P. A later use is not bounded by this count but by the
+    check at each draw: a group too old to be used again gives its slots back.
+
+    Were a slot freed when the group is taken, the P groups of each step that is not live yet
+    would be missing from the second count; tests/test_staleness.py has such schedules.
+
+    The trainer never gets stuck: where it waits, all steps are live, so the slots held are those of
+    groups with uses left. Fewer than P such groups hold at most K * (P - 1) slots, K less than
+    there are, and another group is admitted; P of them fill a step once they are ready.
+
+    Hence a fresh group cannot become stale: there is nothing to drop. Nor where the capacity
+    changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters only while
+    the slots held leave room in the capacity of that moment, hence in C. Dropping needs more slots
+    than the bound allows: see `memory_bound`.
+    """
+    return (capacity - reuse + reuse * lookahead) // groups_per_step
+
+
+def staleness_of(group: EpisodeGroup, version: int) -> int:
+    """The version about to be improved minus the group's oldest token, in versions."""
+    return version - group.oldest_version
+
+
+def split_stale(
+    groups: Sequence[EpisodeGroup], version: int, max_staleness: int
+) -> tuple[tuple[EpisodeGroup, ...], tuple[tuple[EpisodeGroup, Drop], ...]]:
+    """(kept, dropped with the reason): too old, or drawn by weights that the trainer does not have
+    yet."""
+    reasons = [(g, drop_reason(g, version, max_staleness)) for g in groups]
+    kept = tuple(g for g, reason in reasons if reason is None)
+    return kept, tuple((g, reason) for g, reason in reasons if reason is not None)
+
+
+def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:
+    """Why a group may not be trained on at this version; None where it may."""
+    if group.newest_version > version:
+        return Drop.FROM_THE_FUTURE
+    if staleness_of(group, version) > max_staleness:
+        return Drop.STALE
+    return None

@@ -1,0 +1,96 @@
+"""A run's picture: what is in it, and that it is drawn again."""
+
+import json
+import threading
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from jaxrl_async.metrics.notebook import BUSY, DOES, LANE_HEIGHT, MAX_STEPS, redrawn, run_svg
+from jaxrl_async.metrics.recorder import METRICS_FILE
+
+SVG = "{http://www.w3.org/2000/svg}"
+LEARNS = {label: color for _, label, color in DOES}["learns"]
+
+
+def line(step: int, **more: float) -> dict[str, float]:
+    """A step of 2 s: a second of waiting, one of learning."""
+    return {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "time/step_s": 2.0,
+        "time/elapsed_s": 2.0 * step,
+        "time/wait_data_s": 1.0,
+        "time/train_s": 1.0,
+        "sampler/busy_share": 0.5,
+        **more,
+    }
+
+
+def lane(svg: str, color: str) -> list[tuple[float, float]]:
+    """(left, width) of the timeline's bars of a colour."""
+    bars = [r.attrib for r in ET.fromstring(svg).iter(f"{SVG}rect")]
+    mine = [b for b in bars if b["fill"] == color and b["height"] == str(LANE_HEIGHT)]
+    return [(float(b["x"]), float(b["width"])) for b in mine]
+
+
+def test_the_timeline_has_each_second_where_it_was():
+    svg = run_svg([line(1), line(2)])
+    (first, width), (second, _) = lane(svg, LEARNS)
+    assert width > 0 and second - first == pytest.approx(2 * width, abs=0.2)  # drawn to 0.1
+    (_, busy), (_, busy_2) = lane(svg, BUSY)
+    assert busy == pytest.approx(2 * width, abs=0.2) and busy_2 == pytest.approx(busy, abs=0.2)
+
+
+def test_only_the_newest_steps_are_in_the_timeline():
+    assert len(lane(run_svg([line(s) for s in range(1, 4 * MAX_STEPS)]), LEARNS)) == MAX_STEPS
+
+
+def test_after_a_resumption_the_timeline_begins_anew():
+    resumed = [
+        line(1),
+        line(2),
+        line(3) | {"time/elapsed_s": 2.0},
+        line(4) | {"time/elapsed_s": 4.0},
+    ]
+    assert lane(run_svg(resumed), LEARNS) == lane(run_svg([line(1), line(2)]), LEARNS)
+
+
+def test_curves_are_drawn_for_what_was_measured():
+    both = [line(1, **{"eval/accuracy": 0.1}), line(2, **{"eval/accuracy": 0.3})]
+    for lines, curves in (([], 0), ([line(1), line(2)], 1), (both, 2)):
+        svg = run_svg(lines)
+        drawn = [p.get("points") for p in ET.fromstring(svg).iter(f"{SVG}polyline")]
+        assert len([p for p in drawn if p]) == curves
+        assert ("held-out accuracy" in svg) == (curves == 2)
+
+
+def test_the_held_out_reward_stands_in_where_there_is_no_accuracy():
+    lines = [line(s, **{"eval/reward": 0.1 * s}) for s in (1, 2)]
+    assert "held-out reward" in run_svg(lines) and "held-out accuracy" not in run_svg(lines)
+    svg = run_svg([*lines, line(3, **{"eval/accuracy": 0.3})])
+    assert "held-out reward" not in svg and "held-out accuracy" in svg
+
+
+def test_a_value_that_is_not_finite_is_left_out():
+    assert "nan" not in run_svg([line(1, **{"eval/accuracy": float("nan")}), line(2)])
+
+
+def test_it_is_drawn_while_the_run_goes_on_and_once_at_the_end(tmp_path):
+    shown, drawn = [], threading.Event()
+
+    def show(svg: str) -> None:
+        shown.append(svg)
+        drawn.set()
+
+    with redrawn(tmp_path, show, every_s=0.01):
+        assert drawn.wait(60)
+        (tmp_path / METRICS_FILE).write_text(json.dumps(line(1)) + "\n")
+    assert "no step has been made yet" in shown[0] and "no step has" not in shown[-1]
+
+
+def test_the_last_picture_is_drawn_where_the_run_fails_too(tmp_path):
+    shown: list[str] = []
+    with pytest.raises(RuntimeError, match="the run"), redrawn(tmp_path, shown.append):
+        raise RuntimeError("the run failed")
+    assert len(shown) == 1

@@ -1,0 +1,525 @@
+"""The rollout loop: bursts, order, failures, the end."""
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.env import GuardedEnvs
+from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop
+from jaxrl_async.scorers.guard import GuardedScorer
+from jaxrl_async.types import (
+    Completion,
+    Drop,
+    Partial,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    Ticket,
+)
+
+
+def prompts():
+    for i in itertools.count():
+        ids = np.array([1, i], np.int32)
+        yield Prompt(prompt_id=i % 3, position=i, token_ids=ids, text=f"p{i}", reference="r")
+
+
+class ScriptedGate:
+    """Gives bursts of so many tickets, then closes once as many groups have come back."""
+
+    def __init__(self, *bursts):
+        self.bursts, self.total = list(bursts), sum(bursts)
+        self.put_groups, self.failed, self.given = [], [], 0
+        self.all_back = threading.Event()
+        if not self.total:
+            self.all_back.set()
+
+    def admit(self, timeout_s=None):
+        if not self.bursts:
+            if self.all_back.wait(timeout_s):
+                raise Closed("the end")
+            return ()
+        count = self.bursts.pop(0)
+        tickets = [Ticket(group=self.given + i, version=0) for i in range(count)]
+        self.given += count
+        return tuple(reversed(tickets))
+
+    def put(self, group):
+        self.put_groups.append(group)
+        self._count()
+
+    def fail(self, ticket, prompt, reason):
+        self.failed.append((ticket.group, prompt.position, reason))
+        self._count()
+
+    def _count(self):
+        if len(self.put_groups) + len(self.failed) == self.total:
+            self.all_back.set()
+
+
+class EchoGenerate:
+    """Answers every request with [9, 0] a little later; those of groups in `never` not at all."""
+
+    def __init__(self, never=(), delay=lambda request: 0.0):
+        self.calls, self.futures, self.never, self.delay = [], [], never, delay
+
+    def submit_many(self, requests):
+        self.calls.append([r.request_id for r in requests])
+        loop = asyncio.get_running_loop()
+        futures = []
+        for request in requests:
+            future = loop.create_future()
+            if request.request_id.split("/")[0] not in self.never:
+                loop.call_later(self.delay(request), self._answer, future, request)
+            futures.append(future)
+        self.futures += futures
+        return futures
+
+    @staticmethod
+    def _answer(future, request):
+        if future.done():
+            return
+        two = np.zeros(2, np.int32)
+        future.set_result(
+            Completion(
+                request_id=request.request_id,
+                token_ids=np.array([9, 0], np.int32),
+                logprobs=two.astype(np.float32),
+                versions=two,
+                stop=StopReason.EOS,
+            )
+        )
+
+
+class PositionScorer:
+    """The reward is the prompt's position; positions in `broken` raise."""
+
+    def __init__(self, broken=()):
+        self.broken = broken
+
+    async def __call__(self, episodes, prompt):
+        if prompt.position in self.broken:
+            raise RolloutError(f"no reward for {prompt.position}")
+        return tuple(Score(reward=float(prompt.position)) for _ in episodes)
+
+
+def make_loop(gate, generate=None, scorer=None, stream=None, **change):
+    settings = {
+        "group_size": 2,
+        "sampling": SamplingParams(),
+        "stop_token_ids": (0,),
+        "max_new_tokens": 4,
+        "max_length": 10,
+    }
+    return RolloutLoop(
+        stream or prompts(), generate or EchoGenerate(), scorer or PositionScorer(), gate,
+        **{**settings, **change},
+    )  # fmt: skip
+
+
+def test_each_burst_is_queued_in_one_call_in_ticket_order():
+    gate, generate = ScriptedGate(3, 1), EchoGenerate()
+    asyncio.run(make_loop(gate, generate).run())
+    assert generate.calls == [
+        ["g0/m0/t0", "g0/m1/t0", "g1/m0/t0", "g1/m1/t0", "g2/m0/t0", "g2/m1/t0"],
+        ["g3/m0/t0", "g3/m1/t0"],
+    ]
+
+
+def test_tickets_take_prompts_in_order_and_groups_come_back_whole():
+    gate = ScriptedGate(3, 2)
+    loop = make_loop(
+        gate, EchoGenerate(delay=lambda r: 0.05 if r.request_id.startswith("g0") else 0.0)
+    )
+    asyncio.run(loop.run())
+    assert gate.put_groups[0].ticket.group != 0  # a slow group holds up nobody
+    groups = sorted(gate.put_groups, key=lambda g: g.ticket.group)
+    assert [g.prompt.position for g in groups] == [0, 1, 2, 3, 4]
+    for group in groups:
+        assert [s.reward for s in group.scores] == [group.prompt.position] * 2
+        assert [e.token_ids.tolist() for e in group.episodes] == [
+            [1, group.prompt.position, 9, 0]
+        ] * 2
+    stats = loop.stats()
+    assert (stats.groups, stats.failures, stats.active) == (5, 0, 0)
+
+
+def test_a_failing_group_gives_its_ticket_back_and_the_others_go_on():
+    gate = ScriptedGate(4)
+    loop = make_loop(gate, scorer=PositionScorer(broken=[1]))
+    asyncio.run(loop.run())
+    assert gate.failed == [(1, 1, Drop.FAILED)]
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 2, 3]
+    assert (loop.stats().groups, loop.stats().failures) == (3, 1)
+
+
+def test_a_failing_environment_is_treated_like_a_failing_scorer():
+    class Broken:
+        def __init__(self, prompt):
+            self.prompt = prompt
+
+        async def step(self, prompt, completion):
+            if prompt.position == 0:
+                raise OSError("down")
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+    gate = ScriptedGate(2)
+    asyncio.run(make_loop(gate, make_env=Broken).run())
+    assert gate.failed == [(0, 0, Drop.FAILED)]
+    assert len(gate.put_groups) == 1
+
+
+FAILURES = (
+    ValueError("bad"),
+    asyncio.CancelledError("of a task of its own"),
+    SystemExit(0),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    StopIteration(),
+    MemoryError(),
+    RecursionError(),
+    TimeoutError(),
+    Closed("a sampler of its own"),
+)
+
+
+def on_a_thread(work):
+    """As in a run: Ctrl-C never comes to this thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result(60)
+
+
+@pytest.mark.parametrize("where", ["constructor", "step", "state", "scorer"])
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
+def test_whatever_a_users_code_raises_fails_its_group_and_gives_the_ticket_back(failure, where):
+    class Broken:
+        def __init__(self, prompt):
+            self.breaks = prompt.position == 1
+            self.fail("constructor")
+
+        def fail(self, at):
+            if at == where and self.breaks:
+                raise failure
+
+        async def step(self, prompt, completion):
+            self.fail("step")
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+        def state(self):
+            self.fail("state")
+            return {}
+
+        def restore(self, state):
+            pass
+
+    class BrokenScorer(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            if where == "scorer" and prompt.position == 1:
+                raise failure
+            return await super().__call__(episodes, prompt)
+
+    if where == "scorer" and isinstance(failure, Closed):
+        return  # a scorer says so where the run ends
+    gate = ScriptedGate(3, 1)
+    loop = make_loop(
+        gate,
+        make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=10),
+        scorer=GuardedScorer(BrokenScorer(), timeout_s=20),
+    )
+    on_a_thread(lambda: asyncio.run(asyncio.wait_for(loop.run(), 30)))
+    assert gate.failed == [(1, 1, Drop.FAILED)]
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 2, 3]
+    assert (loop.stats().groups, loop.stats().failures, loop.stats().active) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("unguarded", ["environment", "scorer", "completion"])
+def test_a_cancellation_that_nobody_asked_for_never_makes_a_group_vanish(unguarded):
+    class Cancels:
+        def __init__(self, prompt):
+            pass
+
+        async def step(self, prompt, completion):
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            if unguarded == "environment":
+                await task
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+    async def scorer(episodes, prompt):
+        if unguarded == "scorer":
+            raise asyncio.CancelledError
+        return tuple(Score(reward=0.0) for _ in episodes)
+
+    class Drops(EchoGenerate):
+        def submit_many(self, requests):
+            futures = super().submit_many(requests)
+            if unguarded == "completion":
+                futures[-1].cancel()
+            return futures
+
+    gate = ScriptedGate(2)
+    loop = make_loop(gate, Drops(), scorer, make_env=Cancels)
+    asyncio.run(asyncio.wait_for(loop.run(), 20))
+    failed = [group for group, *_ in gate.failed]
+    assert sorted(failed) == ([1] if unguarded == "completion" else [0, 1])
+    assert loop.stats().failures == len(failed) and loop.stats().active == 0
+
+
+def test_each_scored_group_is_observed_before_the_gate_has_it():
+    gate, seen = ScriptedGate(4), []
+
+    def observe(group):
+        assert group.ticket.group not in [g.ticket.group for g in gate.put_groups]
+        seen.append(group.prompt.position)
+
+    asyncio.run(make_loop(gate, scorer=PositionScorer(broken=[1]), observe=observe).run())
+    assert sorted(seen) == [0, 2, 3]
+
+
+def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
+    gate = ScriptedGate(*[1] * 20)
+    loop = make_loop(gate, scorer=PositionScorer(broken=range(100)), max_failures=3)
+    with pytest.raises(
+        RolloutError, match=r"3 groups failed in a row.*the first failure was no reward for 0"
+    ):
+        asyncio.run(asyncio.wait_for(loop.run(), 20))
+    assert len(gate.failed) == 2
+
+
+def test_a_success_between_failures_forgives_them():
+    class OneAtATime(ScriptedGate):
+        def admit(self, timeout_s=None):
+            while len(self.put_groups) + len(self.failed) < self.given:
+                return ()
+            return super().admit(timeout_s)
+
+    gate = OneAtATime(*[1] * 9)
+    broken = [i for i in range(9) if i % 3]
+    asyncio.run(make_loop(gate, scorer=PositionScorer(broken=broken), max_failures=3).run())
+    assert len(gate.failed) == 6
+
+
+def test_closing_leaves_nothing_in_flight():
+    class Closing(ScriptedGate):
+        def admit(self, timeout_s=None):
+            if not self.bursts:
+                raise Closed("now")
+            return super().admit(timeout_s)
+
+    generate = EchoGenerate(never=("g0", "g1"))
+    asyncio.run(asyncio.wait_for(make_loop(Closing(2), generate).run(), 20))
+    assert len(generate.futures) == 4
+    assert all(f.cancelled() for f in generate.futures)
+
+
+def test_cancelling_leaves_nothing_in_flight():
+    gate, generate = ScriptedGate(2), EchoGenerate(never=("g0", "g1"))
+
+    async def go():
+        task = asyncio.ensure_future(make_loop(gate, generate).run())
+        while not generate.futures:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+
+    asyncio.run(go())
+    assert all(f.cancelled() for f in generate.futures)
+    assert not gate.put_groups and not gate.failed
+
+
+def test_a_closed_sampler_ends_the_loop_quietly():
+    class ClosedGenerate:
+        def submit_many(self, requests):
+            raise Closed("sampler")
+
+    asyncio.run(make_loop(ScriptedGate(1), ClosedGenerate()).run())
+
+
+def test_prompts_that_run_out_are_an_error():
+    with pytest.raises(RolloutError, match="ran out"):
+        asyncio.run(make_loop(ScriptedGate(2), stream=itertools.islice(prompts(), 1)).run())
+
+
+def test_a_scorer_that_forgets_an_episode_fails_the_group():
+    class Short:
+        async def __call__(self, episodes, prompt):
+            return (Score(reward=1.0),)
+
+    with pytest.raises(RolloutError, match="1 scores for 2 episodes"):
+        asyncio.run(make_loop(ScriptedGate(1), scorer=Short(), max_failures=1).run())
+
+
+def test_rollouts_need_no_jax():
+    code = (
+        "import sys, jaxrl_async.rollout.rollout_loop, jaxrl_async.rollout.evaluate; "
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- saved and resumed
+
+
+class SavingGenerate(EchoGenerate):
+    """One whose requests can be saved: the first members have drawn a 7, the others nothing."""
+
+    seed = 5
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.asked, self.silent = [], False
+
+    def submit_many(self, requests):
+        self.asked += requests
+        return super().submit_many([getattr(r, "request", r) for r in requests])
+
+    def progress(self):
+        if self.silent:
+            raise RuntimeError("asleep")
+        under_way = [r for r, f in zip(self.asked, self.futures, strict=True) if not f.done()]
+        return tuple(
+            Partial(
+                request=r,
+                token_ids=np.array([7], np.int32),
+                logprobs=np.zeros(1, np.float32),
+                versions=np.zeros(1, np.int32),
+                seed=self.seed,
+            )
+            for r in under_way
+            if "/m0/" in r.request_id
+        )
+
+
+def saved_while(generate, gate, until, **change):
+    """Play until `until(loop)`, read what is under way from another thread, and end the loop."""
+    loop = make_loop(gate, generate, **change)
+    found = []
+
+    async def go():
+        running = asyncio.create_task(loop.run())
+        while not until(loop):
+            await asyncio.sleep(0.001)
+        found.append(await asyncio.to_thread(loop.progress))
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(go())
+    return loads(dumps(found[0]), SAVED_KINDS), loop
+
+
+def test_groups_under_way_are_saved_and_a_resumed_loop_goes_on_with_what_was_drawn():
+    gate, slow = ScriptedGate(2), SavingGenerate(never=("g0", "g1"))
+    saved, loop = saved_while(slow, gate, lambda loop: slow.asked)
+    assert [g.ticket.group for g in saved] == [0, 1]
+    assert [[e.partial is not None for e in g.episodes] for g in saved] == [[True, False]] * 2
+    assert [g.prompt.position for g in saved] == [0, 1]
+    assert [g.ticket for g in loop.progress()] == [g.ticket for g in saved], "also when it is over"
+
+    gate, generate = ScriptedGate(1), SavingGenerate()
+    gate.given, gate.total = 2, 3
+    stream = prompts()
+    for _ in range(2):
+        next(stream)
+    asyncio.run(make_loop(gate, generate, stream=stream, resumed=saved).run())
+    assert generate.calls[0] == ["g0/m0/t0", "g0/m1/t0", "g1/m0/t0", "g1/m1/t0"]
+    assert [isinstance(r, Partial) for r in generate.asked[:4]] == [True, False] * 2
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 1, 2]
+    assert {g.prompt.position for g in gate.put_groups} == {0, 1, 2}
+
+
+def test_members_that_are_done_are_not_played_again():
+    gate, generate = ScriptedGate(1), SavingGenerate(delay=lambda r: 9.0 * ("/m1/" in r.request_id))
+    saved, _ = saved_while(
+        generate, gate, lambda loop: generate.futures and generate.futures[0].done()
+    )
+    (group,) = saved
+    done, waiting = group.episodes
+    assert waiting.partial is None and waiting.stop is None
+    assert done.stop is StopReason.EOS or done.completion is not None
+
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    assert again.calls == [["g0/m1/t0"]]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0]] * 2
+
+
+def test_a_group_that_waits_for_its_scorer_is_scored_after_a_resume():
+    class Stuck(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            self.asked = True
+            await asyncio.sleep(60)
+
+    gate, scorer, generate = ScriptedGate(1), Stuck(), SavingGenerate()
+    saved, _ = saved_while(generate, gate, lambda loop: hasattr(scorer, "asked"), scorer=scorer)
+    assert [e.stop for e in saved[0].episodes] == [StopReason.EOS] * 2
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    assert again.calls in ([], [[]]) and len(gate.put_groups) == 1
+
+
+def test_what_the_sampler_does_not_tell_is_drawn_again_with_a_warning(caplog):
+    gate, generate = ScriptedGate(1), SavingGenerate(never=("g0",))
+    generate.silent = True
+    saved, _ = saved_while(generate, gate, lambda loop: generate.asked)
+    assert [e.partial for e in saved[0].episodes] == [None, None]
+    assert "asleep" in caplog.text
+
+
+class Counting:
+    """Two turns; remembers how many there were, and can be saved."""
+
+    def __init__(self, prompt):
+        self.turns = 0
+
+    async def step(self, prompt, completion):
+        self.turns += 1
+        reply = np.array([5] * self.turns, np.int32)
+        return Reply(token_ids=reply[: 0 if self.turns == 2 else None], done=self.turns == 2)
+
+    def state(self):
+        return {"turns": self.turns}
+
+    def restore(self, state):
+        self.turns = state["turns"]
+
+
+class Forgetful(Counting):
+    """The same without."""
+
+    state = restore = None
+
+
+@pytest.mark.parametrize("env", [Counting, Forgetful])
+def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
+    gate = ScriptedGate(1)
+    generate = SavingGenerate(delay=lambda r: 9.0 * r.request_id.endswith("t1"))
+    saved, _ = saved_while(generate, gate, lambda loop: len(generate.asked) == 4, make_env=env)
+    goes_on = env is Counting
+    assert [len(e.turns) for e in saved[0].episodes] == [int(goes_on)] * 2
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    asyncio.run(make_loop(gate, again, resumed=saved, make_env=env).run())
+    turn = 1 if goes_on else 0
+    assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2

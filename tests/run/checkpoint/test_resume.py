@@ -1,0 +1,108 @@
+"""What is saved of the rollouts while everything runs."""
+
+from jaxrl_async.audit import Rules, audit
+from jaxrl_async.buffer.ledger import Ledger
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.rollout.episode import SavedEpisode
+from jaxrl_async.rollout.rollout_loop import SavedGroup
+from jaxrl_async.run.checkpoint.rollout_state import (
+    ROLLOUT_KINDS,
+    RolloutsState,
+    reopened,
+    rollouts_state,
+)
+from jaxrl_async.testing.fakes import make_group, make_prompt
+from jaxrl_async.types import Drop
+
+
+class Rollouts:
+    """Says that the groups 0 to 3 are being played; meanwhile `goes_on` happens."""
+
+    def __init__(self, tickets, goes_on):
+        self.tickets, self.goes_on = tickets, goes_on
+
+    def progress(self):
+        told = tuple(
+            SavedGroup(ticket=t, prompt=make_prompt(t.group), episodes=(SavedEpisode(),))
+            for t in self.tickets
+        )
+        self.goes_on()
+        return told
+
+
+def started():
+    buffer = ReplayBuffer(groups_per_step=2, max_staleness=1)
+    tickets = buffer.admit(0)
+    return buffer, tickets
+
+
+def trained(buffer, tickets):
+    for ticket in tickets:
+        buffer.put(make_group(ticket, [ticket.version]))
+    buffer.draw(0, 0)
+    buffer.set_live(1)
+
+
+def test_what_is_finished_meanwhile_is_ready_and_the_rest_is_pending():
+    buffer, tickets = started()
+    rollouts = Rollouts(tickets, lambda: buffer.put(make_group(tickets[2], [0])))
+    state = loads(dumps(rollouts_state(buffer, rollouts, active=True)), ROLLOUT_KINDS)
+    assert [t.group for t in state.buffer.pending] == [0, 1, 3]
+    assert [g.ticket.group for g in state.groups] == [0, 1, 3]
+    assert [g.ticket.group for g in state.buffer.ready] == [2] and state.buffer.next_group == 4
+
+
+def test_a_burst_that_is_admitted_meanwhile_comes_again_whole():
+    buffer, tickets = started()
+    trained(buffer, tickets[:2])
+
+    def goes_on():
+        burst = buffer.admit(0)
+        assert [t.group for t in burst] == [4, 5]
+        buffer.put(make_group(burst[1], [1]))
+
+    state = rollouts_state(buffer, Rollouts(tickets[2:], goes_on), active=True)
+    assert [g.ticket.group for g in buffer.state().ready] == [5]
+    assert state.buffer.next_group == 4 and state.buffer.ready == ()
+    assert [g.ticket.group for g in state.groups] == [2, 3]
+    resumed = ReplayBuffer(groups_per_step=2, max_staleness=1)
+    resumed.restore(state.buffer, 1)
+    assert [t.group for t in resumed.admit(0)] == [4, 5]
+
+
+def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
+    """Killed each time before the next checkpoint, and once more after it."""
+    path, rules = tmp_path / "ledger.jsonl", Rules(max_staleness=1, groups_per_step=2)
+    buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=Ledger(path))
+    tickets = buffer.admit(0)
+    trained(buffer, tickets[:2])
+    meanwhile = Rollouts(tickets[2:], lambda: buffer.admit(0))
+    state = rollouts_state(buffer, meanwhile, active=True).buffer
+    assert state.next_group == 4 and [t.group for t in buffer.state().pending] == [2, 3, 4, 5]
+    buffer.close()
+    for _ in range(3):
+        ledger = reopened(path, RolloutsState(buffer=state), 1, resumes=True)
+        buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=ledger)
+        buffer.restore(state, 1)
+        for ticket in (*state.pending, *buffer.admit(0)):
+            buffer.put(make_group(ticket, [1]))
+        buffer.draw(1, 0)
+        buffer.close()
+        found = audit(read_lines(path), rules)
+        assert found.problems == () and found.steps == 2 and found.trained == 4
+
+
+def test_what_fails_meanwhile_is_gone():
+    buffer, tickets = started()
+    fails = Rollouts(tickets, lambda: buffer.fail(tickets[1], make_prompt(1), Drop.FAILED))
+    state = rollouts_state(buffer, fails, active=True)
+    assert [t.group for t in state.buffer.pending] == [0, 2, 3] and state.buffer.next_group == 4
+
+
+def test_without_what_is_active_nothing_is_asked():
+    buffer, tickets = started()
+    trained(buffer, tickets[:2])
+    state = rollouts_state(buffer, None, active=False)
+    assert state.groups == () and state.buffer.pending == () and state.buffer.next_group == 2

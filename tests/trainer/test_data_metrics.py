@@ -1,0 +1,92 @@
+"""What a step's groups say: against counts made by hand."""
+
+import numpy as np
+import pytest
+
+from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
+from jaxrl_async.types import Drop, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+
+def episode(versions: list[int], stop: StopReason = StopReason.EOS) -> Episode:
+    drawn = np.array([v >= 0 for v in versions])
+    return Episode(
+        token_ids=np.arange(len(versions), dtype=np.int32),
+        drawn=drawn,
+        logprobs=np.zeros(len(versions), np.float32),
+        versions=np.array(versions, np.int32),
+        stop=stop,
+    )
+
+
+def group(number: int, episodes: list[Episode], rewards: list[float]) -> EpisodeGroup:
+    return EpisodeGroup(
+        prompt=Prompt(
+            prompt_id=number,
+            position=number,
+            token_ids=np.zeros(1, np.int32),
+            text="",
+            reference="",
+        ),
+        episodes=tuple(episodes),
+        scores=tuple(Score(reward=r, parts={"exact": r}) for r in rewards),
+        ticket=Ticket(group=number, version=3),
+    )
+
+
+def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
+    groups = [
+        group(0, [episode([-1, 3, 4]), episode([-1, 4], StopReason.LENGTH)], [1.0, 0.0]),
+        group(1, [episode([-1, 4, 4, 4]), episode([-1, 4])], [1.0, 1.0]),
+    ]
+    values = group_measures(groups, version=4)
+    assert values["reward/mean"] == pytest.approx(0.75)
+    assert values["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
+    assert values["reward/exact"] == pytest.approx(0.75)
+    assert values["reward/zero_variance_share"] == 0.5
+    assert values["rollout/length_mean"] == pytest.approx(7 / 4)
+    assert values["rollout/length_max"] == 3
+    assert values["rollout/truncated_share"] == 0.25
+    assert (values["staleness/tokens_lag_0"], values["staleness/tokens_lag_1"]) == (6, 1)
+    assert values["staleness/max"] == 1
+    assert values["staleness/mean"] == pytest.approx(1 / 7)
+
+
+def test_each_lag_has_its_reward_length_and_divergence() -> None:
+    groups = [
+        group(0, [episode([-1, 3, 4]), episode([-1, 4])], [1.0, 0.0]),
+        group(1, [episode([-1, 4, 4, 4]), episode([-1, -1])], [3.0, 9.0]),
+    ]
+    kl = [
+        [np.array([7, 0.5, 0.1], np.float32), np.array([7, 0.2], np.float32)],
+        [np.array([7, 0.3, 0.3, 0.3], np.float32), np.array([7, 7], np.float32)],
+    ]
+    values = group_measures(groups, version=4, kl=kl)
+    assert {k: v for k, v in values.items() if k.startswith("staleness/lag_")} == pytest.approx(
+        {
+            "staleness/lag_0_reward": (1 + 0 + 3 * 3) / 5,
+            "staleness/lag_0_length": (2 + 1 + 3 * 3) / 5,
+            "staleness/lag_0_kl": (0.1 + 0.2 + 3 * 0.3) / 5,
+            "staleness/lag_1_reward": 1.0,
+            "staleness/lag_1_length": 2.0,
+            "staleness/lag_1_kl": 0.5,
+        }
+    )
+    assert all(metric_of(key) for key in values)
+    assert "staleness/lag_0_kl" not in group_measures(groups, version=4)
+    nothing = [group(0, [episode([-1, -1])], [1.0])]
+    assert not [k for k in group_measures(nothing, version=4) if "lag_" in k]
+
+
+def test_drops_are_counted_by_reason_with_their_length() -> None:
+    stale = group(0, [episode([-1, 0, 0]), episode([-1, 0])], [0.0, 0.0])
+    values = drop_measures([(stale, Drop.STALE), (stale, Drop.STALE)], trained=6)
+    assert values == {
+        "staleness/dropped_stale": 2.0,
+        "staleness/dropped_share": 0.25,
+        "staleness/wasted_tokens": 6.0,
+        "staleness/dropped_length_mean": 1.5,
+    }
+    none = {"staleness/dropped_share": 0.0, "staleness/wasted_tokens": 0.0}
+    assert drop_measures([], trained=3) == none
+    assert all(metric_of(key) for key in values)

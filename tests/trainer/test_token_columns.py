@@ -1,0 +1,142 @@
+"""Sampling masks and expert ids beside the packed tokens: nothing is lost, moved or made up."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.errors import DataError
+from jaxrl_async.trainer.data_metrics import group_measures
+from jaxrl_async.trainer.pack import micro_batches, pack_groups
+from jaxrl_async.trainer.token_columns import Routing, mask_bits, sequence_bits
+from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
+
+VOCAB, ROUTING = 29, Routing(layers=3, chosen=2, dtype=np.int8)
+PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
+
+
+def kept_of(mask: np.ndarray) -> KeptTokens:
+    """[drawn, vocab] bool as the sampler gives it."""
+    starts = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]).astype(np.int32)
+    return KeptTokens(ids=np.nonzero(mask)[1].astype(np.int32), starts=starts)
+
+
+def episode_of(drawn: list[bool], seed: int) -> tuple[Episode, np.ndarray]:
+    """An episode with masks and experts, and its masks as [drawn, vocab] bool."""
+    rng = np.random.default_rng(seed)
+    flags = np.array([False, *drawn])
+    tokens = rng.integers(0, VOCAB, len(flags)).astype(np.int32)
+    mask = rng.random((flags.sum(), VOCAB)) < 0.3
+    mask[np.arange(len(mask)), tokens[flags]] = True
+    episode = Episode(
+        token_ids=tokens,
+        drawn=flags,
+        logprobs=np.zeros(len(flags), np.float32),
+        versions=np.where(flags, 1, -1).astype(np.int32),
+        stop=StopReason.EOS,
+        kept=kept_of(mask),
+        expert_ids=rng.integers(-1, 9, (len(tokens), *ROUTING[:2])).astype(np.int8),
+    )
+    return episode, mask
+
+
+def group_of(*episodes: Episode) -> EpisodeGroup:
+    return EpisodeGroup(
+        prompt=PROMPT,
+        episodes=episodes,
+        scores=tuple(Score(reward=0.0) for _ in episodes),
+        ticket=Ticket(group=0, version=0),
+    )
+
+
+def packed(
+    *episodes: Episode,
+    mask_vocab: int | None = VOCAB,
+    routing: Routing | None = ROUTING,
+    **kw: Any,
+) -> Any:
+    advantages = [[np.ones(len(e.token_ids), np.float32) for e in episodes]]
+    how: dict[str, Any] = {"mask_vocab": mask_vocab, "routing": routing, **kw}
+    return pack_groups([group_of(*episodes)], advantages, 16, **how)
+
+
+turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=turns, rows=st.integers(1, 3))
+def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
+    made = [episode_of(flags, i) for i, flags in enumerate(drawn)]
+    parts = micro_batches(packed(*(e for e, _ in made)), rows)
+    seen = 0
+    for part in parts:
+        assert part.kept.shape == (rows, 16, 4) and part.kept.dtype == np.uint8
+        bits = np.unpackbits(part.kept, axis=-1, bitorder="little")[..., :VOCAB].astype(bool)
+        assert bits[~part.mask].all(), "nothing is refused where nothing was drawn"
+        assert part.expert_ids.dtype == np.int8
+        assert (part.expert_ids[part.segment_ids == 0] == -1).all()
+        for index, (episode, mask) in enumerate(made):
+            row, column = np.nonzero(part.sequence_ids == index)
+            if not len(row):
+                continue
+            seen += 1
+            np.testing.assert_array_equal(bits[row, column][episode.drawn], mask)
+            np.testing.assert_array_equal(part.expert_ids[row, column], episode.expert_ids)
+    assert seen == len(made)
+
+
+def test_what_is_drawn_but_not_learnt_keeps_its_mask():
+    episode, mask = episode_of([True, True, False, True], 0)
+    batch = packed(episode, masks=[[np.array([0, 0, 1, 0, 1], bool)]])
+    bits = np.unpackbits(batch.kept[0, :5], axis=-1, bitorder="little")[:, :VOCAB]
+    np.testing.assert_array_equal(bits[episode.drawn], mask)
+
+
+def test_without_the_switches_nothing_is_packed():
+    episode, _ = episode_of([True], 0)
+    plain = Episode(
+        **{n: getattr(episode, n) for n in ("token_ids", "drawn", "logprobs", "versions", "stop")}
+    )
+    batch = packed(plain, mask_vocab=None, routing=None)
+    assert batch.kept is None and batch.expert_ids is None
+    assert all(b.kept is None and b.expert_ids is None for b in micro_batches(batch, 2))
+    assert "rollout/kept_mean" not in group_measures([group_of(plain)], 1)
+    with pytest.raises(DataError, match=r"1 drawn tokens has sampling masks for no tokens.*set it"):
+        packed(plain)
+
+
+def test_the_mean_number_of_kept_tokens_is_reported():
+    (first, a), (second, b) = episode_of([True, True], 0), episode_of([True], 1)
+    values = group_measures([group_of(first, second)], 1)
+    assert values["rollout/kept_mean"] == pytest.approx((a.sum() + b.sum()) / 3)
+
+
+def test_masks_that_do_not_fit_are_refused():
+    tokens, drawn = np.array([3, 4, 5], np.int32), np.array([False, True, True])
+    mask = np.ones((2, VOCAB), bool)
+    with pytest.raises(DataError, match="2 drawn tokens has sampling masks for 1 tokens"):
+        sequence_bits(kept_of(mask[:1]), tokens, drawn, VOCAB)
+    with pytest.raises(DataError, match="ids from 0 to 28, but the vocabulary has 8"):
+        mask_bits(kept_of(mask), 8)
+    twice = KeptTokens(ids=np.array([4, 4, 5], np.int32), starts=np.array([0, 2, 3], np.int32))
+    with pytest.raises(DataError, match="out of order or twice"):
+        sequence_bits(twice, tokens, drawn, VOCAB)
+    mask[1, 5] = False
+    with pytest.raises(DataError, match="token 5 at place 2 of an episode was drawn, but its"):
+        sequence_bits(kept_of(mask), tokens, drawn, VOCAB)
+
+
+def test_experts_that_do_not_fit_are_refused_and_those_not_told_are_chosen_freely():
+    (first, _), (second, _) = episode_of([True, True], 0), episode_of([True], 1)
+    short = replace(second, expert_ids=first.expert_ids)
+    with pytest.raises(DataError, match=r"of 2 tokens has expert ids of shape \(3, 3, 2\)"):
+        packed(first, short)
+    pair = (np.arange(4, dtype=np.int32), np.array([False, True, True, True]))
+    batch = packed(first, replace(second, expert_ids=None), pairs=[pair])
+    np.testing.assert_array_equal(
+        batch.expert_ids[batch.sequence_ids == 0], first.expert_ids.reshape(3, 3, 2)
+    )
+    assert (batch.expert_ids[batch.sequence_ids != 0] == -1).all()
