@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxrl_async.errors import (
     Closed,
+    ConfigError,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -26,7 +28,7 @@ from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.scorers.results import finite, shown
-from jaxrl_async.types import CORRECT, Episode, Prompt, Score
+from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -185,3 +187,44 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
             f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
             "token earns nothing."
         )
+
+
+def try_once(
+    scorer: Scorer, prompt: Prompt, encode: Callable[[str], IntArray], setting: str
+) -> Score:
+    """Score the prompt's reference once, before the run, as if the policy had drawn it.
+
+    Warns if a score's part `correct` says that the reference is not right.
+
+    Raises:
+        ConfigError: The scorer raised, timed out or returned something other than a reward. The
+            message begins with `setting`.
+    """
+    answer = encode(prompt.reference)
+    is_prompt = np.zeros(len(prompt.token_ids), bool)
+    drawn = np.concatenate([is_prompt, np.ones(len(answer), bool)])
+    episode = Episode(
+        token_ids=np.concatenate([prompt.token_ids, answer]),
+        drawn=drawn,
+        logprobs=np.zeros(len(drawn), np.float32),
+        versions=np.where(drawn, 0, -1).astype(np.int32),
+        stop=StopReason.EOS,
+    )
+
+    async def score() -> tuple[Score, ...]:
+        return await scorer((episode,), prompt)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+            (tried,) = thread.submit(asyncio.run, score()).result()
+    except RolloutError as error:
+        raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error
+    if prompt.reference.strip() and tried.parts.get(CORRECT, 1.0) < 1.0:
+        log.warning(
+            "%s gives the first held-out prompt's own right answer, %.80r, a part `correct` of %g. "
+            "Unless it asks for more than the answer, another grader fits these records.",
+            setting,
+            prompt.reference,
+            tried.parts[CORRECT],
+        )
+    return tried

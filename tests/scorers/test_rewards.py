@@ -18,9 +18,8 @@ from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
-from jaxrl_async.scorers.guard import checked
+from jaxrl_async.scorers.guard import checked, try_once
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
-from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -416,7 +415,7 @@ def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_i
             "reward.function = mine",
         )
         assert found.parts == {"correct": 0}
-        assert ("own right answer, '2', is right to 0" in caplog.text) == warned
+        assert ("own right answer, '2', a part `correct` of 0" in caplog.text) == warned
         assert bool(caplog.records) == warned
 
 
