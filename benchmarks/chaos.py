@@ -22,8 +22,7 @@ import numpy as np
 from common import Row, options, parser, report
 from safetensors.numpy import load_file
 
-from jaxrl_async.audit import audit_run
-from jaxrl_async.audit import report as report_of
+from jaxrl_async.audit import audit_report, audit_run
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.train import RESUME
@@ -80,7 +79,7 @@ def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
     weights = [load_file(f / "policy" / "model.safetensors") for f in (first, second)]
     found = audit_run(second)
     if found.problems:
-        print(report_of(found), file=sys.stderr)
+        print(audit_report(found), file=sys.stderr)
     return {
         "model": "addition, tiny",
         "max_staleness": staleness,

@@ -1,7 +1,7 @@
-"""A guard around a scorer: time limit, retries, and a check of what came back. Needs no JAX.
+"""Guard a scorer: timeout, retries, a check of its scores, and one try before the run. No JAX.
 
-group ──> scorer ──in time?──> Scores ──sound?──> the same Scores
-            ^  │ raised, or too late
+group ──> scorer ──in time?──> Scores ──valid?──> the same Scores
+            ^  │ raised, or timed out
             └──┘ again after a wait, `retries` times; then the group fails
 """
 
@@ -33,11 +33,11 @@ from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, Score, StopRea
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-6
-"""How far from 0 to 1 a part `correct` may lie: sum([1 / 9] * 9) is 1.0000000000000002."""
+"""How far outside 0 to 1 a part `correct` may be: sum([1 / 9] * 9) is 1.0000000000000002."""
 
 
 class GuardedScorer:
-    """ports.Scorer around another one. Used by one thread at a time; `oldest_s` from anywhere."""
+    """ports.Scorer around another one, for one thread at a time. Any thread may call `oldest_s`."""
 
     def __init__(
         self,
@@ -50,15 +50,27 @@ class GuardedScorer:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
-        """count: told the name of each fault (metrics.faults). backoff_s doubles with each try."""
+        """Guard a scorer.
+
+        Args:
+            scorer: The scorer to guard.
+            timeout_s: Longest time for one call, seconds.
+            retries: Further tries after a failure or a timeout.
+            backoff_s: Wait before the first retry, seconds; doubles with each further retry.
+            count: Called with the name of each fault (metrics/fault_counts.py).
+            sleep: Waits for so many seconds.
+            clock: For `oldest_s`.
+        """
         self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
         self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
         self._calls = UnderWay(clock)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """As ports.Scorer. Raises RolloutError where the last try failed, whatever it raised, and
-        at once where what came back is no score of each episode: asking again would not change
-        that."""
+        """Score a group as ports.Scorer does.
+
+        Raises RolloutError if the last try failed, whatever it raised, and at once if the scorer
+        did not return one valid score per episode: a retry would not change that.
+        """
         try:
             with self._calls.one():
                 return checked(await self._scored(episodes, prompt), episodes, prompt)
@@ -67,7 +79,7 @@ class GuardedScorer:
             raise
 
     def oldest_s(self) -> float:
-        """How long the longest call under way has taken, retries included, seconds; 0: none."""
+        """Return the age of the oldest running call, retries included, seconds; 0 if none runs."""
         return self._calls.oldest_s()
 
     async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
@@ -91,7 +103,7 @@ class GuardedScorer:
                 return await self._scorer(episodes, prompt)
         except TimeoutError:
             self._count("scorer_timeouts")
-            if not limit.expired():  # the scorer's own limit, with a message of its own
+            if not limit.expired():  # the scorer's own timeout, with its own message
                 raise
             raise RolloutTimeout(
                 f"prompt {prompt.prompt_id}: scoring a group of {len(episodes)} took more than "
@@ -99,7 +111,7 @@ class GuardedScorer:
             ) from None
 
     async def _outcome(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
-        """What the scorer gives; what it raises is a RolloutError, and no end of the run."""
+        """Return what the scorer returns; turn whatever it raises into a RolloutError."""
         try:
             return await self._in_time(episodes, prompt)
         except (RolloutError, Closed):
@@ -113,8 +125,10 @@ class GuardedScorer:
 
 
 def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """The scores as a tuple, each part `correct` within 0 and 1. Raises RefusedScore that says
-    which is wrong and how."""
+    """Return the scores as a tuple, each part `correct` clipped to 0 to 1.
+
+    Raises RefusedScore that says which score is wrong and how.
+    """
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
         given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
@@ -140,7 +154,7 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
 
 
 def is_finite_number(value: object) -> bool:
-    """A real number, neither NaN nor infinite; bool is none."""
+    """Return whether a value is a real number, neither NaN nor infinite; a bool is not a number."""
     return isinstance(value, Real) and not isinstance(value, bool) and finite(value) is not None
 
 
@@ -148,24 +162,24 @@ def _check_parts(parts: Mapping[str, float], where: str) -> None:
     for name in parts:
         if name != part_name(name):
             raise RefusedScore(
-                f"{where} names a part {name!r}, which no metric can be called. Name it "
+                f"{where} names a part {name!r}, which cannot be a metric's name. Name it "
                 f"{part_name(name)!r}."
             )
         if names_a_metric(name):
             raise RefusedScore(
-                f"{where} names a part {name!r}, and reward/{name} is a metric of its own. Rename "
+                f"{where} names a part {name!r}, and reward/{name} is another metric. Rename "
                 "the part."
             )
     if not -ROUNDING <= parts.get(CORRECT, 0.0) <= 1 + ROUNDING:
         raise RefusedScore(
-            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. It says how right an "
-            "answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is "
-            "something else."
+            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. This part says how "
+            "right an answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename the "
+            "part if it means something else."
         )
 
 
 def _clipped(score: Score) -> Score:
-    """The score, its part `correct` without what rounding brought over 1 or under 0."""
+    """Clip a score's part `correct` to 0 to 1: rounding may have moved it outside."""
     correct = score.parts.get(CORRECT, 0.0)
     if 0 <= correct <= 1:
         return score
