@@ -222,9 +222,9 @@ def transfer_tears(hits: Hits) -> Fault:
 
 def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        end: Any = parts.channel._ends[-1]
-        move = end.move
-        end.move = lambda held: strike(lambda: move(held)) if hits.strikes() else move(held)
+        link: Any = parts.channel.links[-1]
+        move = link.move
+        link.move = lambda cast: strike(lambda: move(cast)) if hits.strikes() else move(cast)
 
     return fault
 

@@ -23,6 +23,7 @@ from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Partial
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 LIMITS = RestartLimits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_row=2)
 
@@ -453,7 +454,7 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
 @pytest.mark.slow
 def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_dead(wishes):
     devices = jax.devices()[:2]
-    channel = WeightChannel([lambda p, d=d: jax.device_put(p, d) for d in devices])
+    channel = WeightChannel([FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in devices])
 
     def sampler():
         return Sampler((SPEC, PARAMS), section=SECTION, weights=channel.subscribe())
