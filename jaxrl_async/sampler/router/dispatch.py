@@ -1,8 +1,8 @@
 """Requests to replicas and answers to callers: each caller gets exactly one answer.
 
-    submit ──Dealer──> [ seat: replica ] ──Completion──> checked ──> the caller's future
-               ^              │ taken out, or a log-prob that is not finite
-               └── waiting <──┘
+submit ──Dealer──> [ seat: replica ] ──Completion──> checked ──> the caller's future
+           ^              │ taken out, or a log-prob that is not finite
+           └── waiting <──┘
 """
 
 import threading
@@ -119,7 +119,7 @@ class Dispatcher:
     ) -> Completion | RolloutError | None:
         """Return a completion whose log-probs are finite. Return None for the first that is not,
         which is drawn again elsewhere, and an error for the second."""
-        if np.isfinite(completion.logprobs).all():
+        if not seat.replica.has_logprobs or np.isfinite(completion.logprobs).all():
             self._fleet.draws_well(seat)
             return completion
         self._fleet.draws_nonfinite(seat)

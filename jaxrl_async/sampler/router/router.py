@@ -3,7 +3,7 @@ replaced.
 
     submit ──> Dispatcher ──dealt──> [ seat: replica ] ──Completion──> the caller's future
                    ^                    │ died, hangs, draws NaN
-                   └──── dealt again ───┘ taken out; its successor sits in the same seat after a while
+                   └──── dealt again ───┘ taken out; after a while its successor sits there
 
 Replicas know nothing of each other; each swaps weights on its own. Requests of one call are dealt
 by a pure function of what was dealt before and of which requests are answered (dealing.py), so
