@@ -77,6 +77,17 @@ class SamplerStats:
         """Counters of which at least one rises while the sampler is making progress."""
         return self.blocks, self.prefill_tokens, self.swaps
 
+    def plus(self, **more: float) -> Self:
+        """Return these statistics with more added to counters."""
+        added: dict[str, Any] = {name: getattr(self, name) + n for name, n in more.items()}
+        return replace(self, **added)
+
+    def updated(self, record: Any) -> Self:
+        """Return these statistics with the fields of this record in place of theirs; all of its
+        fields are theirs, too."""
+        values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
+        return replace(self, **values)
+
     def after(self, earlier: "SamplerStats") -> "SamplerStats":
         """Return these statistics with those of the sampler that this one replaced added."""
         return _merged([earlier, self], lambda kind: kind.over_time)
