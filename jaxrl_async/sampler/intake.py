@@ -81,8 +81,8 @@ class Receiver:
 
 
 def _cancelled(batch: Batch) -> list[Sequence_]:
-    """Return the requests whose callers gave up: those with a place, and of the queue as many as
-    could get a place now, so that a long queue costs no more."""
+    """Return the requests whose callers gave up: all that have a place, and those at the head of
+    the queue, up to as many others as there are places. A long queue is not searched each round."""
     cancelled = [s for s in batch.placed.values() if s.owner.gave_up]
     wanted = 0
     for sequence in batch.queue:

@@ -83,7 +83,7 @@ class Lifetime:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that has the thread."""
+        """Whether this process is a fork of the one that the thread runs in."""
         return os.getpid() != self._pid
 
     def check_open(self, closed: str) -> None:
@@ -95,7 +95,7 @@ class Lifetime:
             raise Closed(closed)
 
     def check_process(self) -> None:
-        """Raise RolloutError in a forked process, where nobody would ever answer."""
+        """Raise RolloutError in a forked process, where the thread does not exist."""
         if self.is_forked:
             raise RolloutError(
                 f"this {self._kind} was made in process {self._pid}, and its thread is there: "

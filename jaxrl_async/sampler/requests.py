@@ -3,7 +3,7 @@ other.
 
     caller ──checked──> Inbox ──take──> the sampler's thread ──Completion──> resolve ──> future
 
-Any thread may use the Inbox; futures of an event loop are set on that loop. Pure host code.
+Any thread may use the Inbox; futures of an event loop are set on that loop.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ def resolve(answers: Sequence[tuple[Waiter, Completion | BaseException]]) -> Non
         if loop is None:
             _set_futures(of_loop)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
                 loop.call_soon_threadsafe(_set_futures, of_loop)
 
 
@@ -226,7 +226,7 @@ def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]
 
 @contextlib.contextmanager
 def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]]:
-    """Cancel these futures if the block ends by an exception: nobody waits for them."""
+    """Cancel these futures if the block ends by an exception, so that no slot serves them."""
     try:
         yield futures
     except BaseException:

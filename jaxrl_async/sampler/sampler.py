@@ -52,14 +52,14 @@ LOOK_S = 0.002
 CLOSE_S = 60.0
 """Longest wait for the thread to end, seconds; one that hangs is left alone."""
 CLOSED_TOO_EARLY = "the sampler was closed before the request was done"
-"""What callers are told that wait for a sampler that is closed."""
+"""The message to callers whose request was not done when the sampler was closed."""
 
 
 class Sampler:
     """Continuous batching over slots and pages. Thread safe: submit from anywhere.
 
-    A context manager: leaving it closes it. A sampler that nobody holds any more ends once its
-    requests are done; one that is still open when the program ends is closed.
+    A context manager: leaving it closes it. A sampler without references ends once its requests are
+    done; one that is still open when the program ends is closed.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Sampler:
         version: int = 0,
         settings: SamplerSettings = SamplerSettings(),  # noqa: B008 (frozen)
     ) -> None:
-        """Place the parameters on the mesh by SAMPLER_RULES; the thread starts with the first
-        request. Raises ConfigError.
+        """Place the parameters on the mesh by SAMPLER_RULES, and make the engine. The first request
+        starts the thread. Raises ConfigError.
 
         Args:
             policy: a Policy, or its spec and parameters.
@@ -139,7 +139,7 @@ class Sampler:
         """Stop at the next block boundary; requests that are not done fail with Closed.
         Idempotent."""
         if self.lifetime.is_forked:
-            return  # the thread, and whoever waits, are the other process's
+            return  # the thread and its callers are in the other process
         if not self.lifetime.stop(CLOSE_S):
             name = self.setup.settings.name
             log.error("the thread of %s did not end within %.0f s", name, CLOSE_S)
@@ -526,7 +526,7 @@ class DecodeLoop:
     # ---- the end
 
     def _on_device(self) -> list[Sequence_]:
-        """Return the requests that have a place, or had one until just now."""
+        """Return the requests that have a place, or had one in the last block."""
         placed = () if self.batch is None else self.batch.placed.values()
         return [*placed, *(s for s, _ in self.finished)]
 

@@ -106,8 +106,8 @@ def set_up(
 
 
 def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
-    """Settings for who gave none: sequences as long as the model, LONGEST at most, in the KV memory
-    that the defaults of schema.SamplerSection take."""
+    """Return the section of a sampler that was given none: sequences as long as the model allows,
+    LONGEST at most, in the KV memory that the defaults of schema.SamplerSection take."""
     usual = schema.SamplerSection()
     plan = kv_plan(spec, usual, dtype)
     longest = min(spec.max_positions, LONGEST)
@@ -122,7 +122,8 @@ def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
 
 
 def kv_plan(spec: ModelSpec, section: schema.SamplerSection, dtype: Any) -> MemoryPlan:
-    """Slots and pages for a model and a configuration. Raises ConfigError."""
+    """Return how many slots and pages a model has in the memory of this section. Raises
+    ConfigError."""
     each = spec.kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
     return plan_memory(
@@ -145,7 +146,8 @@ def make_engine(
     one_thread: bool = False,
     keep_routing: bool = False,
 ) -> Engine:
-    """The programs of a sampler on this mesh. Raises ConfigError."""
+    """Return the engine of a sampler on this mesh. Raises ConfigError if keep_routing is asked of a
+    dense model."""
     if keep_routing and not spec.experts:
         raise ConfigError(
             f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
@@ -169,7 +171,7 @@ def make_engine(
 
 
 def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
-    """Whether the decode loop reads the pages through the TPU kernel."""
+    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention."""
     if attention != "auto":
         return attention == "ragged"
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]

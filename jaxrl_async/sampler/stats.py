@@ -62,8 +62,8 @@ class SamplerStats:
     preempted: int = _is(COUNTER)  # lost their pages for a while: memory was short
     restarted: int = _is(COUNTER)  # began again after a swap
     discarded_tokens: int = _is(COUNTER)  # drawn, then thrown away by a restart
-    in_flight: int = _is(GAUGE)  # requests with a place
-    waiting: int = _is(GAUGE)  # requests without one
+    in_flight: int = _is(GAUGE)  # requests that have a place
+    waiting: int = _is(GAUGE)  # requests that wait for one
     used_page_share: float = _is(SHARE, 0.0)  # of the KV pages, the prefix store's included
     swaps: int = _is(COUNTER)
     swap_pause_s: float = _is(LARGEST, 0.0)  # between two blocks at the last swap, with the probe
@@ -83,8 +83,8 @@ class SamplerStats:
         return replace(self, **added)
 
     def updated(self, record: Any) -> Self:
-        """Return these statistics with the fields of this record in place of theirs; all of its
-        fields are theirs, too."""
+        """Return these statistics with the values of another record, whose fields are among
+        theirs."""
         values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
         return replace(self, **values)
 

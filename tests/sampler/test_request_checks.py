@@ -58,7 +58,7 @@ def test_an_empty_prompt_is_not_told_to_be_shorter() -> None:
 
 def test_what_is_no_request_is_refused() -> None:
     for thing in (None, "text", {"token_ids": [1]}, 5):
-        with pytest.raises(RolloutError, match="is no request"):
+        with pytest.raises(RolloutError, match="is not a request"):
             checked_request(thing, ROOM)
 
 
