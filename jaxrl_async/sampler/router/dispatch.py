@@ -5,14 +5,14 @@ submit ──Dealer──> [ seat: replica ] ──Completion──> checked ─
            └── waiting <──┘
 """
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.router.dealing import Dealer
 from jaxrl_async.sampler.router.fleet import Fleet, Seat
 from jaxrl_async.sampler.router.job import Job
@@ -22,19 +22,17 @@ from jaxrl_async.types import Completion
 class Dispatcher:
     """Deals jobs to the fleet and settles them, under the fleet's lock."""
 
-    def __init__(self, fleet: Fleet, dealer: Dealer, wake: threading.Event) -> None:
-        """wake: set when a replica needs to be looked after."""
-        self._fleet, self._dealer, self._wake = fleet, dealer, wake
-        self.closed = False
-        self.error: BaseException | None = None  # no replica is left, or the weights are wrong
+    def __init__(self, fleet: Fleet, dealer: Dealer, lifetime: Lifetime) -> None:
+        """lifetime: the router's; its thread is woken when a replica needs to be looked after."""
+        self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
 
     def submit(self, jobs: Sequence[Job], *, together: bool = False) -> None:
-        """Deal new jobs: all of them, or none if it raises. Raises Closed and `error`."""
+        """Deal new jobs: all of them, or none if it raises.
+
+        Raises Closed, and the error that ended the router.
+        """
         with self._fleet.lock:
-            if self.error is not None:
-                raise self.error
-            if self.closed:
-                raise Closed("the samplers are closed")
+            self._lifetime.check_open("the samplers are closed")
             try:
                 self._deal(jobs, together=together)
             except BaseException:
@@ -64,10 +62,10 @@ class Dispatcher:
                 job.inner.cancel()
 
     def end(self, error: BaseException) -> None:
-        """Give every caller the error."""
+        """Give every caller the error, and end the router with it unless it is closed."""
         with self._fleet.lock:
-            if not self.closed:
-                self.error = self.error or error
+            if not self._lifetime.closed:
+                self._lifetime.fail(error)
             jobs = self._fleet.drain()
         for job in jobs:
             job.settle(error)
@@ -88,7 +86,7 @@ class Dispatcher:
         for number in sorted(deal.shares):
             seat, share = fleet.seats[number], deal.shares[number]
             if not fleet.hand_over(seat, share):
-                self._wake.set()
+                self._lifetime.wake.set()
                 continue
             for job in share:
                 assert job.inner is not None
@@ -101,13 +99,13 @@ class Dispatcher:
             if job.inner is not inner:
                 return  # the replica was taken out: another has the request
             error = None if inner.cancelled() else inner.exception()
-            if error is not None and seat.replica.error is not None and not self.closed:
-                self._wake.set()  # it died: the router gives the request to another
+            if error is not None and seat.replica.error is not None and not self._lifetime.closed:
+                self._lifetime.wake.set()  # it died: the router gives the request to another
                 return
             del seat.jobs[job]
             job.inner = None
             if not seat.jobs and any(waits.suspect for waits in fleet.waiting):
-                self._wake.set()  # the seat is free for it
+                self._lifetime.wake.set()  # the seat is free for it
             if inner.cancelled():
                 return
             result = self._checked(seat, job, inner.result()) if error is None else error
@@ -126,7 +124,7 @@ class Dispatcher:
         if job.avoid is None:
             job.avoid = seat.number
             self._fleet.waiting.append(job)
-            self._wake.set()
+            self._lifetime.wake.set()
             return None
         return RolloutError(
             f"request {job.request.request_id}: the sampler gave log-probs that are not finite, "

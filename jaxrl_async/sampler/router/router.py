@@ -20,17 +20,14 @@ supervise.py.
 
 import asyncio
 import logging
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Clock, Replica
-from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
+from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.router.dealing import Dealer, unrecorded
 from jaxrl_async.sampler.router.dispatch import Dispatcher
@@ -76,11 +73,9 @@ class Router:
                 no function: choose one.
         """
         self.fleet = Fleet(samplers, limits=limits or RestartLimits(), count=count, clock=clock)
-        self._wake = threading.Event()
-        self._dispatcher = Dispatcher(self.fleet, Dealer(recorded or unrecorded), self._wake)
-        self._thread: threading.Thread | None = None
+        self._lifetime = Lifetime(self, Router.look_after, name="router")
+        self._dispatcher = Dispatcher(self.fleet, Dealer(recorded or unrecorded), self._lifetime)
         self._started = False
-        self._pid = os.getpid()
 
     @property
     def samplers(self) -> tuple[Replica, ...]:
@@ -105,7 +100,7 @@ class Router:
     @property
     def error(self) -> BaseException | None:
         """Why it ended: no replica is left, or the weights are wrong."""
-        return self._dispatcher.error
+        return self._lifetime.error
 
     def start(self, *, own_thread: bool = True) -> None:
         """Start every replica and the thread that looks after them; the first request does so too.
@@ -115,25 +110,14 @@ class Router:
         for sampler in self.samplers:
             sampler.start()
         self._started = True
-        with self.fleet.lock:
-            if own_thread and self._thread is None and not self._dispatcher.closed:
-                self._thread = threading.Thread(
-                    target=serve,
-                    args=(weakref.ref(self), self._wake, Router.look_after),
-                    name="router",
-                    daemon=True,
-                )
-                close_at_exit(self)
-                self._thread.start()
+        if own_thread:
+            self._lifetime.start()
 
     def close(self) -> None:
         """Stop every replica; requests that are not done fail with Closed. Idempotent."""
-        if os.getpid() != self._pid:
-            return  # a fork: everything belongs to the other process
-        self._dispatcher.closed = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_S)
+        if self._lifetime.is_forked:
+            return  # everything belongs to the other process
+        self._lifetime.stop(JOIN_S)
         for sampler in self.samplers:
             sampler.close()
         closed = Closed("the samplers were closed before the request was done")
@@ -148,7 +132,7 @@ class Router:
     def check_waits(self) -> None:
         """Raise RolloutError where waiting for an answer would never end: on a thread that answers
         requests, or in a forked process."""
-        check_here(self, self._pid, (self._thread,))
+        self._lifetime.check_waits()
         for sampler in self.samplers:
             sampler.check_waits()
 
@@ -230,7 +214,7 @@ class Router:
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the replicas serve them; works while none is at work."""
-        check_here(self, self._pid)
+        self._lifetime.check_process()
         return self.samplers[0].checked(requests)
 
     def _submit(self, jobs: Sequence[Job], *, together: bool = False) -> None:
@@ -267,12 +251,12 @@ class Router:
         (lifetime.serve), None once it has ended.
 
         consumes      requests of replicas that failed
-        waits for     self._wake: set by a death, a refused completion, and close
+        waits for     the lifetime's `wake`: set by a death, a refused completion, and close
         produces      replicas in place of those that failed
         on failure    `error`, and every caller gets it
         """
         try:
-            if not self._dispatcher.closed:
+            if not self._lifetime.closed:
                 self.look()
                 return LOOK_S
         except Closed as error:

@@ -345,7 +345,7 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(wishes):
         assert a.token_ids.tolist() == b.token_ids.tolist()
     assert faults.read()["sampler_restarts"] == 1
     assert router.samplers[0] is not old and router.samplers[0].engine is old.engine
-    assert old._batch is None, "its KV is gone"
+    assert old.loop.batch is None, "its KV is gone"
     router.close()
 
 
