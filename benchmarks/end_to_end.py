@@ -167,13 +167,13 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
     )
-    channel = WeightChannel(push, on_live=buffer.set_live)
+    channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
     sampler = Sampler(
         (spec, push(state.params)),
         section=config.sampler,
         mesh=slices.sampler,
-        weights=channel,
+        weights=channel.subscribe(),
         settings=SamplerSettings(
             probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
         ),
