@@ -26,6 +26,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import loads
+from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, FaultsSection, name_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
@@ -473,7 +474,7 @@ def claim_devices(config: Config) -> None:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
         processes = config.distributed.num_processes or 1
-        jax.config.update("jax_num_cpu_devices", config.devices_of_process(processes))
+        jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 
