@@ -10,14 +10,16 @@ matter (corrections.py): that is decoupled PPO (AReaL, arXiv:2505.24298), so it 
 own, and any loss here can be decoupled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from numpy.typing import ArrayLike
 from pydantic import Field
 
+from jaxrl_async.algorithms.columns import COLUMNS, check_fields
 from jaxrl_async.algorithms.registry import (
     Above0,
     AtLeast0,
@@ -65,6 +67,16 @@ class TokenInputs(NamedTuple):
     covariance_rank: Array | None = None
     """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
     log-prob and advantage, (log policy - mean) * (A - mean)."""
+
+
+check_fields("TokenInputs", TokenInputs._fields, (n for n, c in COLUMNS.items() if c.in_loss))
+
+
+def token_inputs(columns: Mapping[str, ArrayLike | None]) -> TokenInputs:
+    """Return these columns as TokenInputs, in the dtypes that COLUMNS declares."""
+    return TokenInputs(
+        **{k: None if v is None else jnp.asarray(v, COLUMNS[k].dtype) for k, v in columns.items()}  # type: ignore[arg-type]
+    )
 
 
 class TokenLoss(NamedTuple):

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepAdvantages, StepData
-from jaxrl_async.algorithms.losses import TokenInputs, TokenLoss, TokenLossFn
+from jaxrl_async.algorithms.losses import TokenInputs, TokenLoss, TokenLossFn, token_inputs
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
@@ -88,24 +89,26 @@ def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
 
-    def near(scale: float) -> jax.Array:
-        return jnp.asarray(policy + scale * rng.uniform(-1, 1, SHAPE), jnp.float32)
+    def near(scale: float) -> NDArray[np.float32]:
+        return (policy + scale * rng.uniform(-1, 1, SHAPE)).astype(np.float32)
 
-    return TokenInputs(
-        policy_logprobs=jnp.asarray(policy, jnp.float32),
-        behavior_logprobs=near(3.0),
-        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(
-            [[False, False, True, True, True, True], [False, *[True] * 3, *[False] * 2]]
-        ),
-        versions=jnp.full(SHAPE, 3, jnp.int32),
-        entropy=jnp.asarray(rng.random(SHAPE), jnp.float32),
-        reference_logprobs=near(0.5) if refers and not whole else None,
-        proximal_logprobs=near(0.1),
-        segment_ids=jnp.asarray([[1] * 6, [1] * 4 + [0] * 2], jnp.int32),
-        ages=jnp.asarray(rng.integers(0, 4, SHAPE), jnp.int32),
-        reference_divergence=near(0.5) ** 2 if refers and whole else None,
-        covariance_rank=jnp.asarray(rng.random(SHAPE), jnp.float32),
+    return token_inputs(
+        {
+            "policy_logprobs": policy,
+            "behavior_logprobs": near(3.0),
+            "advantages": rng.normal(0, 1, SHAPE),
+            "mask": [[False, False, True, True, True, True], [False, *[True] * 3, *[False] * 2]],
+            "versions": np.full(SHAPE, 3),
+            "entropy": rng.random(SHAPE),
+            "reference_logprobs": near(0.5) if refers and not whole else None,
+            "proximal_logprobs": near(0.1),
+            "segment_ids": [[1] * 6, [1] * 4 + [0] * 2],
+            "ages": rng.integers(0, 4, SHAPE),
+            "reference_divergence": near(0.5) ** 2 if refers and whole else None,
+            "covariance_rank": rng.random(SHAPE),
+            "anchor_logprobs": None,  # the objective puts it in, with algorithm.anchor=proximal
+            "teacher_divergence": None,  # a term of its own, which no loss looks at
+        }
     )
 
 

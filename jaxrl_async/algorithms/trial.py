@@ -15,7 +15,7 @@ from jaxrl_async.algorithms.corrections import (
     correction_of,
     default_correction,
 )
-from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.losses import token_inputs
 from jaxrl_async.algorithms.objective import make_recipe, policy_objective
 from jaxrl_async.algorithms.preflight import own_advantage, tiny_inputs, tiny_step
 from jaxrl_async.algorithms.shaping import shape, shaping
@@ -92,15 +92,14 @@ def effective_weights(
     behavior = np.full((len(ratios), 1), -5.0, np.float32)
     policy = jnp.asarray(behavior + np.log(ratios)[:, None], jnp.float32)
     alike = np.ones(behavior.shape)
-    x = TokenInputs(
-        policy_logprobs=policy,
-        behavior_logprobs=jnp.asarray(behavior),
-        advantages=jnp.asarray(advantage * alike, jnp.float32),
-        mask=jnp.asarray(alike, bool),
-        versions=jnp.asarray(alike, jnp.int32),
-        entropy=jnp.asarray(alike, jnp.float32),
-        proximal_logprobs=policy if algorithm.anchor == "proximal" else None,
-        covariance_rank=jnp.asarray(alike, jnp.float32),
+    x = token_inputs(
+        {
+            "policy_logprobs": policy,
+            "behavior_logprobs": behavior,
+            "advantages": advantage * alike,
+            "proximal_logprobs": policy if algorithm.anchor == "proximal" else None,
+            **dict.fromkeys(("mask", "versions", "entropy", "covariance_rank"), alike),
+        }
     )
     recipe = make_recipe(algorithm.model_copy(update={"kl_coefficient": 0.0}))
 

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.entropy import active_entropy_coefficient, next_entropy_coefficient
 from jaxrl_async.algorithms.kl import next_coefficient
-from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.losses import token_inputs
 from jaxrl_async.algorithms.objective import Coefficients, mean_report
 from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
@@ -45,7 +46,7 @@ from jaxrl_async.trainer.pack import (
     unpacked,
     with_advantages,
 )
-from jaxrl_async.trainer.step import Columns, TrainStep, forward_flops
+from jaxrl_async.trainer.step import TrainStep, forward_flops
 from jaxrl_async.trainer.token_columns import Routing
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
@@ -253,14 +254,13 @@ class Learner:
 
     def _divergence(self, batch: PackedBatch, found: Mapping[str, FloatArray]) -> FloatArray:
         """algorithm.kl's estimate at each learnt token, of the weights at the start of the step."""
-        x = TokenInputs(
-            policy_logprobs=jnp.asarray(found["proximal"]),
-            behavior_logprobs=jnp.asarray(batch.behavior_logprobs),
-            advantages=jnp.asarray(batch.advantages),
-            mask=jnp.asarray(batch.mask),
-            versions=jnp.asarray(batch.versions),
-            entropy=jnp.zeros(batch.mask.shape),
-            reference_logprobs=jnp.asarray(found["reference"]),
+        x = token_inputs(
+            {
+                "policy_logprobs": found["proximal"],
+                "reference_logprobs": found["reference"],
+                "entropy": np.zeros(batch.mask.shape),
+                **{n: getattr(batch, n) for n in names_of(Source.PACK) if COLUMNS[n].in_loss},
+            }
         )
         return np.asarray(self._step.recipe.kl(x), np.float32)
 
@@ -289,12 +289,11 @@ class Learner:
         found: Mapping[str, FloatArray],
         device_lock: AbstractContextManager[Any],
     ) -> Columns:
-        columns = Columns(
-            proximal_logprobs=found.get("proximal"), reference_logprobs=found.get("reference")
-        )
+        looked = {"proximal_logprobs": "proximal", "reference_logprobs": "reference"}
+        columns: Columns = {name: found[k] for name, k in looked.items() if k in found}
         if self._needs_covariance:
             rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
-            columns = columns._replace(covariance_rank=rank)
+            columns["covariance_rank"] = rank
         teacher, has = self._teacher, self._with
         if has.teacher_pass is not None and teacher.form == "loss" and teacher.top_k:
             if teacher.top_of == "student" and has.own_pass is not None:
@@ -302,7 +301,7 @@ class Learner:
                 logprobs = has.teacher_pass.logprobs_at(self.teacher, batch, ids, device_lock)
             else:
                 ids, logprobs = has.teacher_pass.top(self.teacher, batch, device_lock)
-            columns = columns._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+            columns |= {"teacher_ids": ids, "teacher_logprobs": logprobs}
         return columns
 
     def _update(
@@ -313,7 +312,7 @@ class Learner:
         critic = self._with.critic
         warming = critic is not None and version < self._critic_warmup
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
-        looked_up = step.columns.reference_logprobs is not None
+        looked_up = "reference_logprobs" in step.columns
         how: dict[str, Any] = {
             "version": version,
             "coefficients": self.coefficients,
@@ -377,7 +376,7 @@ class Learner:
             return 1, iter([step])
         dealt = deal(step.batch, self._algorithm.minibatches, seed)
         times = len(dealt)
-        step = step._replace(columns=step.columns._replace(**self._step.weights(step.batch, times)))
+        step = step._replace(columns=step.columns | self._step.weights(step.batch, times))
         if step.returns is not None:
             step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
         parts = (_part_at(step, places_of(step.batch, sequences)) for sequences in dealt)
@@ -521,9 +520,9 @@ def _is_due(version: int, every: int) -> bool:
 
 def _part_at(step: Part, places: NDArray[np.int64]) -> Part:
     """The sequences at these places of a step's rows, with all that was found out about them."""
-    columns = [None if c is None else moved(c, places) for c in step.columns]
+    columns = {n: moved(c, places, COLUMNS[n].fill) for n, c in step.columns.items()}
     of_critic = [None if c is None else moved(c, places) for c in step[2:]]
-    return Part(repacked(step.batch, places), Columns(*columns), *of_critic)
+    return Part(repacked(step.batch, places), columns, *of_critic)
 
 
 def _ends(values: tuple[tuple[NDArray[Any], ...], ...]) -> tuple[NDArray[np.float64], ...]:
