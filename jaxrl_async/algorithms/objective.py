@@ -16,7 +16,7 @@ from jax import Array
 from jaxrl_async.algorithms.aggregate import mean_of
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.algorithms.entropy import clipped_entropy_bonus, entropy_bonus
-from jaxrl_async.algorithms.kl import KLFn, k3_of, kl
+from jaxrl_async.algorithms.kl import KLFn, is_whole, k3_of, kl
 from jaxrl_async.algorithms.losses import (
     TokenInputs,
     TokenLoss,
@@ -82,7 +82,7 @@ def make_recipe(
         coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
         anchor=algorithm.anchor,
         kl_in_loss=algorithm.kl_in == "loss",
-        whole_kl=schema.name_of(algorithm.kl) == "full",
+        whole_kl=is_whole(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,

@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.advantages import AdvantageFn, StepAdvantages, StepData
+from jaxrl_async.algorithms.advantages import (
+    AdvantageFn,
+    StepAdvantages,
+    StepData,
+    needs_critic,
+)
+from jaxrl_async.algorithms.kl import is_whole
 from jaxrl_async.algorithms.losses import TokenInputs, TokenLoss, TokenLossFn, token_inputs
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
@@ -85,7 +91,7 @@ def _try_loss(where: str, function: TokenLossFn, masked: TokenLossFn, x: TokenIn
 def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
     """Every field that a loss may look at with this algorithm, with tokens that are not learnt."""
     refers = algorithm.kl_coefficient > 0
-    whole = schema.name_of(algorithm.kl) == "full"
+    whole = is_whole(algorithm.kl)
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
 
@@ -121,7 +127,7 @@ def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
     name = schema.name_of(choice)
     if not is_own(name):
         return function
-    where, data = f"algorithm.advantage = {name!r}", tiny_step()
+    where, data = f"algorithm.advantage = {name!r}", tiny_step(with_values=needs_critic(choice))
     try:
         given = function(data)
     except Exception as error:
@@ -145,8 +151,9 @@ def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
     return function
 
 
-def tiny_step() -> StepData:
-    """Two groups of three episodes, one of them with different rewards."""
+def tiny_step(*, with_values: bool = False) -> StepData:
+    """Two groups of three episodes, one of them with different rewards; with_values: of a critic,
+    which are 0."""
     drawn = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),
@@ -166,4 +173,11 @@ def tiny_step() -> StepData:
         )
         for number, of_group in enumerate(rewards)
     )
-    return StepData(groups=groups, rewards=rewards)
+    if not with_values:
+        return StepData(groups=groups, rewards=rewards)
+    return StepData(
+        groups=groups,
+        rewards=rewards,
+        values=tuple((np.zeros(4, np.float32),) * 3 for _ in groups),
+        last_values=tuple(np.zeros(3) for _ in groups),
+    )

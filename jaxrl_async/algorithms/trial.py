@@ -11,14 +11,14 @@ import numpy as np
 from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import (
-    BOUNDING,
+    correction,
     correction_of,
     default_correction,
 )
 from jaxrl_async.algorithms.losses import token_inputs
 from jaxrl_async.algorithms.objective import make_recipe, policy_objective
 from jaxrl_async.algorithms.preflight import own_advantage, tiny_inputs, tiny_step
-from jaxrl_async.algorithms.shaping import shape, shaping
+from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 
@@ -43,19 +43,16 @@ def with_correction(config: schema.Config) -> schema.Config:
 def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection) -> None:
     """Raises ConfigError where a function is unknown, or refuses its arguments; says so where a
     correction bends a loss that asks for none."""
-    facts = {"group_size": algorithm.group_size}
     recipe = make_recipe(algorithm, teacher)
     x, step = tiny_inputs(algorithm), tiny_step()
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
     _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
     for choice in algorithm.shaping:
-        function = shaping.resolve(choice, **facts)
+        function = shaping.resolve(choice, group_size=algorithm.group_size)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
-    downsamples = [c for c in algorithm.shaping if schema.name_of(c) == "downsample"]
-    kept = [schema.arguments_of(c)["keep"] for c in downsamples]
-    facts["group_size"] = min([algorithm.group_size, *kept])
-    own_advantage(advantage.resolve(algorithm.advantage, **facts), algorithm.advantage)
+    left = kept_group_size(algorithm.shaping, algorithm.group_size)
+    own_advantage(advantage.resolve(algorithm.advantage, group_size=left), algorithm.advantage)
     aggregate.resolve(algorithm.aggregate)
     if bends(algorithm):
         log.warning(told_weights(algorithm))
@@ -63,9 +60,9 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
 
 def bends(algorithm: schema.AlgorithmSection) -> bool:
     """Whether a correction bounds what the loss bounds already, or takes no ratio of."""
-    names = map(schema.name_of, schema.each_of(correction_of(algorithm)))
+    used = schema.each_of(correction_of(algorithm))
     asked = default_correction(algorithm.loss, algorithm.anchor)
-    return asked == "none" and any(name in BOUNDING for name in names)
+    return asked == "none" and any(correction.facts(c).role == "bounds" for c in used)
 
 
 def told_weights(algorithm: schema.AlgorithmSection) -> str:

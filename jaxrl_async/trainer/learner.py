@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, step_data
+from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.entropy import active_entropy_coefficient, next_entropy_coefficient
-from jaxrl_async.algorithms.kl import next_coefficient
-from jaxrl_async.algorithms.losses import token_inputs
+from jaxrl_async.algorithms.kl import is_whole, next_coefficient
+from jaxrl_async.algorithms.losses import token_inputs, token_loss
 from jaxrl_async.algorithms.objective import Coefficients, mean_report
 from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
-from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.distill import teacher_advantages
@@ -55,8 +54,6 @@ log = logging.getLogger(__name__)
 
 EMA_SEED = 1
 """Of the random bits that round a moving reference in bfloat16."""
-NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that look at TokenInputs.covariance_rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,8 +454,7 @@ def _floats(coefficients: Coefficients) -> dict[str, float]:
 
 def needs_covariance(loss: schema.Choice) -> bool:
     """Whether a loss looks at TokenInputs.covariance_rank, or may do so."""
-    name = schema.name_of(loss)
-    return name in NEEDS_COVARIANCE or is_own(name)
+    return "covariance_rank" in token_loss.facts(loss).needs
 
 
 def takes_proximal(algorithm: schema.AlgorithmSection, *, refers: bool) -> bool:
@@ -472,7 +468,7 @@ def takes_proximal(algorithm: schema.AlgorithmSection, *, refers: bool) -> bool:
 def takes_reference(algorithm: schema.AlgorithmSection, *, offloads: bool) -> bool:
     """Whether the reference's log-probs are taken once, before the updates, where there is one: the
     rewards need them, or they would be taken once in each epoch, or it is not on the device."""
-    several = algorithm.epochs > 1 and schema.name_of(algorithm.kl) != "full"
+    several = algorithm.epochs > 1 and not is_whole(algorithm.kl)
     return algorithm.kl_in == "reward" or several or offloads
 
 
@@ -542,7 +538,7 @@ def _by_group(
 
 
 def _less(
-    data: StepData, batch: PackedBatch, penalty: FloatArray, advantage: schema.Choice
+    data: StepData, batch: PackedBatch, penalty: FloatArray, choice: schema.Choice
 ) -> tuple[StepData, dict[str, float]]:
     """Rewards less a penalty per token, once: from the tokens, which every estimator here looks at;
     for a user's own, which may look at the sequences alone, from these."""
@@ -550,7 +546,7 @@ def _less(
     sums = [np.array([p.sum(dtype=np.float64) for p in g]) for g in of_tokens]
     flat = np.concatenate(sums)
     told = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
-    if is_own(schema.name_of(advantage)):
+    if advantage.facts(choice).level is None:
         rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
         return replace(data, rewards=rewards), told
     before = data.token_rewards or tuple((None,) * len(g) for g in of_tokens)
