@@ -123,6 +123,25 @@ token_loss: Registry[TokenLossFn, LossFacts] = Registry(
 supervised_loss: Registry[TokenLossFn, NoFacts] = Registry("supervised loss", "run.job", NoFacts)
 
 
+def masked_loss(function: TokenLossFn) -> TokenLossFn:
+    """Return a user's loss in the form of those here: a TokenLoss, and nothing outside the mask.
+
+    What lies outside reaches the function as 0 and gives no loss. The function may return the loss
+    alone: [rows, length].
+    """
+
+    def masked(x: TokenInputs) -> TokenLoss:
+        clean = x._replace(
+            policy_logprobs=jnp.where(x.mask, x.policy_logprobs, 0.0),
+            advantages=jnp.where(x.mask, x.advantages, 0.0),
+        )
+        result: TokenLoss | Array = function(clean)
+        loss, clipped = result if isinstance(result, tuple) else (result, jnp.zeros_like(x.mask))
+        return TokenLoss(jnp.where(x.mask, loss, 0.0), x.mask & clipped)
+
+    return masked
+
+
 def log_ratio(x: TokenInputs) -> Array:
     """log(policy / anchor) per token, within MAX_LOG_RATIO; 0 outside the mask."""
     return bounded_difference(x, x.policy_logprobs, _anchor(x))

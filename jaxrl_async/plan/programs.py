@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
+from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -89,6 +90,7 @@ def check(config: schema.Config) -> None:
             "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
             "outside of the gradient, or teacher.source=none."
         )
+    try_own_loss(config.algorithm)
 
 
 def spec_of(config: schema.Config) -> ModelSpec:

@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from jaxrl_async.algorithms.advantages import advantage, check_weights, needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.algorithms.preflight import own_advantage
+from jaxrl_async.algorithms.preflight import check_algorithm, with_correction
 from jaxrl_async.algorithms.shaping import has_signal, shaping
-from jaxrl_async.algorithms.trial import check_algorithm, with_correction
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
@@ -699,7 +698,7 @@ def make_learner(
         step,
         state,
         algorithm=algorithm,
-        advantage=own_advantage(advantage.resolve(algorithm.advantage), algorithm.advantage),
+        advantage=advantage.resolve(algorithm.advantage),
         shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
         companions=companions,

@@ -24,10 +24,14 @@ from numpy.typing import NDArray
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
-from jaxrl_async.algorithms.entropy import active_entropy_coefficient, next_entropy_coefficient
 from jaxrl_async.algorithms.kl import is_whole, next_coefficient
 from jaxrl_async.algorithms.losses import token_inputs, token_loss
-from jaxrl_async.algorithms.objective import Coefficients, mean_report
+from jaxrl_async.algorithms.objective import (
+    Coefficients,
+    active_entropy_coefficient,
+    mean_report,
+    next_entropy_coefficient,
+)
 from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
