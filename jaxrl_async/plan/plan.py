@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.spec import ModelSpec, num_weights
@@ -437,7 +438,7 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
 def _notes(config: schema.Config) -> tuple[str, ...]:
     """Parts of the run that the plan leaves out."""
     left_out = {
-        "the critic's update": schema.name_of(config.algorithm.advantage) == "gae",
+        "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
         "the pass for proximal log-probs": looks_before(config),
         "the reward model's pass": config.reward.model is not None,

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_async.algorithms.advantages import advantage, check_weights
+from jaxrl_async.algorithms.advantages import advantage, check_weights, needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.algorithms.preflight import own_advantage
+from jaxrl_async.algorithms.preflight import check_algorithm, with_correction
 from jaxrl_async.algorithms.shaping import has_signal, shaping
-from jaxrl_async.algorithms.trial import check_algorithm, with_correction
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import loads
-from jaxrl_async.config.schema import Config, FaultsSection, name_of
+from jaxrl_async.config.processes import run_devices_per_process
+from jaxrl_async.config.schema import Config, FaultsSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
@@ -479,7 +479,7 @@ def claim_devices(config: Config) -> None:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
         processes = config.distributed.num_processes or 1
-        jax.config.update("jax_num_cpu_devices", config.devices_of_process(processes))
+        jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices says if there are too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 
@@ -680,7 +680,7 @@ def make_learner(
     """The policy's update with everything that learns or advises beside it. Raises ConfigError."""
     algorithm, teacher = config.algorithm, config.teacher
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
-    warming = config.critic.warmup_steps if name_of(algorithm.advantage) == "gae" else 0
+    warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
@@ -708,7 +708,7 @@ def make_learner(
         step,
         state,
         algorithm=algorithm,
-        advantage=own_advantage(advantage.resolve(algorithm.advantage), algorithm.advantage),
+        advantage=advantage.resolve(algorithm.advantage),
         shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
         companions=companions,
@@ -870,8 +870,8 @@ def _teacher(
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
-    """A critic exists exactly where the advantage is gae."""
-    if name_of(config.algorithm.advantage) != "gae":
+    """A critic exists exactly where the advantage needs its values."""
+    if not needs_critic(config.algorithm.advantage):
         return {}
     section, spec = config.critic, policy.spec
     if section.path is None:

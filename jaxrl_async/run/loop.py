@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import Closed, ConfigError, Stopped
 from jaxrl_async.metrics.console import Console
@@ -87,6 +88,7 @@ class Failure:
 def train(config: Config) -> None:
     """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
     kinds. On another thread than the main one no signal stops it, which is logged."""
+    check_rules(config)  # a configuration that was made in Python has not been through `load`
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)

@@ -21,15 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, step_data
+from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
-from jaxrl_async.algorithms.entropy import active_entropy_coefficient, next_entropy_coefficient
-from jaxrl_async.algorithms.kl import next_coefficient
-from jaxrl_async.algorithms.losses import TokenInputs
-from jaxrl_async.algorithms.objective import Coefficients, mean_report
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
+from jaxrl_async.algorithms.kl import is_whole, next_coefficient
+from jaxrl_async.algorithms.losses import token_inputs, token_loss
+from jaxrl_async.algorithms.objective import (
+    Coefficients,
+    active_entropy_coefficient,
+    mean_report,
+    next_entropy_coefficient,
+)
 from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
-from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.distill import teacher_advantages
@@ -45,7 +49,7 @@ from jaxrl_async.trainer.pack import (
     unpacked,
     with_advantages,
 )
-from jaxrl_async.trainer.step import Columns, TrainStep, forward_flops
+from jaxrl_async.trainer.step import TrainStep, forward_flops
 from jaxrl_async.trainer.token_columns import Routing
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
@@ -54,8 +58,6 @@ log = logging.getLogger(__name__)
 
 EMA_SEED = 1
 """Of the random bits that round a moving reference in bfloat16."""
-NEEDS_COVARIANCE = ("clip_cov", "kl_cov")
-"""Losses that look at TokenInputs.covariance_rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,14 +255,13 @@ class Learner:
 
     def _divergence(self, batch: PackedBatch, found: Mapping[str, FloatArray]) -> FloatArray:
         """algorithm.kl's estimate at each learnt token, of the weights at the start of the step."""
-        x = TokenInputs(
-            policy_logprobs=jnp.asarray(found["proximal"]),
-            behavior_logprobs=jnp.asarray(batch.behavior_logprobs),
-            advantages=jnp.asarray(batch.advantages),
-            mask=jnp.asarray(batch.mask),
-            versions=jnp.asarray(batch.versions),
-            entropy=jnp.zeros(batch.mask.shape),
-            reference_logprobs=jnp.asarray(found["reference"]),
+        x = token_inputs(
+            {
+                "policy_logprobs": found["proximal"],
+                "reference_logprobs": found["reference"],
+                "entropy": np.zeros(batch.mask.shape),
+                **{n: getattr(batch, n) for n in names_of(Source.PACK) if COLUMNS[n].in_loss},
+            }
         )
         return np.asarray(self._step.recipe.kl(x), np.float32)
 
@@ -289,12 +290,11 @@ class Learner:
         found: Mapping[str, FloatArray],
         device_lock: AbstractContextManager[Any],
     ) -> Columns:
-        columns = Columns(
-            proximal_logprobs=found.get("proximal"), reference_logprobs=found.get("reference")
-        )
+        looked = {"proximal_logprobs": "proximal", "reference_logprobs": "reference"}
+        columns: Columns = {name: found[k] for name, k in looked.items() if k in found}
         if self._needs_covariance:
             rank = covariance_rank(found["proximal"], batch.advantages, batch.mask)
-            columns = columns._replace(covariance_rank=rank)
+            columns["covariance_rank"] = rank
         teacher, has = self._teacher, self._with
         if has.teacher_pass is not None and teacher.form == "loss" and teacher.top_k:
             if teacher.top_of == "student" and has.own_pass is not None:
@@ -302,7 +302,7 @@ class Learner:
                 logprobs = has.teacher_pass.logprobs_at(self.teacher, batch, ids, device_lock)
             else:
                 ids, logprobs = has.teacher_pass.top(self.teacher, batch, device_lock)
-            columns = columns._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+            columns |= {"teacher_ids": ids, "teacher_logprobs": logprobs}
         return columns
 
     def _update(
@@ -313,7 +313,7 @@ class Learner:
         critic = self._with.critic
         warming = critic is not None and version < self._critic_warmup
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
-        looked_up = step.columns.reference_logprobs is not None
+        looked_up = "reference_logprobs" in step.columns
         how: dict[str, Any] = {
             "version": version,
             "coefficients": self.coefficients,
@@ -377,7 +377,7 @@ class Learner:
             return 1, iter([step])
         dealt = deal(step.batch, self._algorithm.minibatches, seed)
         times = len(dealt)
-        step = step._replace(columns=step.columns._replace(**self._step.weights(step.batch, times)))
+        step = step._replace(columns=step.columns | self._step.weights(step.batch, times))
         if step.returns is not None:
             step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
         parts = (_part_at(step, places_of(step.batch, sequences)) for sequences in dealt)
@@ -458,8 +458,7 @@ def _floats(coefficients: Coefficients) -> dict[str, float]:
 
 def needs_covariance(loss: schema.Choice) -> bool:
     """Whether a loss looks at TokenInputs.covariance_rank, or may do so."""
-    name = schema.name_of(loss)
-    return name in NEEDS_COVARIANCE or is_own(name)
+    return "covariance_rank" in token_loss.facts(loss).needs
 
 
 def takes_proximal(algorithm: schema.AlgorithmSection, *, refers: bool) -> bool:
@@ -473,7 +472,7 @@ def takes_proximal(algorithm: schema.AlgorithmSection, *, refers: bool) -> bool:
 def takes_reference(algorithm: schema.AlgorithmSection, *, offloads: bool) -> bool:
     """Whether the reference's log-probs are taken once, before the updates, where there is one: the
     rewards need them, or they would be taken once in each epoch, or it is not on the device."""
-    several = algorithm.epochs > 1 and schema.name_of(algorithm.kl) != "full"
+    several = algorithm.epochs > 1 and not is_whole(algorithm.kl)
     return algorithm.kl_in == "reward" or several or offloads
 
 
@@ -521,9 +520,9 @@ def _is_due(version: int, every: int) -> bool:
 
 def _part_at(step: Part, places: NDArray[np.int64]) -> Part:
     """The sequences at these places of a step's rows, with all that was found out about them."""
-    columns = [None if c is None else moved(c, places) for c in step.columns]
+    columns = {n: moved(c, places, COLUMNS[n].fill) for n, c in step.columns.items()}
     of_critic = [None if c is None else moved(c, places) for c in step[2:]]
-    return Part(repacked(step.batch, places), Columns(*columns), *of_critic)
+    return Part(repacked(step.batch, places), columns, *of_critic)
 
 
 def _ends(values: tuple[tuple[NDArray[Any], ...], ...]) -> tuple[NDArray[np.float64], ...]:
@@ -543,7 +542,7 @@ def _by_group(
 
 
 def _less(
-    data: StepData, batch: PackedBatch, penalty: FloatArray, advantage: schema.Choice
+    data: StepData, batch: PackedBatch, penalty: FloatArray, choice: schema.Choice
 ) -> tuple[StepData, dict[str, float]]:
     """Rewards less a penalty per token, once: from the tokens, which every estimator here looks at;
     for a user's own, which may look at the sequences alone, from these."""
@@ -551,7 +550,7 @@ def _less(
     sums = [np.array([p.sum(dtype=np.float64) for p in g]) for g in of_tokens]
     flat = np.concatenate(sums)
     told = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
-    if is_own(schema.name_of(advantage)):
+    if advantage.facts(choice).level is None:
         rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
         return replace(data, rewards=rewards), told
     before = data.token_rewards or tuple((None,) * len(g) for g in of_tokens)

@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.token_columns import (
-    ALL_BITS,
-    UNKNOWN_EXPERT,
-    Routing,
-    sequence_bits,
-    sequence_experts,
-)
+from jaxrl_async.trainer.token_columns import Routing, sequence_bits, sequence_experts
 from jaxrl_async.types import (
     NOT_DRAWN,
     BoolArray,
@@ -31,20 +26,8 @@ from jaxrl_async.types import (
 
 Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of what is learnt
 
-_PADDING: dict[str, tuple[Any, Any]] = {  # field of PackedBatch -> dtype, value of padding
-    "token_ids": (np.int32, 0),
-    "positions": (np.int32, 0),
-    "segment_ids": (np.int32, 0),
-    "mask": (np.bool_, False),
-    "behavior_logprobs": (np.float32, 0.0),
-    "versions": (np.int32, NOT_DRAWN),
-    "advantages": (np.float32, 0.0),
-    "sequence_ids": (np.int32, -1),
-    "group_ids": (np.int32, -1),
-    "supervised": (np.bool_, False),
-}
-_OPTIONAL = {"kept": ALL_BITS, "expert_ids": UNKNOWN_EXPERT}  # field -> value of padding
-_FILLS = {name: fill for name, (_, fill) in _PADDING.items()} | _OPTIONAL
+PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
+"""The columns of PackedBatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +219,9 @@ def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDA
 def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
     """The batch of some of its sequences alone, which keep their sequence_ids and group_ids."""
     columns: dict[str, Any] = {
-        name: moved(getattr(batch, name), places, fill)
-        for name, fill in _FILLS.items()
-        if getattr(batch, name) is not None
+        c.name: moved(getattr(batch, c.name), places, c.fill)
+        for c in PACKED
+        if getattr(batch, c.name) is not None
     }
     starts = (columns["positions"] == 0) & (places >= 0)
     columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)
@@ -253,9 +236,9 @@ def fits(group: EpisodeGroup, row_length: int) -> bool:
 def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
     """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
     columns = {
-        name: split(getattr(batch, name), rows, fill)
-        for name, fill in _FILLS.items()
-        if getattr(batch, name) is not None
+        c.name: split(getattr(batch, c.name), rows, c.fill)
+        for c in PACKED
+        if getattr(batch, c.name) is not None
     }
     return [
         PackedBatch(**dict(zip(columns, parts, strict=True)))
@@ -341,7 +324,10 @@ def _optional_columns(
 
 
 def _empty(rows: int, length: int, layout: dict[str, Any]) -> PackedBatch:
-    fields = {k: np.full((rows, length), v, t) for k, (t, v) in _PADDING.items()}
-    for name, (shape, dtype) in layout.items():
-        fields[name] = np.full((rows, length, *shape), _OPTIONAL[name], dtype)
-    return PackedBatch(**fields)
+    shapes = {c.name: ((), c.dtype) for c in PACKED if not c.optional} | layout
+    return PackedBatch(
+        **{
+            name: np.full((rows, length, *per_token), COLUMNS[name].fill, dtype)
+            for name, (per_token, dtype) in shapes.items()
+        }
+    )

@@ -5,13 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrl_async.algorithms.columns import ALL_BITS, UNKNOWN_EXPERT
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, IntArray, KeptTokens
-
-ALL_BITS = 0xFF
-"""A byte of the mask where nothing was drawn: any token."""
-UNKNOWN_EXPERT = -1
-"""Expert of a token whose routing the sampler did not tell."""
 
 
 class Routing(NamedTuple):

@@ -15,7 +15,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.learner import Learner, Part
 from jaxrl_async.trainer.pack import TrainSequence, deal, moved, pack, places_of, repacked
-from jaxrl_async.trainer.step import Columns, TrainStep
+from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.types import PackedBatch
 
 VOCAB = 24
@@ -69,7 +69,7 @@ def sequence_weights(parts: list[Part]) -> np.ndarray:
     found = np.zeros(len(LENGTHS))
     for part in parts:
         mask = part.batch.mask
-        np.add.at(found, part.batch.sequence_ids[mask], part.columns.weights[mask] / len(parts))
+        np.add.at(found, part.batch.sequence_ids[mask], part.columns["weights"][mask] / len(parts))
     return found
 
 
@@ -81,7 +81,7 @@ def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
     """Rows of neighbours in length, each mini-batch a mean of its own, gave the longest quarter
     1.2, 2.5 and 3.6 times the weight of the shortest."""
     learner = learner_of(4096, minibatches, aggregate=aggregate)
-    many, lazy = learner._parts(Part(EPISODES, Columns()), (0, 0, 0))
+    many, lazy = learner._parts(Part(EPISODES, {}), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == many == minibatches
     whole = learner._step.weights(EPISODES)["weights"][EPISODES.mask]
@@ -119,7 +119,7 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
     batch = pack([*sequences, sequence(9, 11, learns=False)], 32)
     learner = learner_of(32, 4, **algorithm)
     step = learner._step
-    _, lazy = learner._parts(Part(batch, Columns()), (0, 0, 0))
+    _, lazy = learner._parts(Part(batch, {}), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == 4
     losses = [step.measure(PARAMS, p.batch, columns=p.columns)["train/loss"] for p in parts]
@@ -128,7 +128,7 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
 
 def test_the_mini_batches_are_made_one_by_one():
     """All at once, each with its rows' sampling masks, were the step a second time."""
-    many, parts = learner_of(4096, 16)._parts(Part(EPISODES, Columns()), (0, 0, 0))
+    many, parts = learner_of(4096, 16)._parts(Part(EPISODES, {}), (0, 0, 0))
     made: list[weakref.ref] = []
     for part in parts:
         made.append(weakref.ref(part.batch.token_ids))
