@@ -84,7 +84,7 @@ from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
 from jaxrl_async.sampler.swap import Probe
-from jaxrl_async.scorers.guard import GuardedScorer
+from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.reward_model import (
     FUNCTION,
     MODEL,
@@ -92,7 +92,6 @@ from jaxrl_async.scorers.reward_model import (
     load_reward_model,
 )
 from jaxrl_async.scorers.rewards import make_scorer
-from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.critic import CriticStep
 from jaxrl_async.trainer.learner import Companions, Learner, copied
 from jaxrl_async.trainer.logprob_pass import LogprobPass
