@@ -20,10 +20,9 @@ from jaxrl_async.plan.programs import (
     bytes_per_device,
     check,
     holds_reference,
-    looks_before,
-    looks_up_reference,
     lowered,
     parameters,
+    pass_columns_of,
     places_of,
     runs_reference,
     spec_of,
@@ -440,9 +439,9 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": looks_before(config),
+        "the pass for proximal log-probs": "proximal_logprobs" in pass_columns_of(config),
         "the reward model's pass": config.reward.model is not None,
-        "the reference's own pass": looks_up_reference(config),
+        "the reference's own pass": "reference_logprobs" in pass_columns_of(config),
     }
     missing = [name for name, there in left_out.items() if there]
     return (f"not planned: {', '.join(missing)}.",) if missing else ()

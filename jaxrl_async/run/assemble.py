@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_async.algorithms.advantages import advantage, check_weights, needs_critic
+from jaxrl_async.algorithms.advantages import check_weights, needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.algorithms.preflight import check_algorithm, with_correction
-from jaxrl_async.algorithms.shaping import has_signal, shaping
+from jaxrl_async.algorithms.shaping import has_signal
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
@@ -93,12 +93,13 @@ from jaxrl_async.scorers.reward_model import (
 )
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.trainer.critic import CriticStep
-from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
-from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.token_columns import SamplerColumns
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
 from jaxrl_async.trainer.update import TrainState
 from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -370,17 +371,19 @@ def assemble(
         learner=learner,
         source=shared or gate,
         publisher=channel,
-        pacing=make_pacing(config),
         outlets=outlets,
-        total_steps=config.run.steps,
-        version=version,
-        resumed=numbers,
-        eval_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-        probe=probe,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=probe,
+        ),
         device_lock=device_lock,
     )
+    if numbers is not None:
+        trainer.restore(version, numbers)
     watchdog = Watchdog(
         lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
         limit_s=config.faults.watchdog_s,
@@ -703,22 +706,20 @@ def make_learner(
         **_teacher(config, policy, slices, step, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
-    return Learner(
-        step,
-        state,
+    settings = LearnerSettings(
         algorithm=algorithm,
-        advantage=advantage.resolve(algorithm.advantage),
-        shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
-        companions=companions,
         teacher=teacher,
         reference=config.reference,
-        critic_warmup=config.critic.warmup_steps,
-        mask_vocab=policy.spec.vocab if keep_mask else None,
-        routing=routing_of(policy.spec) if algorithm.keep_routing else None,
         offload_reference="reference" in config.trainer.offload,
+        critic_warmup=config.critic.warmup_steps,
+        sampler_columns=SamplerColumns(
+            mask_vocab=policy.spec.vocab if keep_mask else None,
+            routing=routing_of(policy.spec) if algorithm.keep_routing else None,
+        ),
         seed=config.run.seed,
     )
+    return Learner(step, state, settings, companions)
 
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
