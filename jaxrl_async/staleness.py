@@ -19,9 +19,32 @@ def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: in
     """Uses of groups that may be outstanding at once: (S + 1) * P - K * L.
 
     At least K * P, or a step could never be filled: with all slots free, P different groups must
-    be admitted. Config and ReplayBuffer refuse less.
+    be admitted. `never_filled` refuses less.
     """
     return (max_staleness + 1) * groups_per_step - reuse * lookahead
+
+
+def never_filled(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> str:
+    """Return why no step could ever be filled where rollouts wait, with the way out; "" if one can.
+
+    It can where the capacity is K * P or more.
+    """
+    if capacity(max_staleness, groups_per_step, lookahead, reuse) >= reuse * groups_per_step:
+        return ""
+    largest = max_staleness * groups_per_step
+    if lookahead > largest:
+        return (
+            f"staleness.lookahead ({lookahead}) must be at most max_staleness * groups_per_step "
+            f"({largest}): a step could never be filled. Set staleness.lookahead={largest} or "
+            "raise staleness.max_staleness."
+        )
+    return (
+        f"buffer.reuse ({reuse}) needs (max_staleness + 1) * groups_per_step to be at least reuse "
+        f"* (groups_per_step + lookahead) = {reuse * (groups_per_step + lookahead)}, and it is "
+        f"{(max_staleness + 1) * groups_per_step}: a step could never be filled. Lower "
+        "buffer.reuse or staleness.lookahead, or raise staleness.max_staleness to at least "
+        f"{least_limit(groups_per_step, lookahead, reuse)}."
+    )
 
 
 def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:

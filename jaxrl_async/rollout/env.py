@@ -46,13 +46,14 @@ class GuardedEnvs:
     ) -> None:
         """vocab_size: replies have smaller ids. count: told the name of each fault
         (metrics.faults)."""
-        self._make_env, self._timeout_s, self._vocab_size = make_env, timeout_s, vocab_size
+        self.make_env = make_env  # may be replaced before the run starts
+        self._timeout_s, self._vocab_size = timeout_s, vocab_size
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
         """The environment of one episode. Raises RolloutError where it cannot be made."""
         with _blamed(prompt, "cannot be made: its constructor"):
-            return _Guarded(self._make_env(prompt), self, prompt)
+            return _Guarded(self.make_env(prompt), self, prompt)
 
     def oldest_s(self) -> float:
         """How long the longest reply under way has taken, seconds; 0: none."""

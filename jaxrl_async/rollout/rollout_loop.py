@@ -36,7 +36,6 @@ from jaxrl_async.types import (
     EpisodeGroup,
     Partial,
     Prompt,
-    SamplingParams,
     Ticket,
 )
 
@@ -87,8 +86,17 @@ class RolloutStats:
     gate_wait_s: float  # seconds in which the gate was shut
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """How groups are played, and when playing is given up."""
+
+    group_size: int
+    limits: EpisodeLimits
+    max_failures: int = 8  # groups that fail in a row and end the run
+
+
 class RolloutLoop:
-    """Plays groups until the gate closes. Owned by one thread; `stats` from anywhere."""
+    """Plays groups until the gate closes. Owned by one thread; `stats` from any."""
 
     def __init__(
         self,
@@ -97,37 +105,18 @@ class RolloutLoop:
         scorer: Scorer,
         gate: Gate,
         *,
-        group_size: int,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        max_new_tokens: int,
-        max_length: int,
-        keep_mask: bool = False,
-        keep_routing: bool = False,
+        settings: RolloutSettings,
         make_env: MakeEnv = SingleTurn,
-        max_failures: int = 8,
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
-        resumed: Sequence[SavedGroup] = (),
     ) -> None:
-        """`max_failures` groups that fail in a row end the run. observe: told of each scored group
-        before the gate is, whatever becomes of it. resumed: groups that a checkpoint holds, whose
-        tickets are the gate's already."""
+        """observe: called with each scored group before it goes to the gate, whatever follows."""
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer
         self._gate = gate
-        self._group_size = group_size
-        self._limits = EpisodeLimits(
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=max_new_tokens,
-            max_length=max_length,
-            keep_mask=keep_mask,
-            keep_routing=keep_routing,
-        )
-        self._make_env = make_env
-        self._max_failures, self._observe = max_failures, observe
-        self._resumed = tuple(resumed)
+        self._settings = settings
+        self._make_env, self._observe = make_env, observe
+        self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._first_cause: BaseException | None = None  # of the failures in a row
@@ -146,6 +135,11 @@ class RolloutLoop:
             gate_wait_s=self._gate_wait_s,
         )
 
+    def restore(self, groups: Sequence[SavedGroup]) -> None:
+        """Play these groups of a checkpoint first; their tickets are the gate's already. Before
+        `run`."""
+        self._restored = tuple(groups)
+
     async def run(self) -> None:
         """Admit and play groups until the gate closes.
 
@@ -159,7 +153,7 @@ class RolloutLoop:
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as tasks:
-                burst = self._begin(self._resumed) if self._resumed else []
+                burst = self._begin(self._restored) if self._restored else []
                 while burst or (burst := await self._next_burst()):
                     for group in burst:
                         task = tasks.create_task(self._play(group))
@@ -225,7 +219,7 @@ class RolloutLoop:
         """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
         told = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
-            begun = begin(self._generate, self._make_env, told, self._limits)
+            begun = begin(self._generate, self._make_env, told, self._settings.limits)
         except Closed:
             return []
         burst = [
@@ -246,7 +240,7 @@ class RolloutLoop:
                 return []
             finally:
                 self._gate_wait_s += time.monotonic() - started
-        fresh = (SavedEpisode(),) * self._group_size
+        fresh = (SavedEpisode(),) * self._settings.group_size
         return self._begin(
             [
                 SavedGroup(ticket=ticket, prompt=self._next_prompt(), episodes=fresh)
@@ -294,7 +288,7 @@ class RolloutLoop:
             prompt,
             playing.members,
             label=playing.label,
-            limits=self._limits,
+            limits=self._settings.limits,
             spent_s=self._count_env,
         )
         started = time.monotonic()
@@ -318,7 +312,7 @@ class RolloutLoop:
         if self._failures_in_a_row == 0:
             self._first_cause = error
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._max_failures:
+        if self._failures_in_a_row >= self._settings.max_failures:
             cause = self._first_cause
             raise RolloutError(
                 f"{self._failures_in_a_row} groups failed in a row, last on prompt "

@@ -37,14 +37,8 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import (
-    CACHE_FOLDER,
-    Claim,
-    Parts,
-    assemble,
-    claim_devices,
-    keep_compiled_programs,
-)
+from jaxrl_async.run.assemble import Claim, Parts, assemble
+from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep

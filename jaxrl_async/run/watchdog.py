@@ -106,16 +106,17 @@ class Watchdog:
         clock: Clock = time.monotonic,
     ) -> None:
         """limit_s: 0 never barks. stacks: where the threads' stacks are written."""
-        self._read, self._limit_s, self._stacks, self._clock = read, limit_s, stacks, clock
+        self.limit_s = limit_s  # read at each look
+        self._read, self._stacks, self._clock = read, stacks, clock
         self._stopped = threading.Event()
         self._last: tuple[object, ...] | None = None
         self._moved_at = clock()
 
     def run(self) -> None:
         """Look until stopped. Raises StalledError where nothing gets on."""
-        if not self._limit_s:
+        if not self.limit_s:
             return
-        while not self._stopped.wait(self._limit_s / LOOKS):
+        while not self._stopped.wait(self.limit_s / LOOKS):
             self.look()
 
     def stop(self) -> None:
@@ -128,7 +129,7 @@ class Watchdog:
         reading, now = self._read(), self._clock()
         if reading.progress != self._last:
             self._last, self._moved_at = reading.progress, now
-        if now - self._moved_at < self._limit_s:
+        if now - self._moved_at < self.limit_s:
             return
         part, why = culprit(reading)
         with self._stacks.open("w", encoding="utf-8") as file:

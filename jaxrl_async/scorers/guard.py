@@ -49,7 +49,8 @@ class GuardedScorer:
         clock: Clock = time.monotonic,
     ) -> None:
         """count: told the name of each fault (metrics.faults). backoff_s doubles with each try."""
-        self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
+        self.scorer = scorer  # may be replaced before the run starts
+        self._timeout_s, self._retries = timeout_s, retries
         self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
         self._calls = UnderWay(clock)
 
@@ -86,7 +87,7 @@ class GuardedScorer:
     async def _in_time(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._scorer(episodes, prompt)
+                return await self.scorer(episodes, prompt)
         except TimeoutError:
             self._count("scorer_timeouts")
             if not limit.expired():  # the scorer's own limit, with a message of its own

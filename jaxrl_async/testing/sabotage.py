@@ -159,13 +159,13 @@ def scores_are(hits: Hits, change: Callable[[Any], Any]) -> Fault:
 
 def _scorer(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._scorer
-        inner = guard._scorer
+        guard = parts.scorers.training
+        inner = guard.scorer
 
         async def broken(*args: Any) -> Any:
             return await (strike(lambda: inner(*args)) if hits.strikes() else inner(*args))
 
-        guard._scorer = broken
+        guard.scorer = broken
 
     return fault
 
@@ -174,11 +174,10 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
     """An environment whose reply is what `strike` returns, awaited."""
 
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._make_env
-        make = guard._make_env
+        make = parts.envs.make_env
 
         def broken(prompt: Any) -> Any:
-            env = make(prompt)
+            env: Any = make(prompt)
             step = env.step
 
             async def reply(*args: Any) -> Any:
@@ -187,7 +186,7 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
             env.step = reply
             return env
 
-        guard._make_env = broken
+        parts.envs.make_env = broken
 
     return fault
 
@@ -255,7 +254,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
-                parts.watchdog._limit_s = bark_s
+                parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
             return learn(*args)
 

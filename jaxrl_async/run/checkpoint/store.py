@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.load import dump, flattened
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
-from jaxrl_async.run.folder import inside
+from jaxrl_async.run.folder import Paths, inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
@@ -253,6 +253,11 @@ class Checkpoints:
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
             "Look whether the disk is full and the folder writable; earlier ones are untouched."
         )
+
+
+def open_checkpoints(section: CheckpointSection, paths: Paths) -> Checkpoints:
+    """Open the checkpoints of a run; a warm start has its own."""
+    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify)
 
 
 def sweep(directory: Path, step: str = "*") -> None:

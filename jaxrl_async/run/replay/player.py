@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -176,6 +176,14 @@ class Replay:
             number = homes.popleft().rpartition("-")[2] if homes else ""
             return int(number) if number.isdigit() else None  # an only sampler has none
 
+    def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> "ReplayedBuffer":
+        """Return the buffer as rollouts and trainer are to use it: in the recorded order."""
+        return ReplayedBuffer(buffer, self, curriculum=curriculum)
+
+    def burst_ends(self) -> set[int]:
+        """See Recording."""
+        return self._recording.burst_ends()
+
     # ---- under the lock
 
     @property
@@ -310,20 +318,22 @@ class ReplayedBuffer:
             self._buffer.set_limit(limit)
 
 
+RunSchedule = Recording | Replay
+"""What orders the threads of a run: nothing, with a record of what they did, or a recording."""
+
+
 class OrderedPrompts:
-    """A curriculum whose draws depend on the groups seen before: which ones, is recorded too.
+    """A curriculum whose draws depend on the groups seen before; which ones is recorded, too.
 
     The prompts of a burst are drawn one after another by the rollouts, then written down by the
     last one's number; so is each group seen, and each time that the trainer measures.
     """
 
-    def __init__(
-        self, prompts: Curriculum, recording: Recording, replay: Replay | None, *, next_group: int
-    ) -> None:
-        self._prompts, self._recording, self._replay = prompts, recording, replay
-        self._burst_ends = recording.burst_ends = set[int]()
-        self._next = next_group
-        self._lock = threading.RLock()  # what happens and its line are one
+    def __init__(self, prompts: Curriculum, schedule: RunSchedule) -> None:
+        self._prompts, self._schedule = prompts, schedule
+        self._burst_ends = schedule.burst_ends()
+        self._next = 0
+        self._lock = threading.RLock()  # an event and its line are one
 
     def __iter__(self) -> "OrderedPrompts":
         return self
@@ -335,23 +345,24 @@ class OrderedPrompts:
             number, self._next = self._next, self._next + 1
             if number in self._burst_ends:
                 self._burst_ends.remove(number)
-                (self._replay or self._recording).write(prompts=number)
+                self._schedule.write(prompts=number)
             return prompt
+
+    def restore(self, next_group: int) -> None:
+        """Number the prompts from here on; the curriculum itself is restored on its own."""
+        self._next = next_group
 
     def observe(self, group: EpisodeGroup) -> None:
         """See Curriculum; in a replay when its turn comes."""
-        if self._replay is None:
-            self._see(group)
-        else:
-            self._replay.later("seen", group.ticket.group, lambda: self._see(group))
+        self._schedule.later("seen", group.ticket.group, lambda: self._see(group))
 
     def _see(self, group: EpisodeGroup) -> None:
         with self._lock:
             self._prompts.observe(group)
-            (self._replay or self._recording).write(seen=group.ticket.group)
+            self._schedule.write(seen=group.ticket.group)
 
     def measures(self, next_draw: int) -> dict[str, float]:
         """See Curriculum."""
-        with self._replay.turn("measured") if self._replay else nullcontext(), self._lock:
-            (self._replay or self._recording).write(measured=next_draw)
+        with self._schedule.turn("measured"), self._lock:
+            self._schedule.write(measured=next_draw)
             return self._prompts.measures(next_draw)

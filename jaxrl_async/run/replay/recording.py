@@ -20,7 +20,8 @@ import importlib.metadata
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +29,7 @@ from typing import Any, TextIO
 import jax
 
 import jaxrl_async
+from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ReplayError
@@ -49,12 +51,15 @@ FREE_SECTIONS = ("metrics", "checkpoint")
 
 
 class Recording:
-    """Appends to the file line by line, so that a killed run keeps all; without a path keeps
-    nothing. Any thread."""
+    """A ports.Schedule that writes down what happens and prescribes nothing. Any thread.
+
+    Lines are appended one by one, so that a killed run keeps all; without a path nothing is kept.
+    Replay has the same methods and prescribes.
+    """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self._lock = threading.Lock()
-        self.burst_ends: set[int] | None = None  # of bursts whose prompts are not drawn, if asked
+        self._burst_ends: set[int] | None = None
         self._file: TextIO | None = None
         if path is not None:
             self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -63,22 +68,46 @@ class Recording:
     def write(self, **event: Any) -> None:
         """See ports.Schedule; what comes after close() is no part of the schedule."""
         with self._lock:
-            if "admit" in event and self.burst_ends is not None:
-                self.burst_ends.add(event["admit"] + event["count"] - 1)
+            if "admit" in event and self._burst_ends is not None:
+                self._burst_ends.add(event["admit"] + event["count"] - 1)
             if self._file is None:
                 return
             try:
                 self._file.write(json.dumps(event) + "\n")
-            except OSError as error:  # a full disk: the run needs no schedule to go on
+            except OSError as error:  # a full disk: the run needs no schedule to continue
                 log.error(
                     "schedule.jsonl is written no further, and the run can be replayed up to here "
-                    "only: %s. Free the disk; the run goes on.",
+                    "only: %s. Free the disk; the run continues.",
                     error,
                 )
                 self._end()
 
     def due(self, sampler: str, block: int, working: bool) -> None:
         """See ports.Schedule: nothing is prescribed."""
+
+    def home(self, request_id: str) -> int | None:
+        """Return the number of the sampler that is to take this request: any, None."""
+        return None
+
+    @contextmanager
+    def turn(self, *names: str) -> Iterator[None]:
+        """Do something that is recorded inside: at once."""
+        yield
+
+    def later(self, name: str, number: int, act: Callable[[], object]) -> None:
+        """Do something that is recorded when its turn comes: now."""
+        act()
+
+    def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> ReplayBuffer:
+        """Return the buffer as rollouts and trainer are to use it: as it is."""
+        return buffer
+
+    def burst_ends(self) -> set[int]:
+        """Return the numbers of the last groups of each burst admitted from now on. The set grows;
+        whoever asks removes from it."""
+        with self._lock:
+            self._burst_ends = set()
+            return self._burst_ends
 
     def close(self) -> None:
         """Write that nothing follows. Idempotent."""
@@ -88,7 +117,7 @@ class Recording:
 
     def _end(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # told already
+            with contextlib.suppress(OSError):  # reported already
                 self._file.close()
             self._file = None
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import Closed, ConfigError, ReplayError
 from jaxrl_async.ports import Intake, NotYet
@@ -73,9 +73,10 @@ OPERATIONS = ["admit", "put", "put", "put", "fail", "draw", "live"]
 
 
 def buffer(**how):
-    return ReplayBuffer(
-        groups_per_step=2, max_staleness=2, when_too_old="drop", overcommit=1.5, **how
+    settings = BufferSettings(
+        groups_per_step=2, max_staleness=2, when_too_old="drop", overcommit=1.5
     )
+    return ReplayBuffer(settings, **how)
 
 
 def record(path, schedule):
