@@ -345,6 +345,11 @@ class Forced:
 
     def __init__(self, inner: Any, lengths: Sequence[int]) -> None:
         self._inner, self._lengths = inner, lengths
+        self.seed = None  # it continues no Partial
+
+    def progress(self) -> tuple[Any, ...]:
+        """Return nothing: no request is saved here."""
+        return ()
 
     def submit_many(self, requests: Sequence[Any]) -> Any:
         """Queue all, each with its length."""

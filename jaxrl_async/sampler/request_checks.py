@@ -38,7 +38,7 @@ class Room:
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
 
 
-def checked_request(request: Request, room: Room, *, answer_fits: bool = True) -> Request:
+def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:
     """The request in the types of the sampler, its arrays its own. Raises RolloutError, which names
     the field. answer_fits: prompt and answer together are to stay within room.max_length."""
     if not isinstance(request, Request):

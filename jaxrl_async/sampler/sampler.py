@@ -39,7 +39,15 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
-from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
+from jaxrl_async.ports import (
+    FIXED_WEIGHTS,
+    UNRECORDED,
+    Clock,
+    Intake,
+    NotYet,
+    Schedule,
+    WeightSource,
+)
 from jaxrl_async.sampler.batch.batch import Batch, Output, Sequence_
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
@@ -52,6 +60,7 @@ from jaxrl_async.sampler.request_checks import (
     checked_request,
     num_wanted,
 )
+from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, IntArray, Partial, Request, StopReason, VersionedParams
 
 log = logging.getLogger(__name__)
@@ -78,42 +87,6 @@ class Probe:
 
     token_ids: IntArray  # [probe] int32
     tolerance: float  # largest difference, nats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerStats:
-    """Counters since the start; read the difference of two."""
-
-    busy_s: float = 0.0  # thread at work, seconds
-    idle_s: float = 0.0  # nothing to decode, seconds
-    blocks: int = 0
-    slot_steps: int = 0  # slots times decode steps
-    row_steps: int = 0  # rows that were computed times decode steps
-    used_slot_steps: int = 0  # of slot_steps, the ones that drew a token
-    waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
-    waiting_used_slot_steps: int = 0
-    generated_tokens: int = 0
-    prefill_tokens: int = 0  # computed, padding not counted
-    recomputed_tokens: int = 0  # of those, a second time: after a swap or a preemption
-    prefix_hit_tokens: int = 0  # prompt tokens found in the prefix store
-    prefix_asked_tokens: int = 0  # prompt tokens looked up there
-    evicted_pages: int = 0
-    requests_done: int = 0
-    truncated: int = 0  # ended by length
-    cancelled: int = 0
-    failed: int = 0  # requests that raised on the sampler's thread, each alone
-    preempted: int = 0  # gave their pages up for a while: memory was short
-    restarted: int = 0  # began again after a swap
-    discarded_tokens: int = 0  # drawn, then thrown away by a restart
-    in_flight: int = 0  # requests with a place now
-    waiting: int = 0  # requests without one now
-    used_page_share: float = 0.0  # of the KV pages, now; the prefix store's included
-    swaps: int = 0
-    swap_pause_s: float = 0.0  # the last swap's pause between two blocks, probe included, seconds
-    max_swap_pause_s: float = 0.0
-    probe_error: float = 0.0  # largest difference on the last probe, nats
-    max_probe_error: float = 0.0
-    compiled_programs: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,11 +116,11 @@ class Sampler:
         mesh: Mesh | None = None,
         seed: int = 0,
         dtype: Any = jnp.float32,
-        weights: WeightSource | None = None,
+        weights: WeightSource = FIXED_WEIGHTS,
         version: int = 0,
         probe: Probe | None = None,
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
-        schedule: Schedule | None = None,
+        schedule: Schedule = UNRECORDED,
         clock: Clock = time.perf_counter,
         one_thread: bool = False,
         keep_routing: bool = False,
@@ -194,7 +167,7 @@ class Sampler:
         self._probe_logprobs = lambda p, t: _sequence_logprobs(spec, p, t, jnp.dtype(dtype))
         self._begin(version, self.engine.prepare(params), weights)
 
-    def _begin(self, version: int, prepared: Any, weights: WeightSource | None) -> None:
+    def _begin(self, version: int, prepared: Any, weights: WeightSource) -> None:
         """Everything that changes, as it is before the first request."""
         self.version, self._prepared, self._weights = version, prepared, weights
         self._incoming: list[Sequence_] = []
@@ -212,9 +185,8 @@ class Sampler:
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
         self._batch: Any = None  # a Batch, once the thread has begun
-        self._heir: Any = None  # the end of the weights that a successor was to have
-        if weights is not None and hasattr(weights, "attach"):
-            weights.attach(self._wake)
+        self._heir: WeightSource | None = None  # of a successor that was not made yet
+        weights.attach(self._wake)
 
     # ---- any thread
 
@@ -264,9 +236,7 @@ class Sampler:
             self._closed = True
             commands, self._commands = self._commands, []
         self._wake.set()
-        weights: Any = self._weights
-        if hasattr(weights, "leave"):
-            weights.leave()
+        self._weights.leave()
         for _, future in commands:
             future.set_exception(self.error or Closed("the sampler was taken out: it hangs"))
 
@@ -279,17 +249,14 @@ class Sampler:
         if self.error is not None:  # it holds the KV, and there is no room for another
             traceback.clear_frames(self.error.__traceback__)
             self._batch = None
-        weights: Any = self._heir or self._weights
-        if not hasattr(weights, "rejoin"):
-            return self._replaced(weights, None)
-        weights = self._heir = weights.rejoin()
+        weights = self._heir = (self._heir or self._weights).rejoin()
         try:
             return self._replaced(weights, weights.poll(wait=True))
         except BaseException:
             weights.leave()
             raise
 
-    def _replaced(self, weights: Any, update: VersionedParams | None) -> "Sampler":
+    def _replaced(self, weights: WeightSource, update: VersionedParams | None) -> "Sampler":
         """A copy that begins anew; update: null where this one drew from the newest weights."""
         version, prepared = self.version, self._prepared
         if update is not None:
@@ -347,7 +314,7 @@ class Sampler:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """All requests under way that have drawn something (ports.SavesProgress), without KV, as
+        """All requests under way that have drawn something, without KV, as
         the last block left them; does not wait for the one that runs. What is done by then is in
         its future already. Raises TimeoutError where the batch changes for PROGRESS_S."""
         self.check_waits()
@@ -394,8 +361,13 @@ class Sampler:
         return bool(self._on_thread(lambda: self._find(request_id) is not None))
 
     def stats(self) -> SamplerStats:
-        """A consistent reading of the counters."""
+        """Return a consistent reading of the statistics."""
         return self._stats
+
+    @property
+    def places(self) -> int:
+        """Number of requests that it holds at once."""
+        return self.engine.places
 
     def _enqueue(
         self, requests: Sequence[Request | Partial], futures: Sequence[Any], loop: Any
@@ -536,7 +508,7 @@ class Sampler:
         """
         working = bool(self._batch.placed or self._batch.queue)
         schedule = self._schedule
-        due = schedule.due(self._name, self._rounds, working) if schedule is not None else None
+        due = schedule.due(self._name, self._rounds, working)
         self._idle_s = None if due is None else LOOK_S
         if isinstance(due, NotYet) or (due is not None and not self._has_come(due)):
             self._run_commands()
@@ -557,7 +529,7 @@ class Sampler:
             self._batch.cancel(sequence)
         self._count(cancelled=len(gone))
         update = self._next_weights(due, wait)
-        if schedule is not None and (incoming or gone or update):
+        if incoming or gone or update:
             schedule.write(
                 sampler=self._name,
                 block=self._rounds,
@@ -592,7 +564,7 @@ class Sampler:
         by_id = {s.request.request_id: s for s in known} | incoming
         if not all(i in by_id and by_id[i].owner.future.cancelled() for i in due.cancelled):
             return False
-        if due.version is not None and self._arrived is None and self._weights is not None:
+        if due.version is not None and self._arrived is None:
             self._arrived = self._weights.poll(wait=True)
         return due.version is None or self._arrived is not None
 
@@ -600,7 +572,7 @@ class Sampler:
         if due is not None:
             update, self._arrived = self._arrived, None
             return update
-        if self._weights is None or self._staged is not None:
+        if self._staged is not None:
             return None
         return self._weights.poll(wait=wait)
 
@@ -680,7 +652,6 @@ class Sampler:
         update = self._staged or update
         if update is None:
             return
-        assert self._weights is not None
         start = self._clock()
         if self.section.on_new_weights == "drain" and self._batch.under_way:
             self._staged = update

@@ -82,7 +82,8 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
     def fault(parts: Parts) -> None:
         def strike() -> None:
             mine = threading.current_thread()
-            sampler = next(s for s in parts.sampler.samplers if s._thread is mine)
+            samplers: Sequence[Any] = parts.sampler.samplers
+            sampler = next(s for s in samplers if s._thread is mine)
             limits = parts.sampler._limits
             parts.sampler._limits = replace(limits, hang_s=notice_s)
             while not sampler._closed:
@@ -97,7 +98,8 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 
 def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     def fault(parts: Parts) -> None:
-        engine = parts.sampler.samplers[index].engine  # its successors have it too
+        sampler: Any = parts.sampler.samplers[index]
+        engine = sampler.engine  # its successors have it too
         generate = engine.generate
 
         def broken(*args: Any, **how: Any) -> Any:

@@ -227,6 +227,14 @@ class WeightChannel:
         """Of the only sampler: see Subscription.attach."""
         self._only().attach(wake)
 
+    def leave(self) -> None:
+        """Of the only sampler: see Subscription.leave."""
+        self._only().leave()
+
+    def rejoin(self) -> Subscription:
+        """Of the only sampler: see Subscription.rejoin."""
+        return self._only().rejoin()
+
     # ---- anybody
 
     @property

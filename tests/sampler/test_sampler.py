@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import Script
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
@@ -26,22 +27,6 @@ SPEC = ModelSpec.from_architecture(
 PARAMS = init_params(SPEC, jax.random.key(0))
 OTHER = init_params(SPEC, jax.random.key(1))
 SECTION = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=32, block=4)
-
-
-class Script:
-    """A WeightSource that gives prepared weights, one at each poll after `after` polls."""
-
-    def __init__(self, updates: list[VersionedParams], after: int = 2) -> None:
-        self.updates, self.wait_polls, self.went_live = updates, after, []
-        self.seen = threading.Event()
-
-    def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        self.wait_polls -= 1
-        return self.updates.pop(0) if self.wait_polls < 0 and self.updates else None
-
-    def live(self, version: int) -> None:
-        self.went_live.append(version)
-        self.seen.set()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports import Clock, Replica, ReplicaStats
 from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.router.supervise import (
@@ -110,17 +110,23 @@ class _Job:
 class _Seat:
     """One of the N places for a sampler."""
 
-    sampler: Any
+    sampler: Replica
     up_at: float  # when the sampler began
     moved_at: float  # when it last got on, or got work
     jobs: dict[_Job, None] = field(default_factory=dict)  # not answered, in the order of dealing
     progress: tuple[int, ...] = ()
-    before: Any = None  # counters of the samplers that sat here before
+    before: ReplicaStats | None = None  # of the samplers that sat here before
     nonfinite: int = 0
     restarts: int = 0
     excused: bool = False  # the last death was a request's doing
     out_at: float | None = None  # None: the sampler is at work
     lost: bool = False
+
+    @property
+    def stats(self) -> ReplicaStats:
+        """Statistics of the sampler, with those of the samplers that sat here before."""
+        now = self.sampler.stats()
+        return now if self.before is None else now.after(self.before)
 
 
 class Router:
@@ -131,7 +137,7 @@ class Router:
 
     def __init__(
         self,
-        samplers: Sequence[Any],
+        samplers: Sequence[Replica],
         *,
         limits: RestartLimits | None = None,
         count: Callable[[str, int], None] = lambda name, number: None,
@@ -154,7 +160,7 @@ class Router:
         self.error: BaseException | None = None  # no sampler is left, or the weights are wrong
 
     @property
-    def samplers(self) -> tuple[Any, ...]:
+    def samplers(self) -> tuple[Replica, ...]:
         """Those that sit in the seats now, at work or not."""
         return tuple(seat.sampler for seat in self._seats)
 
@@ -207,10 +213,11 @@ class Router:
         for sampler in self.samplers:
             sampler.check_waits()
 
-    def stats(self) -> Any:
+    def stats(self) -> Any:  # SamplerStats, of our samplers
         """Counters of all samplers, those that were replaced included: sums, the largest pause and
         error, mean shares."""
-        return add_stats([followed(seat.before, seat.sampler.stats()) for seat in self._seats])
+        first, *others = [seat.stats for seat in self._seats]
+        return first.beside(others)
 
     def submit_many(
         self, requests: Sequence[Request | Partial]
@@ -230,9 +237,9 @@ class Router:
         return self._wait_for(requests, together=False)
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> int | None:
         """Of every sampler."""
-        return int(self._seats[0].sampler.seed)
+        return self._seats[0].sampler.seed
 
     def progress(self) -> tuple[Partial, ...]:
         """As Sampler.progress, of all samplers at work, and of what waits for one; of one that has
@@ -261,8 +268,7 @@ class Router:
                 f"request {request_id!r} is not under way: it is done, cancelled, was never "
                 "submitted, or waits for a sampler."
             )
-        saved: Partial = holders[0].save(request_id, stop=stop, with_kv=with_kv)
-        return saved
+        return holders[0].save(request_id, stop=stop, with_kv=with_kv)
 
     def resume(self, partials: Sequence[Partial]) -> list[Completion]:
         """As Sampler.resume: all on one sampler."""
@@ -275,8 +281,7 @@ class Router:
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """As Sampler.checked, also where no sampler is at work: all are alike."""
         check_here(self, self._pid)
-        checked: list[Request | Partial] = self._seats[0].sampler.checked(requests)
-        return checked
+        return self._seats[0].sampler.checked(requests)
 
     def _wait_for(self, given: Sequence[Request | Partial], *, together: bool) -> list[Completion]:
         self.check_waits()
@@ -374,7 +379,7 @@ class Router:
         candidates = [
             Candidate(
                 in_flight=len(self._seats[i].jobs) + len(shares.get(i, ())),
-                places=self._seats[i].sampler.engine.places,
+                places=self._seats[i].sampler.places,
             )
             for i in seats
         ]
@@ -509,8 +514,7 @@ class Router:
         now = self._clock()
         if seat.out_at is not None:
             return Health(restarts=seat.restarts, out_s=now - seat.out_at)
-        stats = seat.sampler.stats()
-        progress = (stats.blocks, stats.prefill_tokens, stats.swaps)
+        progress = seat.sampler.stats().work_done
         with self._lock:
             if progress != seat.progress or not seat.jobs:
                 seat.progress, seat.moved_at = progress, now
@@ -601,7 +605,7 @@ class Router:
             return
         new.start()
         with self._lock:
-            seat.before = followed(seat.before, old.stats(), ended=True)
+            seat.before = seat.stats.ended()
             seat.sampler, seat.nonfinite, seat.progress = new, 0, ()
             seat.up_at = seat.moved_at = self._clock()
             out_s = seat.up_at - (seat.out_at or seat.up_at)
@@ -660,43 +664,3 @@ def _set(future: Any, result: Completion | BaseException) -> None:
         pass
     except BaseException as error:  # SystemExit and the like; others the future catches
         log.error("a callback of a request raised: %r", error, exc_info=error)
-
-
-LARGEST = ("swap_pause_s", "max_swap_pause_s", "probe_error", "max_probe_error")
-"""Counters of which the largest says most."""
-NOW = ("in_flight", "waiting", "used_page_share")
-"""Readings of this moment, which end with the sampler."""
-
-
-def followed(before: Any, now: Any, *, ended: bool = False) -> Any:
-    """Counters of a sampler with those of the ones that sat in its seat before it (None: nobody).
-
-    ended: the sampler has gone too, and what holds only now is 0.
-    """
-    fields = {}
-    for name in type(now).__dataclass_fields__:
-        mine = getattr(now, name)
-        if name in NOW:
-            fields[name] = type(mine)(0) if ended else mine
-        elif before is None:
-            fields[name] = mine
-        else:
-            theirs = getattr(before, name)
-            largest = name in (*LARGEST, "compiled_programs")  # the programs outlive a sampler
-            fields[name] = max(mine, theirs) if largest else mine + theirs
-    return type(now)(**fields)
-
-
-def add_stats(stats: Sequence[Any]) -> Any:
-    """One reading for several samplers; times are means: shares of wall time stay shares."""
-    if len(stats) == 1:
-        return stats[0]
-    first = type(stats[0])
-    fields = {name: [getattr(s, name) for s in stats] for name in first.__dataclass_fields__}
-    means = ("busy_s", "idle_s", "used_page_share")
-    return first(
-        **{
-            name: max(v) if name in LARGEST else sum(v) / len(v) if name in means else sum(v)
-            for name, v in fields.items()
-        }
-    )

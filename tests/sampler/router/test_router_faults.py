@@ -5,7 +5,6 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,7 +17,8 @@ from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.sampler.router.router import Router, _Job
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.sampler.sampler import Sampler, SamplerStats
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Partial
@@ -31,7 +31,7 @@ class Scripted:
     """A sampler that answers when the test says so."""
 
     def __init__(self, name="s"):
-        self.name, self.engine, self.error = name, SimpleNamespace(places=4), None
+        self.name, self.places, self.error = name, 4, None
         self.held, self.abandoned, self.blocks, self.successors = [], False, 0, 0
         self.blamed = frozenset()
 
