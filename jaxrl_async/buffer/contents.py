@@ -140,15 +140,15 @@ class Contents:
         return tickets
 
     def put(self, group: EpisodeGroup) -> None:
-        """A group in flight is finished."""
+        """Take in a finished group."""
         self.ready[group.ticket.group] = group
 
     def is_in_flight(self, number: int) -> bool:
-        """Whether this group was admitted and is not finished."""
+        """Return whether this group was admitted and is not finished."""
         return number in self.pending and number not in self.ready
 
     def fail(self, number: int, reason: Drop) -> bool:
-        """Remove a group that will never be finished; whether it was there."""
+        """Remove a group that will never be finished; return whether it was there."""
         if self.pending.pop(number, None) is None:
             return False
         self.tally.dropped[reason] += 1
@@ -173,8 +173,8 @@ class Contents:
         return group
 
     def take_again(self, number: int) -> tuple[EpisodeGroup, int]:
-        """Give a kept group to the trainer once more, and with it the number of this use; after its
-        last use it is gone."""
+        """Give a kept group to the trainer once more; return it and which use this is. Its last use
+        removes it."""
         group = self.kept[number]
         self.uses[number] += 1
         self.tally.reused += 1
@@ -184,7 +184,7 @@ class Contents:
         return group, use
 
     def retire(self, number: int) -> int:
-        """Remove a kept group before its last use; how often it was used."""
+        """Remove a kept group before its last use; return how often it was used."""
         del self.kept[number]
         return self.uses.pop(number)
 

@@ -303,7 +303,7 @@ class ReplayBuffer:
         """Continue at the trainer's `version`, before the first admit.
 
         All samplers draw from `version` then, so that nothing is from the future, and no slot
-        waits for weights to be live. Whoever owns the pending groups puts or fails them as usual.
+        waits for weights to be live. The rollouts put or fail the pending groups as usual.
         """
         with self._changed:
             self._contents.restore(state)
@@ -318,12 +318,12 @@ class ReplayBuffer:
         return self._contents.slots if self._settings.waits else self._contents.places
 
     def _free_slots(self) -> int:
-        """Groups that may start now."""
+        """Return how many groups may start now."""
         reuse = self._settings.reuse if self._settings.waits else 1
         return may_admit(self._active(), self._capacity, reuse)
 
     def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of the fresh groups to take, and of those to use again."""
+        """Return the numbers of the fresh groups to take, and of those to use again."""
         settings, contents = self._settings, self._contents
         fresh = select(
             list(contents.pending),
@@ -337,7 +337,7 @@ class ReplayBuffer:
         return fresh, select_again(contents.kept, missing, rank=settings.rank, version=version)
 
     def _complete(self, version: int) -> bool:
-        """Drop what may not be trained on; return whether a step's groups are at hand."""
+        """Drop what may not be trained on; return whether a step can be filled."""
         contents, settings = self._contents, self._settings
         oldest = settings.max_staleness if settings.waits else self._limit
         reasons = {n: drop_reason(g, version, oldest) for n, g in contents.ready.items()}

@@ -1,4 +1,4 @@
-"""The rollout loop: N groups at a time on one asyncio loop. Needs no JAX.
+"""The rollout loop: many groups at a time on one asyncio loop. Needs no JAX.
 
                                                ┌────────── one task per group ──────────┐
     gate.admit ─> Tickets, Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
@@ -6,7 +6,7 @@
         │          all its requests at once)                                                 v
         └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
-The gate sets how many groups are under way; the loop holds no bound of its own.
+The gate bounds how many groups are played at once; the loop has no bound of its own.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ from jaxrl_async.types import (
 log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
-"""Longest stay in one call of the gate, seconds: so long may a cancelled loop take to end."""
+"""Longest wait in one call of the gate, seconds: a cancelled loop may take so long to end."""
 PROGRESS_S = 30.0
-"""Longest wait for the loop to say what is under way, seconds."""
+"""Longest wait for the loop to report the running groups, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Playing:
-    """A group under way."""
+    """A group that is being played."""
 
     ticket: Ticket
     prompt: Prompt
@@ -63,7 +63,7 @@ class Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedGroup:
-    """The same as data."""
+    """A group that was being played, as data."""
 
     ticket: Ticket
     prompt: Prompt
@@ -80,7 +80,7 @@ class RolloutStats:
 
     groups: int  # handed to the gate
     failures: int  # given back to the gate
-    active: int  # under way now
+    active: int  # being played now
     env_s: float  # seconds that environments took, over all episodes
     score_s: float  # seconds that scorers took, over all groups
     gate_wait_s: float  # seconds in which the gate was shut
@@ -125,7 +125,7 @@ class RolloutLoop:
         self._env_s = self._score_s = self._gate_wait_s = 0.0
 
     def stats(self) -> RolloutStats:
-        """Totals so far."""
+        """Return the totals so far."""
         return RolloutStats(
             groups=self._groups,
             failures=self._failures,
@@ -136,8 +136,8 @@ class RolloutLoop:
         )
 
     def restore(self, groups: Sequence[SavedGroup]) -> None:
-        """Play these groups of a checkpoint first; their tickets are the gate's already. Before
-        `run`."""
+        """Play these groups of a checkpoint first; their tickets are the gate's already. Call it
+        before `run`."""
         self._restored = tuple(groups)
 
     async def run(self) -> None:
@@ -169,23 +169,23 @@ class RolloutLoop:
             self._loop = None
 
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
-        """All groups under way as data, from any other thread.
+        """Return all groups that are being played as data. Callable from any other thread.
 
-        The sampler is asked first: what it ends meanwhile is found in the episodes. Raises
+        The sampler is read first: what it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
         drawn, loop = self._drawn(), self._loop
         if loop is None:
             return self._saved(drawn)
-        found: Future[tuple[SavedGroup, ...]] = Future()
+        saved: Future[tuple[SavedGroup, ...]] = Future()
         try:
-            loop.call_soon_threadsafe(lambda: found.set_result(self._saved(drawn)))
-            return found.result(timeout_s)
+            loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(drawn)))
+            return saved.result(timeout_s)
         except (RuntimeError, TimeoutError):
             if self._loop is None:  # it has ended meanwhile
                 return self._saved(drawn)
             raise RolloutError(
-                f"the rollouts did not say within {timeout_s:.0f} s what is under way: an "
+                f"the rollouts did not report within {timeout_s:.0f} s what is running: an "
                 "environment or a scorer blocks their event loop. Let it await, or use a thread."
             ) from None
 
@@ -194,9 +194,9 @@ class RolloutLoop:
             return {p.request.request_id: p for p in self._generate.progress()}
         except Exception as error:
             log.warning(
-                "the sampler does not say what it has drawn (%s): a run resumed from here draws "
-                "the turns under way from their start",
-                _tell(error),
+                "the sampler does not report its running requests (%s): a run resumed from here "
+                "draws their turns from the start",
+                _text_of(error),
             )
             return {}
 
@@ -215,9 +215,9 @@ class RolloutLoop:
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
         """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
-        told = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
+        asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
-            begun = begin(self._generate, self._make_env, told, self._settings.limits)
+            begun = begin(self._generate, self._make_env, asked, self._settings.limits)
         except Closed:
             return []
         burst = [
@@ -228,7 +228,8 @@ class RolloutLoop:
         return burst
 
     async def _next_burst(self) -> list[Playing]:
-        """Wait for tickets; queue the first turns of all their groups at once. Empty: closed."""
+        """Wait for tickets; queue the first turns of all their groups at once. Empty: the gate is
+        closed."""
         tickets: tuple[Ticket, ...] = ()
         while not tickets:
             started = time.monotonic()
@@ -260,7 +261,8 @@ class RolloutLoop:
         consumes      a ticket, its prompt, the turns that are already queued
         waits for     the sampler, the environments, the scorer
         produces      an EpisodeGroup into the gate
-        on failure    the ticket goes back (Drop.FAILED) and is counted; too many in a row are fatal
+        on failure    the ticket is given back (Drop.FAILED) and counted; too many in a row end the
+                      run
         """
         self._active += 1
         try:
@@ -314,10 +316,12 @@ class RolloutLoop:
             cause = self._first_cause
             raise RolloutError(
                 f"{self._failures_in_a_row} groups failed in a row, last on prompt "
-                f"{prompt.prompt_id}; the first failure was {_tell(cause)}. Correct the "
+                f"{prompt.prompt_id}; the first failure was {_text_of(cause)}. Correct the "
                 "environment or the reward."
             ) from cause
-        log.warning("group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _tell(error))
+        log.warning(
+            "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
+        )
         del self._playing[ticket.group]
         self._gate.fail(ticket, prompt, Drop.FAILED)
 
@@ -327,12 +331,12 @@ def _cancel(group: Playing, _: object) -> None:
         cancel(member)
 
 
-def _tell(error: BaseException | None) -> str:
+def _text_of(error: BaseException | None) -> str:
     kind = "" if isinstance(error, JaxrlError) else f"{type(error).__name__}: "
     return f"{kind}{error}"
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first leaf of a group of exceptions."""
+    """Return the first leaf of a group of exceptions."""
     inner = errors.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

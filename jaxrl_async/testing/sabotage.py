@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
+from jaxrl_async.types import Episode, Prompt, Score
 
 Fault = Callable[[Parts], None]
 """Breaks a part of a run before it starts."""
@@ -164,8 +165,11 @@ def _scorer(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
         guard = parts.scorers.training
         inner = guard.scorer
 
-        async def broken(*args: Any) -> Any:
-            return await (strike(lambda: inner(*args)) if hits.strikes() else inner(*args))
+        async def broken(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+            if not hits.strikes():
+                return await inner(episodes, prompt)
+            scores: tuple[Score, ...] = await strike(lambda: inner(episodes, prompt))
+            return scores
 
         guard.scorer = broken
 

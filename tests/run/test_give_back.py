@@ -18,10 +18,10 @@ from jaxrl_async.rollout.rollout_loop import SavedGroup
 from jaxrl_async.run import lockstep
 from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,
+    gathered_state,
     local_share,
     reopened,
     rollouts_state,
-    gathered_state,
 )
 from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop

@@ -24,7 +24,7 @@ from jaxrl_async.run.lockstep import (
     read_message,
 )
 from jaxrl_async.run.loop import claim_together, look_together
-from jaxrl_async.run.rates import combined
+from jaxrl_async.run.rates import combined_rates
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
     Draw,
@@ -307,7 +307,7 @@ def test_one_process_exchanges_nothing():
 
 
 def test_rates_of_processes_add_up_or_average_by_what_they_are():
-    told = combined(
+    report = combined_rates(
         [
             {"sampler/busy_share": 0.5, "throughput/generated_tokens_per_s": 10.0},
             {
@@ -317,7 +317,7 @@ def test_rates_of_processes_add_up_or_average_by_what_they_are():
             },
         ]
     )
-    assert told == {
+    assert report == {
         "sampler/busy_share": 0.75,
         "throughput/generated_tokens_per_s": 40.0,
         "weights/probe_error": 0.1,

@@ -1,4 +1,5 @@
-"""Weights that are read and never trained: reference, teacher, and the tokens they speak of."""
+"""Weights that are read and never trained: reference and teacher, and whether their tokens are the
+policy's."""
 
 import logging
 from pathlib import Path
@@ -71,7 +72,7 @@ def check_shared_tokens(
             log.info("%s; the first %d, which both have, are compared", sizes, common)
     elif vocab != spec.vocab:
         raise ConfigError(
-            f"{sizes}, and without a tokenizer.json nobody knows whether they speak of the same "
+            f"{sizes}, and without a tokenizer.json it is not known whether they mean the same "
             "tokens. Put the model's tokenizer there, or choose one of the same family."
         )
     else:

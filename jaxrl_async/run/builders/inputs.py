@@ -1,5 +1,5 @@
-"""What a run is made of that is looked at before its folder is claimed: whatever is wrong with it
-is reported before anything is made."""
+"""All that a run needs and that is checked before its folder is claimed: what is wrong with it is
+reported before anything is made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from jaxrl_async.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a run is made of, found to be sound."""
+    """What a run begins with, checked."""
 
     recorded: Recorded | None  # the schedule to replay; None: none
     tokenizer: Tokenizer
@@ -41,7 +41,7 @@ class Inputs:
     envs: GuardedEnvs
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
-    pairs: FittingPairs | None  # of the warm start; None: there is none
+    pairs: FittingPairs | None  # of the warm start; None: no warm start
 
 
 def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:

@@ -290,7 +290,7 @@ def make_trainer(
 
 
 def keeps_masks(section: SamplerSection, algorithm: AlgorithmSection) -> bool:
-    """Whether sampling masks go with the tokens; log it if they are missed or not needed."""
+    """Return whether sampling masks go with the tokens; log it if they are missing or useless."""
     s, wanted = section, algorithm.keep_sampling_mask
     truncates = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
     if wanted and not truncates:

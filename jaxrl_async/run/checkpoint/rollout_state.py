@@ -2,8 +2,8 @@
 
     buffer, rollouts, ledger, prompts ──save──> Checkpoints ──restore──> the same, in a new process
 
-Everything that is active comes back, in each process what was active there; at max_staleness 0 it
-is drawn anew. As many processes are needed as there were.
+All that was active comes back, in each process what was active there; at max_staleness 0 it is
+drawn anew. A run is resumed by as many processes as saved it.
 """
 
 import functools
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsState:
-    """All that lies between two updates: the buffer, and the groups that are being played."""
+    """All that is active between two updates: the buffer, and the groups that are being played."""
 
     buffer: BufferState  # in the process's own numbers
     groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
@@ -46,7 +46,7 @@ class RolloutsState:
 
 NOTHING_YET = RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
 ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
-"""Records that a checkpoint holds."""
+"""Records that a checkpoint holds, beside those of types.py."""
 
 
 def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:

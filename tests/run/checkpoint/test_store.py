@@ -275,7 +275,7 @@ def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing
         check=True,
         timeout=120,
     )
-    assert done.stdout.count("Look whether the disk is full") == 2
+    assert done.stdout.count("Check whether the disk is full") == 2
     assert sorted(f.name for f in (tmp_path / "c").iterdir()) == left
 
 

@@ -316,7 +316,7 @@ def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
         ([], None, ["run.seed=7", "run.steps=3"], r"run\.seed was 0 and is 7 \(2 differ"),
         ([], {"put": 1}, [], "is no recorded schedule"),
         ([], {"schedule": 9, "made_by": {"jaxrl_async": "9"}}, [], "format 9.*format 1.*'9'"),
-        ([took(4), took(0)], None, [], "line 3: sampler was started again"),
+        ([took(4), took(0)], None, [], "line 3: sampler was restarted"),
         ([[1]], None, [], r"line 2 is no event: '\[1\]'"),
     ],
 )
