@@ -189,6 +189,10 @@ class RolloutLoop:
                 "environment or a scorer blocks their event loop. Let it await, or use a thread."
             ) from None
 
+    def snapshot(self) -> tuple[SavedGroup, ...]:
+        """Return what `progress` does, on the loop's own thread."""
+        return self._saved(self._drawn())
+
     def _drawn(self) -> dict[str, Partial]:
         try:
             return {p.request.request_id: p for p in self._generate.progress()}

@@ -296,7 +296,7 @@ class World:
                     yield lambda: self.channel.live_version == self.version
                 yield from self.evaluation()
             if self.version % SAVE_EVERY == 0:
-                playing = self.rollouts._saved(self.rollouts._drawn())
+                playing = self.rollouts.snapshot()
                 for _ in range(4):
                     yield always  # the others go on while the trainer waits for this answer
                 self.save(playing)
