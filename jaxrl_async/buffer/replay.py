@@ -39,7 +39,7 @@ from jaxrl_async.staleness import (
     least_limit,
     may_admit,
     memory_bound,
-    never_filled,
+    never_fills_a_step,
 )
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
@@ -79,7 +79,9 @@ class BufferSettings:
     def check(self) -> None:
         """Raise ConfigError if no step could ever be filled."""
         assert self.overcommit >= 1 or self.waits, "overcommit is at least 1"
-        problem = never_filled(self.max_staleness, self.groups_per_step, self.lookahead, self.reuse)
+        problem = never_fills_a_step(
+            self.max_staleness, self.groups_per_step, self.lookahead, self.reuse
+        )
         if self.waits and problem:
             raise ConfigError(problem)
 

@@ -7,6 +7,7 @@ Needs no JAX and knows no part.
 """
 
 import itertools
+import logging
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl_async.config import unused
+from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
 from jaxrl_async.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**18
 """Longest configuration file."""
@@ -52,7 +57,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         draft.problems.extend(_translate(draft, error))
     else:
+        for violation in RULES.violations(config):
+            draft.complain(violation.rule.section, violation.sentence)
         if not draft.problems:
+            for warning in unused.warnings(config):
+                log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
 
@@ -338,10 +347,7 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
     for one in error.errors(include_url=False):
         path = _known_prefix(tuple(str(part) for part in one["loc"]))
         target = _find(path)
-        cause = one.get("ctx", {}).get("error")
-        if one["type"] == "value_error" and cause is not None:
-            yield from (f"{draft.where(path)}: {rule}" for rule in cause.args)
-        elif isinstance(target, FieldInfo) and _section_of(target) is None:
+        if isinstance(target, FieldInfo) and _section_of(target) is None:
             value = draft.tree
             for key in path:
                 value = value[key]
@@ -482,6 +488,12 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
         )
     if kind is type(None):
         return "null"
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        words = "a name or {name: {argument: value}}" if item == Choice else _kind(item, ())
+        return f"a list, each {words}"
+    if get_origin(kind) is dict:
+        return "{name: value}, both text"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import Closed, ConfigError, Stopped
 from jaxrl_async.metrics.console import Console
@@ -87,6 +88,7 @@ def train(config: Config) -> None:
     On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
     kinds.
     """
+    check_rules(config)  # a configuration that was made in Python has not been through `load`
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms.advantages import StepData, advantage, step_data
-from jaxrl_async.config.schema import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
+from jaxrl_async.config.learning_rules import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 NAMES = sorted(advantage)

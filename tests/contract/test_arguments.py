@@ -20,7 +20,7 @@ from jaxrl_async.algorithms.registry import (
     types_of,
 )
 from jaxrl_async.algorithms.shaping import shaping
-from jaxrl_async.config.schema import WITHOUT_RATIO
+from jaxrl_async.config.unused import WITHOUT_RATIO
 from jaxrl_async.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs/algorithms.md"

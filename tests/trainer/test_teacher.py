@@ -225,10 +225,3 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     q, p = lump(own), lump(theirs)
     wanted = (q * np.log(q / p)).sum(-1)
     np.testing.assert_allclose(found.divergence[packed.mask], wanted[packed.mask], atol=2e-4)
-
-
-def test_whose_tokens_they_are_is_refused_where_nobody_looks_at_them():
-    with pytest.raises(ValueError, match="top_of=student"):
-        schema.TeacherSection(top_of="student", form="loss")
-    with pytest.raises(ValueError, match="top_of=student"):
-        schema.TeacherSection(top_of="student", top_k=4)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, Slices
@@ -39,7 +40,7 @@ def claim_devices(config: Config) -> None:
         os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
     try:
         processes = config.distributed.num_processes or 1
-        jax.config.update("jax_num_cpu_devices", config.devices_of_process(processes))
+        jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices reports too few
         log.info("JAX was started before; the mesh uses the devices that are there")
 
