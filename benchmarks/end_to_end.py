@@ -1,9 +1,9 @@
-"""Whole updates of the asynchronous run, 8 prompts x 8 samples each, without disk and evaluation.
+"""Time whole updates of the asynchronous run, 8 prompts x 8 samples, without disk or evaluation.
 
 Sampler, rollouts, staleness gate, packing, GRPO update, weight transfer and probe are those of the
-main job, on one device for the trainer and one for the sampler; only the reward is made up, and the
-lengths of the answers are forced: all of 64 tokens, or of a long tail. At max_staleness 0 trainer
-and sampler take turns; from 1 on they overlap. The spread is over updates.
+main job, on one device for the trainer and one for the sampler. Only the reward is made up, and the
+lengths of the answers are forced: all 64 tokens, or a long tail. At max_staleness 0 trainer and
+sampler take turns; from 1 on they overlap. The spread is over updates.
 """
 
 import argparse
@@ -50,11 +50,11 @@ from jaxrl_async.weights.local import Push
 LONGEST = 128
 """Longest answer, tokens."""
 WARM_UP = 3
-"""Updates before the clock starts: everything compiles in them."""
+"""Updates before the measurement starts: all programs compile in them."""
 
 
 class Forced:
-    """Generate with dictated lengths: the i-th request gets lengths[i], round and round."""
+    """A ports.Generate with forced lengths: the i-th request gets lengths[i], cyclically."""
 
     def __init__(self, sampler: Sampler, lengths: Sequence[int]) -> None:
         self._sampler, self._lengths = sampler, itertools.cycle(lengths)
@@ -65,7 +65,7 @@ class Forced:
         return ()
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> "list[Future[Completion]]":
-        """Queue all, each with its length."""
+        """Queue all requests, each with its forced length."""
         return self._sampler.submit_many(
             [
                 replace(r, forced_length=next(self._lengths))
@@ -76,12 +76,12 @@ class Forced:
 
 
 async def made_up_reward(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """0 or 1 by the last token drawn: about half of a group gets each."""
+    """Return 0 or 1 by the last token drawn: each for about half of a group."""
     return tuple(Score(reward=float(e.token_ids[-1] % 2)) for e in episodes)
 
 
 class Watch:
-    """What the trainer reports: when each update was done, and the sampler's counters then."""
+    """Records when each update ended, and the sampler's counters at that time."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -90,7 +90,7 @@ class Watch:
         self.sampler: list[SamplerStats] = []
 
     def report(self, version: int, values: Mapping[str, float], groups: Sequence[Any]) -> None:
-        """Called after every update, and once before the first."""
+        """Record an update; called after each, and once before the first."""
         self.at_s.append(time.perf_counter())
         self.values.append(values)
         self.sampler.append(self._sampler.stats())
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def workloads(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Answer lengths, tokens, dealt out in order and round and round."""
+    """Return answer lengths, tokens, to be dealt out in order, cyclically."""
     if args.quick:
         return {"long tail": long_tail(64, median=4, most=16)}
     return {"64 each": [64], "long tail": long_tail(1024, most=LONGEST)}
@@ -148,7 +148,7 @@ def one_row(
 
 
 def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: int) -> Watch:
-    """The main job's parts, put together as run/assemble.py does, for `steps` updates."""
+    """Run the main job's parts, assembled as by run/assemble.py, for `steps` updates."""
     slices = make_slices(config.mesh)
     step = TrainStep(
         spec,
@@ -228,7 +228,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
 
 
 def endless_prompts(vocab: int) -> Iterator[Prompt]:
-    """1,024 different prompts, round and round."""
+    """Yield 1,024 different prompts, again and again."""
     for position, tokens in enumerate(itertools.cycle(random_prompts(vocab, 1024))):
         yield Prompt(
             prompt_id=position % 1024, position=position, token_ids=tokens, text="", reference=""

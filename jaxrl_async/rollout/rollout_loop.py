@@ -25,7 +25,7 @@ from jaxrl_async.rollout.episode import (
     EpisodeProgress,
     SavedEpisode,
     Turn,
-    begin,
+    begin_groups,
     cancel,
     play_group,
     request_id,
@@ -221,7 +221,7 @@ class RolloutLoop:
         """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
         asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
-            begun = begin(self._generate, self._make_env, asked, self._settings.limits)
+            begun = begin_groups(self._generate, self._make_env, asked, self._settings.limits)
         except Closed:
             return []
         burst = [

@@ -20,7 +20,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
 from jaxrl_async.run.builders.learning import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -83,7 +83,7 @@ def played(params) -> dict[str, EpisodeGroup]:
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
         told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin(sampler, Twice, told, limits)
+        (members,) = begin_groups(sampler, Twice, told, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)

@@ -23,7 +23,7 @@ from jaxrl_async.scorers.reward_model import (
     RewardModel,
     RewardModelScorer,
     load_reward_model,
-    padded,
+    next_power_of_two,
 )
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
@@ -119,8 +119,8 @@ def test_a_sharded_model_gives_the_same_scores_and_takes_turns(model, params):
 
 
 def test_lengths_and_rows_are_padded_to_few_shapes():
-    assert [padded(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
-    assert padded(5, 32) == 32 and padded(33, 32) == 64
+    assert [next_power_of_two(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+    assert next_power_of_two(5, 32) == 32 and next_power_of_two(33, 32) == 64
 
 
 def test_reward_is_the_weighted_sum_and_parts_are_told_before_weighting(model, params):
@@ -192,9 +192,9 @@ def test_another_vocabulary_is_refused_at_the_start(tmp_path, params):
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no reward model.*run.job=reward_model makes one"):
+    with pytest.raises(ConfigError, match=r"is not a reward model.*run.job=reward_model makes one"):
         load(tmp_path / "none")
     policy = Policy(SPEC, init_params(SPEC, jax.random.key(0)), TOKENIZER)
     policy.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no reward model.*score.weight"):
+    with pytest.raises(ConfigError, match=r"is not a reward model.*score.weight"):
         load(tmp_path)

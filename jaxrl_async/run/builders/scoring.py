@@ -14,7 +14,7 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.ports import Scorer
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
-from jaxrl_async.scorers.guard import GuardedScorer
+from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.reward_model import (
     FUNCTION,
     MODEL,
@@ -22,7 +22,6 @@ from jaxrl_async.scorers.reward_model import (
     load_reward_model,
 )
 from jaxrl_async.scorers.rewards import make_scorer
-from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.types import Prompt
 
 
