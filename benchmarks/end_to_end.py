@@ -38,8 +38,10 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, sharding
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
@@ -175,7 +177,9 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         section=config.sampler,
         mesh=slices.sampler,
         weights=channel,
-        probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        settings=SamplerSettings(
+            probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
+        ),
     )
     rollouts = RolloutLoop(
         endless_prompts(spec.vocab),

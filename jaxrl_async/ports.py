@@ -1,5 +1,5 @@
-"""The seams: Protocols that the parts meet at, and null objects for a part that is not there. No
-part imports another."""
+"""The seams: Protocols that the parts meet at, so that no part imports another, and null objects
+for what a part can do without."""
 
 import threading
 from asyncio import Future
@@ -246,7 +246,7 @@ class FixedWeights:
         """Do nothing: no weights will arrive."""
 
     def leave(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no update waits for this sampler."""
 
     def rejoin(self) -> "FixedWeights":
         """Return this source, which has no state."""

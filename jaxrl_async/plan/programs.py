@@ -34,7 +34,7 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.sampler import kv_plan, make_engine
+from jaxrl_async.sampler.setup import kv_plan, make_engine
 from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
 from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
 

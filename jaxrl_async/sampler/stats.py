@@ -62,8 +62,8 @@ class SamplerStats:
     preempted: int = _is(COUNTER)  # lost their pages for a while: memory was short
     restarted: int = _is(COUNTER)  # began again after a swap
     discarded_tokens: int = _is(COUNTER)  # drawn, then thrown away by a restart
-    in_flight: int = _is(GAUGE)  # requests with a place
-    waiting: int = _is(GAUGE)  # requests without one
+    in_flight: int = _is(GAUGE)  # requests that have a place
+    waiting: int = _is(GAUGE)  # requests that wait for one
     used_page_share: float = _is(SHARE, 0.0)  # of the KV pages, the prefix store's included
     swaps: int = _is(COUNTER)
     swap_pause_s: float = _is(LARGEST, 0.0)  # between two blocks at the last swap, with the probe
@@ -76,6 +76,17 @@ class SamplerStats:
     def work_done(self) -> tuple[int, ...]:
         """Counters of which at least one rises while the sampler is making progress."""
         return self.blocks, self.prefill_tokens, self.swaps
+
+    def plus(self, **more: float) -> Self:
+        """Return these statistics with more added to counters."""
+        added: dict[str, Any] = {name: getattr(self, name) + n for name, n in more.items()}
+        return replace(self, **added)
+
+    def updated(self, record: Any) -> Self:
+        """Return these statistics with the values of another record, whose fields are among
+        theirs."""
+        values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
+        return replace(self, **values)
 
     def after(self, earlier: "SamplerStats") -> "SamplerStats":
         """Return these statistics with those of the sampler that this one replaced added."""

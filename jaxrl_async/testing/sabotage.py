@@ -87,10 +87,10 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
         def strike() -> None:
             thread = threading.current_thread()
             samplers: Sequence[Any] = parts.sampler.samplers
-            sampler = next(s for s in samplers if s._thread is thread)
+            sampler = next(s for s in samplers if s.lifetime.thread is thread)
             limits = parts.sampler._limits
             parts.sampler._limits = replace(limits, hang_s=notice_s)
-            while not sampler._closed:
+            while not sampler.lifetime.closed:
                 time.sleep(0.01)
             parts.sampler._limits = limits
             threading.Event().wait(LONG_S)

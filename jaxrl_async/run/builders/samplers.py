@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -18,7 +18,9 @@ from jaxrl_async.run.builders.devices import Locks, check_fits
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
 from jaxrl_async.trainer.update import Params
 from jaxrl_async.types import IntArray
@@ -107,6 +109,15 @@ def make_sampling(
         count=faults.add,
     )
     probe = probe_tokens(spec.vocab, PROBE_LENGTH) if config.weights.probe else None
+    settings = SamplerSettings(
+        dtype=jnp.dtype(config.model.dtype),
+        keep_routing=config.algorithm.keep_routing,
+        probe=None
+        if probe is None
+        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        schedule=schedule,
+        device_lock=locks.sampler,
+    )
     on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
         Sampler(
@@ -114,18 +125,14 @@ def make_sampling(
             section=config.sampler,
             mesh=mesh,
             seed=config.run.seed,
-            dtype=jnp.dtype(config.model.dtype),
             weights=channel.subscribe(),
             version=version,
-            probe=None
-            if probe is None
-            else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-            device_lock=locks.sampler,
-            schedule=schedule,
-            # XLA's own threads cost more than they bring beside a trainer that computes, too.
-            one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
-            keep_routing=config.algorithm.keep_routing,
-            name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
+            settings=replace(
+                settings,
+                # XLA's own threads cost more than they bring beside a trainer that computes, too.
+                one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+                name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
+            ),
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]

@@ -10,13 +10,15 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 
 def on_device(index: int, **wishes: object) -> Sampler:
     mesh = Mesh(np.array(jax.devices()[index]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, one_thread=True, **wishes)
+    settings = SamplerSettings(one_thread=True)
+    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, settings=settings, **wishes)
 
 
 @pytest.fixture

@@ -384,7 +384,7 @@ def _job(number):
 
 def fail_once(sampler, name, error):
     """The batch's next call of `name` raises, once."""
-    batch = sampler._batch
+    batch = sampler.loop.batch
     real = getattr(batch, name)
 
     def broken(*args, **kwargs):
@@ -412,7 +412,7 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(wishes):
         assert a.token_ids.tolist() == b.token_ids.tolist()
     assert faults.read()["sampler_restarts"] == 1
     assert router.samplers[0] is not old and router.samplers[0].engine is old.engine
-    assert old._batch is None, "its KV is gone"
+    assert old.loop.batch is None, "its KV is gone"
     router.close()
 
 
@@ -424,7 +424,7 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
     )
     expected = router.generate(wishes)
     old = router.samplers[0]
-    batch, entered, wake = old._batch, threading.Event(), threading.Event()
+    batch, entered, wake = old.loop.batch, threading.Event(), threading.Event()
     wait_for_block = batch.wait_for_block
 
     def stuck():
@@ -443,10 +443,10 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
     threading.Thread(target=pass_time, daemon=True).start()
     found = router.generate(wishes)
     assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
-    assert router.samplers[0] is not old and old._thread.is_alive()
+    assert router.samplers[0] is not old and old.lifetime.thread.is_alive()
     wake.set()
-    old._thread.join(60)
-    assert not old._thread.is_alive() and old.error is None
+    old.lifetime.thread.join(60)
+    assert not old.lifetime.thread.is_alive() and old.error is None
     router.close()
 
 
