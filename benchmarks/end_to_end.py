@@ -31,7 +31,6 @@ from common import (
     spread,
 )
 
-from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
@@ -42,9 +41,9 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import Probe
-from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
 from jaxrl_async.types import Completion, Episode, Partial, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
@@ -198,11 +197,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
     )
     watch = Watch(sampler)
     learner = Learner(
-        step,
-        state,
-        algorithm=config.algorithm,
-        advantage=advantage.resolve(config.algorithm.advantage),
-        row_length=config.row_length,
+        step, state, LearnerSettings(algorithm=config.algorithm, row_length=config.row_length)
     )
     trainer = Trainer(
         learner=learner,
@@ -214,9 +209,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),
-        total_steps=steps,
-        eval_every=0,
-        probe=probe,
+        settings=TrainerSettings(total_steps=steps, eval_every=0, probe=probe),
     )
     player = threading.Thread(target=lambda: asyncio.run(rollouts.run()), name="rollouts")
     sampler.start()

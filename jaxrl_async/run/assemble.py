@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_async.algorithms.trial import with_correction
+from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
@@ -106,8 +106,9 @@ def assemble(
     observer = make_observer(config.metrics, side, lockstep)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
     trainer = make_trainer(
-        config, learner, side.joined.source, side.sampling, outlets, start, inputs.locks.trainer
+        config, learner, side.joined.source, side.sampling, outlets, inputs.locks.trainer
     )
+    start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(
         paths=paths,
         policy=policy,

@@ -27,6 +27,7 @@ from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -118,7 +119,8 @@ def groups() -> Sequence[EpisodeGroup]:
 
 def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     advantages = [[e.drawn.astype(np.float32) for e in g.episodes] for g in groups]
-    return pack_groups(groups, advantages, ROW, mask_vocab=VOCAB, routing=routing_of(SPEC))
+    columns = SamplerColumns(VOCAB, routing_of(SPEC))
+    return pack_groups(groups, advantages, ROW, sampler_columns=columns)
 
 
 def step_on(**axes: int) -> TrainStep:

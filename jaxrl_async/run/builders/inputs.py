@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_async.algorithms.trial import check_algorithm
+from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs

@@ -9,17 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.algorithms.advantages import advantage
+from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.algorithms.preflight import own_advantage
-from jaxrl_async.algorithms.shaping import shaping
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Config,
     ModelSection,
     SamplerSection,
-    name_of,
 )
 from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -36,18 +33,17 @@ from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary, reference_params
 from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.run.builders.samplers import Sampling
-from jaxrl_async.run.checkpoint.rollout_state import StartingPoint
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.warm_start import warm_start
 from jaxrl_async.trainer.critic import CriticStep
-from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.supervised import SupervisedStep
-from jaxrl_async.trainer.token_columns import Routing
-from jaxrl_async.trainer.trainer import Outlets, Trainer
+from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.trainer.update import TrainState
 
 log = logging.getLogger(__name__)
@@ -100,7 +96,7 @@ def make_learner(
     """Make the policy's update with all that learns or advises beside it. Raises ConfigError."""
     algorithm, teacher = config.algorithm, config.teacher
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
-    warming = config.critic.warmup_steps if name_of(algorithm.advantage) == "gae" else 0
+    warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
@@ -124,22 +120,20 @@ def make_learner(
         **_teacher(config, policy, slices, step, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
-    return Learner(
-        step,
-        state,
+    settings = LearnerSettings(
         algorithm=algorithm,
-        advantage=own_advantage(advantage.resolve(algorithm.advantage), algorithm.advantage),
-        shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
-        companions=companions,
         teacher=teacher,
         reference=config.reference,
-        critic_warmup=config.critic.warmup_steps,
-        mask_vocab=policy.spec.vocab if keep_mask else None,
-        routing=routing_of(policy.spec) if algorithm.keep_routing else None,
         offload_reference="reference" in config.trainer.offload,
+        critic_warmup=config.critic.warmup_steps,
+        sampler_columns=SamplerColumns(
+            mask_vocab=policy.spec.vocab if keep_mask else None,
+            routing=routing_of(policy.spec) if algorithm.keep_routing else None,
+        ),
         seed=config.run.seed,
     )
+    return Learner(step, state, settings, companions)
 
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
@@ -193,8 +187,8 @@ def _teacher(
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
-    """Make a critic if the advantage is gae; no other advantage has one."""
-    if name_of(config.algorithm.advantage) != "gae":
+    """Make a critic if the advantage needs its values."""
+    if not needs_critic(config.algorithm.advantage):
         return {}
     section, spec = config.critic, policy.spec
     if section.path is None:
@@ -265,7 +259,6 @@ def make_trainer(
     source: GroupSource,
     sampling: Sampling,
     outlets: Outlets,
-    start: StartingPoint,
     lock: Lock,
 ) -> Trainer:
     """Put the trainer around the learner: it draws from `source` and publishes to the samplers."""
@@ -273,15 +266,15 @@ def make_trainer(
         learner=learner,
         source=source,
         publisher=sampling.channel,
-        pacing=make_pacing(config),
         outlets=outlets,
-        total_steps=config.run.steps,
-        version=start.version,
-        resumed=start.numbers,
-        eval_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-        probe=sampling.probe,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=sampling.probe,
+        ),
         device_lock=lock,
     )
 

@@ -107,14 +107,14 @@ def make_rollout_side(
     lockstep: Lockstep,
     stop: Stop,
 ) -> RolloutSide:
-    """Make buffer, samplers and rollouts, with what the starting point holds of them.
+    """Make buffer, samplers and rollouts.
 
     Args:
         config: staleness, sampler, and so on.
         inputs: prompts, scorers, environments, and the devices.
         records: where each of them writes.
         learner: its weights are the samplers' first.
-        start: where buffer and rollouts continue.
+        start: has the version of these weights.
         lockstep: the processes, each with a buffer of its own.
         stop: ends waiting for the others' groups.
     """
@@ -138,7 +138,6 @@ def make_rollout_side(
         faults=inputs.faults,
     )
     rollouts = make_rollouts(config, inputs, prompts, sampling.router, gate)
-    start.restore(buffer, rollouts, prompts)
     return RolloutSide(
         inputs=inputs,
         records=records,

@@ -31,6 +31,7 @@ from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -168,11 +169,14 @@ class StartingPoint:
 
     def restore(
         self,
+        trainer: Trainer,
         buffer: ReplayBuffer,
         rollouts: RolloutLoop,
         prompts: PromptStream | OrderedPrompts,
     ) -> None:
-        """Restore the parts that hold groups; `resumed` has restored the others."""
+        """Restore these parts; `resumed` has restored learner and prompts."""
+        if self.numbers is not None:
+            trainer.restore(self.version, self.numbers)
         buffer.restore(self.share.buffer, self.version)
         rollouts.restore(self.share.groups)
         if isinstance(prompts, OrderedPrompts):
