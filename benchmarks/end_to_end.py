@@ -31,11 +31,12 @@ from common import (
     spread,
 )
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.stats import SamplerStats
@@ -163,8 +164,10 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
     table = weight_table(spec)
     push = Push(step.state_shardings.params, shardings(table, slices.sampler, SAMPLER_RULES))
     buffer = ReplayBuffer(
-        groups_per_step=config.algorithm.groups_per_step,
-        max_staleness=config.staleness.max_staleness,
+        BufferSettings(
+            groups_per_step=config.algorithm.groups_per_step,
+            max_staleness=config.staleness.max_staleness,
+        )
     )
     channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
@@ -182,11 +185,15 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         Forced(sampler, lengths),
         made_up_reward,
         buffer,
-        group_size=config.algorithm.group_size,
-        sampling=SamplingParams(),
-        stop_token_ids=(),
-        max_new_tokens=config.sampler.max_new_tokens,
-        max_length=config.sampler.max_length,
+        settings=RolloutSettings(
+            group_size=config.algorithm.group_size,
+            limits=EpisodeLimits(
+                sampling=SamplingParams(),
+                stop_token_ids=(),
+                max_new_tokens=config.sampler.max_new_tokens,
+                max_length=config.sampler.max_length,
+            ),
+        ),
     )
     watch = Watch(sampler)
     learner = Learner(

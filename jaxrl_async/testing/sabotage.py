@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
+from jaxrl_async.types import Episode, Prompt, Score
 
 Fault = Callable[[Parts], None]
 """Breaks a part of an assembled run before it starts."""
@@ -172,13 +173,16 @@ def scores_are(hits: Hits, change: Callable[[Any], Any]) -> Fault:
 
 def _scorer(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._scorer
-        inner = guard._scorer
+        guard = parts.scorers.training
+        inner = guard.scorer
 
-        async def broken(*args: Any) -> Any:
-            return await (strike(lambda: inner(*args)) if hits.strikes() else inner(*args))
+        async def broken(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+            if not hits.strikes():
+                return await inner(episodes, prompt)
+            scores: tuple[Score, ...] = await strike(lambda: inner(episodes, prompt))
+            return scores
 
-        guard._scorer = broken
+        guard.scorer = broken
 
     return fault
 
@@ -187,11 +191,10 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
     """Replace an environment's reply by the awaited result of `strike`."""
 
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._make_env
-        make = guard._make_env
+        make = parts.envs.make_env
 
         def broken(prompt: Any) -> Any:
-            env = make(prompt)
+            env: Any = make(prompt)
             step = env.step
 
             async def reply(*args: Any) -> Any:
@@ -200,7 +203,7 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
             env.step = reply
             return env
 
-        guard._make_env = broken
+        parts.envs.make_env = broken
 
     return fault
 
@@ -268,7 +271,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
-                parts.watchdog._limit_s = bark_s
+                parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
             return learn(*args)
 

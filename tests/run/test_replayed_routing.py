@@ -20,7 +20,7 @@ from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.run.exact import routing_of
+from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings

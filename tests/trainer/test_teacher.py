@@ -16,7 +16,8 @@ from jaxrl_async.model.decoder import hidden_states, init_params
 from jaxrl_async.model.divergence import chunked_over_vocab
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.assemble import check_advisers, cut_vocabulary, make_learner
+from jaxrl_async.run.builders.frozen_weights import check_advisers, cut_vocabulary
+from jaxrl_async.run.builders.learning import make_learner
 from jaxrl_async.trainer.distill import distill_rows, distill_top
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.types import PackedBatch
