@@ -22,7 +22,8 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.assemble import check_model, make_learner, make_policy, make_tokenizer
+from jaxrl_async.run.builders.initial_policy import check_model, make_policy, make_tokenizer
+from jaxrl_async.run.builders.learning import make_learner
 from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.run.loop import train
 
@@ -85,7 +86,7 @@ def configuration(model: str, folder: str, updates: int) -> Config:
 
 def restored_s(config: Config, root: Path) -> float:
     """Time the restore of the newest checkpoint onto the devices, checksums included, seconds."""
-    tokenizer, slices = make_tokenizer(config), make_slices(config.mesh)
+    tokenizer, slices = make_tokenizer(config.data, config.model), make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     policy = make_policy(config, spec, tokenizer, slices)
     learner = make_learner(config, policy, slices, tokenizer)

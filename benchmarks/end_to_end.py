@@ -31,17 +31,20 @@ from common import (
     spread,
 )
 
-from jaxrl_async.algorithms.advantages import advantage
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.rollout.rollout_loop import RolloutLoop
-from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
-from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.swap import Probe
+from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
-from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
+from jaxrl_async.types import Completion, Episode, Partial, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
@@ -56,11 +59,20 @@ class Forced:
 
     def __init__(self, sampler: Sampler, lengths: Sequence[int]) -> None:
         self._sampler, self._lengths = sampler, itertools.cycle(lengths)
+        self.seed = None
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+    def progress(self) -> tuple[Partial, ...]:
+        """Implement ports.Generate: nothing is saved here."""
+        return ()
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> "list[Future[Completion]]":
         """Queue all requests, each with its forced length."""
         return self._sampler.submit_many(
-            [replace(r, forced_length=next(self._lengths)) for r in requests]
+            [
+                replace(r, forced_length=next(self._lengths))
+                for r in requests
+                if isinstance(r, Request)
+            ]
         )
 
 
@@ -152,36 +164,40 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
     table = weight_table(spec)
     push = Push(step.state_shardings.params, shardings(table, slices.sampler, SAMPLER_RULES))
     buffer = ReplayBuffer(
-        groups_per_step=config.algorithm.groups_per_step,
-        max_staleness=config.staleness.max_staleness,
+        BufferSettings(
+            groups_per_step=config.algorithm.groups_per_step,
+            max_staleness=config.staleness.max_staleness,
+        )
     )
-    channel = WeightChannel(push, on_live=buffer.set_live)
+    channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
     sampler = Sampler(
         (spec, push(state.params)),
         section=config.sampler,
         mesh=slices.sampler,
-        weights=channel,
-        probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        weights=channel.subscribe(),
+        settings=SamplerSettings(
+            probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
+        ),
     )
     rollouts = RolloutLoop(
         endless_prompts(spec.vocab),
         Forced(sampler, lengths),
         made_up_reward,
         buffer,
-        group_size=config.algorithm.group_size,
-        sampling=SamplingParams(),
-        stop_token_ids=(),
-        max_new_tokens=config.sampler.max_new_tokens,
-        max_length=config.sampler.max_length,
+        settings=RolloutSettings(
+            group_size=config.algorithm.group_size,
+            limits=EpisodeLimits(
+                sampling=SamplingParams(),
+                stop_token_ids=(),
+                max_new_tokens=config.sampler.max_new_tokens,
+                max_length=config.sampler.max_length,
+            ),
+        ),
     )
     watch = Watch(sampler)
     learner = Learner(
-        step,
-        state,
-        algorithm=config.algorithm,
-        advantage=advantage.resolve(config.algorithm.advantage),
-        row_length=config.row_length,
+        step, state, LearnerSettings(algorithm=config.algorithm, row_length=config.row_length)
     )
     trainer = Trainer(
         learner=learner,
@@ -193,9 +209,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),
-        total_steps=steps,
-        eval_every=0,
-        probe=probe,
+        settings=TrainerSettings(total_steps=steps, eval_every=0, probe=probe),
     )
     player = threading.Thread(target=lambda: asyncio.run(rollouts.run()), name="rollouts")
     sampler.start()

@@ -15,7 +15,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import MeshError
+from jaxrl_async.config.processes import mesh_devices_per_process
+from jaxrl_async.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ def _processes(devices: Sequence[jax.Device]) -> list[int]:
 def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Device]]) -> None:
     """Raise MeshError if the slices cannot be cut from the devices of several processes."""
     try:
-        needed = section.devices_of_process(len(hosts))
-    except ValueError as error:
+        needed = mesh_devices_per_process(section, len(hosts))
+    except ConfigError as error:
         raise MeshError(str(error)) from None
     fewest = min(len(host) for host in hosts)
     if fewest < needed:

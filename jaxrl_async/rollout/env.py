@@ -53,13 +53,14 @@ class GuardedEnvs:
             count: Called with the name of each fault (metrics/fault_counts.py).
             clock: For `oldest_s`.
         """
-        self._make_env, self._timeout_s, self._vocab_size = make_env, timeout_s, vocab_size
+        self.make_env = make_env  # may be replaced before the run starts
+        self._timeout_s, self._vocab_size = timeout_s, vocab_size
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
         """Make the environment of one episode. Raises RolloutError if it cannot be made."""
         with _blamed(prompt, "cannot be made: its constructor"):
-            return _Guarded(self._make_env(prompt), self, prompt)
+            return _Guarded(self.make_env(prompt), self, prompt)
 
     def oldest_s(self) -> float:
         """Return the age of the oldest pending reply, seconds; 0 if there is none."""

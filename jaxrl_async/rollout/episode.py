@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Env, Generate, SavesProgress, SavesState
+from jaxrl_async.ports import Env, Generate, SavesState
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.types import (
     NOT_DRAWN,
@@ -276,13 +276,12 @@ def begin_groups(
 
     Raises RolloutError if a prompt leaves no room, and whatever submit_many raises.
     """
-    seed = generate.seed if isinstance(generate, SavesProgress) else None
     begun, asking = [], []
     requests: list[Any] = []
     for label, prompt, episodes in groups:
         members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
-            request = resumed_request(saved, label, prompt, m, limits, seed)
+            request = resumed_request(saved, label, prompt, m, limits, generate.seed)
             if request is not None and member.waiting is None:
                 requests.append(request)
                 asking.append(member)

@@ -61,7 +61,8 @@ class GuardedScorer:
             sleep: Waits for so many seconds.
             clock: For `oldest_s`.
         """
-        self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
+        self.scorer = scorer  # may be replaced before the run starts
+        self._timeout_s, self._retries = timeout_s, retries
         self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
         self._calls = UnderWay(clock)
 
@@ -100,7 +101,7 @@ class GuardedScorer:
     async def _in_time(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._scorer(episodes, prompt)
+                return await self.scorer(episodes, prompt)
         except TimeoutError:
             self._count("scorer_timeouts")
             if not limit.expired():  # the scorer's own timeout, with its own message

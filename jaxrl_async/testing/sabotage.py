@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
+from jaxrl_async.types import Episode, Prompt, Score
 
 Fault = Callable[[Parts], None]
 """Breaks a part of an assembled run before it starts."""
@@ -84,13 +85,12 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 
     def fault(parts: Parts) -> None:
         def strike() -> None:
-            thread = threading.current_thread()
-            sampler = next(s for s in parts.sampler.samplers if s._thread is thread)
-            limits = parts.sampler._limits
-            parts.sampler._limits = replace(limits, hang_s=notice_s)
-            while not sampler._closed:
+            fleet = parts.sampler.fleet
+            limits = fleet.limits
+            fleet.limits = replace(limits, hang_s=notice_s)
+            while fleet.seats[index].at_work:
                 time.sleep(0.01)
-            parts.sampler._limits = limits
+            fleet.limits = limits
             threading.Event().wait(LONG_S)
 
         _at_block(hits, index, strike)(parts)
@@ -100,7 +100,8 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 
 def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     def fault(parts: Parts) -> None:
-        engine = parts.sampler.samplers[index].engine  # its successors have it too
+        sampler: Any = parts.sampler.samplers[index]
+        engine = sampler.engine  # its successors have it too
         generate = engine.generate
 
         def broken(*args: Any, **settings: Any) -> Any:
@@ -114,18 +115,28 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
 
 
 def completions_are_nan(hits: Hits) -> Fault:
-    """Make a completion's log-probs NaN, in any sampler."""
+    """Log-probs that are NaN, from any replica and its successors."""
+
+    def spoil(answer: Any) -> None:
+        if not answer.cancelled() and answer.exception() is None and hits.strikes():
+            answer.result().logprobs[:] = np.nan
+
+    def spoiled(replica: Any) -> Any:
+        kind = type(replica)
+
+        def broken(requests: Any) -> Any:
+            answers = kind.start_many(replica, requests)
+            for answer in answers:
+                answer.add_done_callback(spoil)  # called before the router's own
+            return answers
+
+        replica.start_many = broken
+        replica.successor = lambda: spoiled(kind.successor(replica))
+        return replica
 
     def fault(parts: Parts) -> None:
-        router: Any = parts.sampler
-        answered = router._answered
-
-        def broken(index: int, job: Any, inner: Any) -> None:
-            if not inner.cancelled() and inner.exception() is None and hits.strikes():
-                inner.result().logprobs[:] = np.nan
-            answered(index, job, inner)
-
-        router._answered = broken
+        for replica in parts.sampler.samplers:
+            spoiled(replica)
 
     return fault
 
@@ -162,13 +173,16 @@ def scores_are(hits: Hits, change: Callable[[Any], Any]) -> Fault:
 
 def _scorer(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._scorer
-        inner = guard._scorer
+        guard = parts.scorers.training
+        inner = guard.scorer
 
-        async def broken(*args: Any) -> Any:
-            return await (strike(lambda: inner(*args)) if hits.strikes() else inner(*args))
+        async def broken(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+            if not hits.strikes():
+                return await inner(episodes, prompt)
+            scores: tuple[Score, ...] = await strike(lambda: inner(episodes, prompt))
+            return scores
 
-        guard._scorer = broken
+        guard.scorer = broken
 
     return fault
 
@@ -177,11 +191,10 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
     """Replace an environment's reply by the awaited result of `strike`."""
 
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._make_env
-        make = guard._make_env
+        make = parts.envs.make_env
 
         def broken(prompt: Any) -> Any:
-            env = make(prompt)
+            env: Any = make(prompt)
             step = env.step
 
             async def reply(*args: Any) -> Any:
@@ -190,7 +203,7 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
             env.step = reply
             return env
 
-        guard._make_env = broken
+        parts.envs.make_env = broken
 
     return fault
 
@@ -225,9 +238,9 @@ def transfer_tears(hits: Hits) -> Fault:
 
 def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        end: Any = parts.channel._ends[-1]
-        move = end.move
-        end.move = lambda held: strike(lambda: move(held)) if hits.strikes() else move(held)
+        link: Any = parts.channel.links[-1]
+        move = link.move
+        link.move = lambda cast: strike(lambda: move(cast)) if hits.strikes() else move(cast)
 
     return fault
 
@@ -258,7 +271,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
-                parts.watchdog._limit_s = bark_s
+                parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
             return learn(*args)
 

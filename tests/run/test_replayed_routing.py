@@ -20,12 +20,14 @@ from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.run.exact import routing_of
+from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -83,7 +85,7 @@ class Twice:
 def played(params: Any, **wishes: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
     section = SECTION.model_copy(update=wishes)
-    sampler = Sampler((SPEC, params), section=section, keep_routing=True)
+    sampler = Sampler((SPEC, params), section=section, settings=SamplerSettings(keep_routing=True))
     limits = EpisodeLimits(
         sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
         keep_mask=True, keep_routing=True,
@@ -117,7 +119,8 @@ def groups() -> Sequence[EpisodeGroup]:
 
 def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     advantages = [[e.drawn.astype(np.float32) for e in g.episodes] for g in groups]
-    return pack_groups(groups, advantages, ROW, mask_vocab=VOCAB, routing=routing_of(SPEC))
+    columns = SamplerColumns(VOCAB, routing_of(SPEC))
+    return pack_groups(groups, advantages, ROW, sampler_columns=columns)
 
 
 def step_on(**axes: int) -> TrainStep:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.schema import RewardSection
+from jaxrl_async.config.rules import check_rules
+from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
@@ -241,8 +242,8 @@ def test_two_functions_of_one_name_are_refused(user_file):
     ],
 )
 def test_a_list_of_functions_that_cannot_be_meant_is_refused(function):
-    with pytest.raises(ValueError, match=r"reward\.function"):
-        RewardSection(function=function)
+    with pytest.raises(ConfigError, match=r"reward\.function"):
+        check_rules(Config(reward=RewardSection(function=function)))
 
 
 # ---- what may come back
