@@ -341,7 +341,7 @@ class ForeignLoop:
         self._source.live(update.version)
 
     def _drop_cancelled(self) -> None:
-        """Free the slots of requests that nobody waits for any more."""
+        """Free the slots of requests whose callers no longer wait."""
         slots = [s for s, r in self._running.items() if r.waiter.gave_up]
         for slot in slots:
             del self._running[slot]
