@@ -155,21 +155,3 @@ def serve(
                     return
             wake.clear()
             part = held()
-
-
-def check_here(part: Any, pid: int, threads: tuple[Any, ...] = ()) -> None:
-    """Raise RolloutError in a process forked from the one `pid` that made the part, and on one of
-    its own threads: there it would wait for ever.
-    """
-    name = type(part).__name__
-    if os.getpid() != pid:
-        raise RolloutError(
-            f"this {name} was made in process {pid}, and its thread is there: process "
-            f"{os.getpid()}, a fork of it, would wait for ever. Make a {name} in each process, and "
-            "start processes with multiprocessing's 'spawn'."
-        )
-    if threading.current_thread() in threads:
-        raise RolloutError(
-            f"a callback of a request waits for the {name} on whose own thread it runs: it would "
-            "wait for ever. Use start_many, which does not wait, or another thread."
-        )

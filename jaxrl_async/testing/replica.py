@@ -12,7 +12,7 @@ from jaxrl_async.types import Completion, Partial, Request
 
 
 class ScriptedReplica:
-    """A ports.Replica without a thread. One that is never told to answer hangs.
+    """A ports.Replica without a thread: it hangs until the test calls answer() or die().
 
     Attributes:
         name: Its own; its successor's has a prime more.
