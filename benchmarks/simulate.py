@@ -367,7 +367,7 @@ def _noting(
         before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
         came = play(sampler)
         after = sampler.stats()
-        steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
+        steps = (after.slot_steps - before.slot_steps) // sampler.engine.spec.slots
         busy_s = after.busy_s - before.busy_s
         if busy_s > 0:
             rounds.append(

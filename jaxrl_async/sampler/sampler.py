@@ -40,9 +40,11 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
 from jaxrl_async.ports import Clock, Intake, NotYet, Schedule, WeightSource
-from jaxrl_async.sampler.batch.batch import Batch, Output, Sequence_
+from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Running, Stage
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import (
@@ -197,7 +199,7 @@ class Sampler:
     def _begin(self, version: int, prepared: Any, weights: WeightSource | None) -> None:
         """Everything that changes, as it is before the first request."""
         self.version, self._prepared, self._weights = version, prepared, weights
-        self._incoming: list[Sequence_] = []
+        self._incoming: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._arrived: VersionedParams | None = None  # polled, not taken yet (in a replay)
         self._staged: VersionedParams | None = None  # waits until running sequences are done
@@ -208,7 +210,7 @@ class Sampler:
         self._idle_from: float | None = None  # since when it has had nothing to do
         self.error: BaseException | None = None
         self.blamed: frozenset[str] = frozenset()  # ids that were on the device when it failed
-        self._finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
+        self._finished: list[tuple[Running, Output]] = []  # not handed out yet
         self._stats = SamplerStats()
         self._thread: threading.Thread | None = None
         self._batch: Any = None  # a Batch, once the thread has begun
@@ -406,7 +408,7 @@ class Sampler:
         for given, future in zip(self.checked(requests), futures, strict=True):
             request = given.request if isinstance(given, Partial) else given
             sequences.append(
-                Sequence_(
+                LiveRequest(
                     request=request,
                     max_new=num_wanted(request),
                     owner=_Waiter(request=request, queued_at=now, future=future, loop=loop),
@@ -516,7 +518,7 @@ class Sampler:
             )
         return True
 
-    def _end(self, sequence: Sequence_) -> None:
+    def _end(self, sequence: Running) -> None:
         self._finished.append((sequence, self._batch.end(sequence)))
 
     def _run_commands(self) -> None:
@@ -568,7 +570,7 @@ class Sampler:
         self._take_weights(update)
         return True
 
-    def _given_up(self) -> list[Sequence_]:
+    def _given_up(self) -> list[Stage]:
         """Whom nobody waits for any more, of those with a place, and of the queue as far as any
         could get one now: a look costs no more where many wait."""
         gone = [s for s in self._batch.placed.values() if s.owner.future.cancelled()]
@@ -578,7 +580,7 @@ class Sampler:
                 gone.append(sequence)
             else:
                 wanted += 1
-                if wanted == self.engine.places:
+                if wanted == self.engine.spec.total_slots:
                     break
         return gone
 
@@ -660,7 +662,7 @@ class Sampler:
         waiting = [replace(p, kv=None, kv_version=None) for p in known]
         return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
 
-    def _find(self, request_id: str) -> Sequence_ | None:
+    def _find(self, request_id: str) -> Stage | None:
         return next(
             (
                 s
@@ -758,7 +760,7 @@ class Sampler:
             compiled_programs=self.engine.num_compiled,
         )
 
-    def _on_device(self) -> list[Sequence_]:
+    def _on_device(self) -> list[Stage]:
         """Who has a place, or had one until just now."""
         placed = () if self._batch is None else self._batch.placed.values()
         return [*placed, *(s for s, _ in self._finished)]
@@ -827,8 +829,8 @@ def make_engine(
             f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
             "tokens are not routed. Leave it out."
         )
-    return Engine(
-        spec,
+    engine_spec = EngineSpec(
+        model=spec,
         slots=plan.slots,
         reserve=plan.reserve,
         max_length=section.max_length,
@@ -842,6 +844,7 @@ def make_engine(
         mixed=section.matmul == "bfloat16",
         keeps_routes=keep_routing,
     )
+    return Engine(engine_spec)
 
 
 def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
@@ -852,7 +855,7 @@ def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
     return bool(device.platform == "tpu")
 
 
-def _completion(sequence: Sequence_, output: Output, now: float) -> Completion:
+def _completion(sequence: Stage, output: Output, now: float) -> Completion:
     tokens, request, waiter = output.token_ids, sequence.request, sequence.owner
     stopped = (
         request.forced_length is None

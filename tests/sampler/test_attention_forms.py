@@ -1,5 +1,7 @@
 """Both forms of decode attention, and every way through the pages, give the same tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
@@ -7,6 +9,7 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.types import SamplingParams, VersionedParams
@@ -85,17 +88,7 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
     """The whole decode loop with the Pallas kernel in interpret mode."""
     section = SECTION.model_copy(update={"attention": "ragged"})
     sampler = Sampler((SPEC, PARAMS), section=section)
-    sampler.engine.__init__(
-        SPEC,
-        slots=4,
-        reserve=1,
-        max_length=64,
-        pages=sampler.plan.pages,
-        page_tokens=16,
-        block=5,
-        ragged=True,
-        on_tpu=True,
-    )
+    sampler.engine = Engine(replace(sampler.engine.spec, ragged=True, on_tpu=True))
     with interpreted_kernels():
         done = sampler.generate(WISHES[:4])
         sampler.close()

@@ -374,7 +374,7 @@ class Router:
         candidates = [
             Candidate(
                 in_flight=len(self._seats[i].jobs) + len(shares.get(i, ())),
-                places=self._seats[i].sampler.engine.places,
+                places=self._seats[i].sampler.engine.spec.total_slots,
             )
             for i in seats
         ]
