@@ -30,8 +30,9 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
-from jaxrl_async.sampler.batch.batch import Batch, Output, Sequence_
-from jaxrl_async.sampler.device.engine import Block
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.sequence import Output, Running, Stage
+from jaxrl_async.sampler.device.arguments import Block
 from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
@@ -105,7 +106,7 @@ class Sampler:
         self, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
     ) -> None:
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
-        self.seed, self.places = setup.seed, setup.engine.places
+        self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
         self.loop = DecodeLoop(setup, self.lifetime, weights, version=version, prepared=prepared)
         self._inbox, self.weights = self.loop.inbox, weights
@@ -301,7 +302,7 @@ class DecodeLoop:
         self._receiver = Receiver(settings.name, self.inbox, source, settings.schedule)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
-        self.finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
+        self.finished: list[tuple[Running, Output]] = []  # not handed out yet
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
         self._blocks = 0  # that were decoded
@@ -473,7 +474,7 @@ class DecodeLoop:
 
     # ---- requests as data
 
-    def find(self, request_id: str) -> Sequence_ | None:
+    def find(self, request_id: str) -> Stage | None:
         """Return the running request of this id."""
         if self.batch is None:
             return None
@@ -527,21 +528,21 @@ class DecodeLoop:
 
     # ---- the end
 
-    def _on_device(self) -> list[Sequence_]:
+    def _on_device(self) -> list[Stage]:
         """Return the requests that have a place, or had one in the last block."""
         placed = () if self.batch is None else self.batch.placed.values()
         return [*placed, *(s for s, _ in self.finished)]
 
     def fail_all(self, error: BaseException) -> None:
         """Answer every request and command with this error; from any thread, after the end."""
-        sequences, batch = self.inbox.take(), self.batch
+        batch, stages = self.batch, list[Stage](self.inbox.take())
         held = self.changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it
         if batch is not None:
-            sequences = [*sequences, *batch.queue, *self._on_device()]
-            sequences += [s for s, _ in batch.take_failed()]
+            stages += [*batch.queue, *self._on_device()]
+            stages += [live for live, _ in batch.take_failed()]
             batch.queue.clear()
             batch.placed.clear()
         if held:
             self.changing.release()
-        resolve([(s.owner, error) for s in sequences])
+        resolve([(stage.owner, error) for stage in stages])
         self.inbox.fail_commands(error)

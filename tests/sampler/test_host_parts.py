@@ -85,7 +85,7 @@ def test_a_store_that_is_off_keeps_nothing() -> None:
 
 
 def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
-    slots = Slots(3, max_length=8, max_new=8, page_tokens=4, no_page=9)
+    slots = Slots(3, max_new=8, page_tokens=4, no_page=9)
     slots.occupy(0, 2, [1], version=4)
     slots.occupy(2, 3, [2], version=5)
     drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
@@ -109,7 +109,7 @@ def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
     plan = plan_memory(**wish, slots=None, budget_bytes=80 * 16 * 64)
     assert (plan.pages, plan.slots, plan.kv_bytes) == (80, 20, 80 * 16 * 64)
     roomy = plan_memory(**wish, slots=4, budget_bytes=None)
-    assert roomy.pages >= (4 + 1) * 7, "every place can hold the longest sequence"
+    assert roomy.pages >= (4 + 1) * 7, "every slot can hold the longest sequence"
 
 
 limits = st.builds(Limit, value=st.floats(1, 64), least=st.just(1), most=st.just(64))

@@ -48,7 +48,8 @@ def inbox():
 
 
 def empty_batch() -> SimpleNamespace:
-    batch = SimpleNamespace(queue=deque(), placed={}, engine=SimpleNamespace(places=2))
+    engine = SimpleNamespace(spec=SimpleNamespace(total_slots=3))
+    batch = SimpleNamespace(queue=deque(), placed={}, engine=engine)
     batch.cancel = batch.queue.remove
     return batch
 
