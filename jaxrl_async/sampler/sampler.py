@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
@@ -37,7 +38,7 @@ from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.requests import CLOSED, Inbox, cancelled_on_error, completion_of, resolve
-from jaxrl_async.sampler.setup import Params, SamplerSettings, SamplerSetup, set_up
+from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
+from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
@@ -25,9 +26,6 @@ from jaxrl_async.sampler.swap import Probe
 
 LONGEST = 2048
 """Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
-
-Params = Any
-"""A pure dict of arrays, in the tree of weight_table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
