@@ -1,33 +1,36 @@
 """Token losses: a formula over named arrays. No averaging here (aggregate.py), no configuration.
 
-Every array is `[rows, length]`. What lies outside the mask may be anything, NaN included, and gives
-neither loss nor gradient.
+Every array is `[rows, length]`. Values outside the mask may be anything, even NaN, and give neither
+loss nor gradient.
 
 A loss looks at the ratio r = policy / anchor. With `algorithm.anchor=behavior` the anchor is the
 distribution that drew the token, and r is the whole importance ratio. With `proximal` it is the
-policy at the start of the step, and what lies between behaviour and proximal is the corrections'
-matter (corrections.py): that is decoupled PPO (AReaL, arXiv:2505.24298), so it is no loss of its
-own, and any loss here can be decoupled.
+policy at the start of the step, and the corrections (corrections.py) take care of proximal /
+behaviour: decoupled PPO (AReaL, arXiv:2505.24298). Any loss here can thus be decoupled.
 """
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from numpy.typing import ArrayLike
 from pydantic import Field
 
+from jaxrl_async.algorithms.columns import COLUMNS, check_fields
 from jaxrl_async.algorithms.registry import (
     Above0,
     AtLeast0,
     AtLeast1,
+    NoFacts,
     Registry,
     Share,
     UpTo1,
     rule,
 )
 from jaxrl_async.algorithms.segments import sequence_mean, sequence_sum
+from jaxrl_async.config import function_facts
 
 MAX_LOG_RATIO = 40.0
 """Bound on |log ratio|, nats, so that a ratio and its square are finite in float32.
@@ -39,19 +42,19 @@ SMALLEST_REST = 1e-8
 
 
 class TokenInputs(NamedTuple):
-    """What a token loss may look at; position t is token t and its log-prob under each policy."""
+    """The input of a token loss; position t holds token t's log-prob under each policy."""
 
     policy_logprobs: (
         Array  # [rows, length] float32, of the weights that learn; carries the gradient
     )
     behavior_logprobs: Array  # [rows, length] float32, of the distribution that drew the token
     advantages: Array  # [rows, length] float32
-    mask: Array  # [rows, length] bool, tokens that are learnt
+    mask: Array  # [rows, length] bool, learnt tokens
     versions: Array  # [rows, length] int32, policy version that drew the token
     entropy: Array  # [rows, length] float32, of the policy at the token, nats
     reference_logprobs: Array | None = None  # [rows, length] float32, of the frozen reference
     anchor_logprobs: Array | None = None
-    """[rows, length] float32, what the loss's ratio is against. None: behavior_logprobs."""
+    """[rows, length] float32, the denominator of the loss's ratio. None: behavior_logprobs."""
     proximal_logprobs: Array | None = None
     """[rows, length] float32, of the weights at the start of the step. None: the policy's own."""
     segment_ids: Array | None = None
@@ -63,68 +66,99 @@ class TokenInputs(NamedTuple):
     teacher_divergence: Array | None = None
     """[rows, length] float32, divergence from the teacher at the token; carries the gradient."""
     covariance_rank: Array | None = None
-    """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
-    log-prob and advantage, (log policy - mean) * (A - mean)."""
+    """[rows, length] float32 in [0, 1): share of the step's tokens whose log-prob and advantage
+    covary more, by (log policy - mean) * (A - mean)."""
+
+
+check_fields("TokenInputs", TokenInputs._fields, (n for n, c in COLUMNS.items() if c.in_loss))
+
+
+def token_inputs(columns: Mapping[str, ArrayLike | None]) -> TokenInputs:
+    """Return these columns as TokenInputs, in the dtypes that COLUMNS declares."""
+    return TokenInputs(
+        **{k: None if v is None else jnp.asarray(v, COLUMNS[k].dtype) for k, v in columns.items()}  # type: ignore[arg-type]
+    )
 
 
 class TokenLoss(NamedTuple):
-    """What a token loss gives."""
+    """The output of a token loss."""
 
     loss: Array  # [rows, length] float32, 0 outside the mask
-    clipped: Array  # [rows, length] bool, tokens whose gradient the loss cut off or bounded
+    clipped: Array  # [rows, length] bool, tokens whose gradient the loss removed or bounded
 
 
 TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 
-token_loss: Registry[TokenLossFn] = Registry("token loss", "algorithm.loss")
-supervised_loss: Registry[TokenLossFn] = Registry("supervised loss", "run.job")
-
 
 class DefaultCorrections(NamedTuple):
-    """The correction of a loss where algorithm.correction is null, by algorithm.anchor."""
+    """The correction of a loss if algorithm.correction is not set, by algorithm.anchor."""
 
     behavior: str = "truncate_token"
     proximal: str = "truncate_token"
 
 
 OPEN_RATIO = DefaultCorrections()
-"""The loss's ratio has no bound on one side of A at least: the correction bounds it."""
+"""The loss's ratio is unbounded for one sign of A at least: the correction bounds it."""
 OWN_BOUND = DefaultCorrections(behavior="none")
-"""The loss bounds its whole ratio. Against the proximal policy what lies before is not in it, and
-is the correction's matter."""
+"""The loss bounds its whole ratio. Against the proximal policy, proximal / behaviour is not in that
+ratio, and the correction bounds it."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
-"""The loss does without importance weights, whatever drew the token."""
+"""The loss has no importance weight, whatever drew the token."""
 
 
-def asks_for(asked: DefaultCorrections) -> Callable[[TokenLossFn], TokenLossFn]:
-    """Say of the loss below which correction goes with it by default."""
+class LossFacts(NamedTuple):
+    """What a token loss declares."""
 
-    def attach(function: TokenLossFn) -> TokenLossFn:
-        function.__dict__["asked"] = asked
-        return function
+    correction: DefaultCorrections = OPEN_RATIO
+    needs: tuple[str, ...] = ()  # fields of TokenInputs that are only made on request
+    ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
+    gradient_of: Literal["token", "sequence"] = "token"
+    """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""
 
-    return attach
+
+token_loss: Registry[TokenLossFn, LossFacts] = Registry(
+    "token loss", "algorithm.loss", LossFacts, assumed=LossFacts(needs=("covariance_rank",))
+)
+supervised_loss: Registry[TokenLossFn, NoFacts] = Registry("supervised loss", "run.job", NoFacts)
+
+
+def masked_loss(function: TokenLossFn) -> TokenLossFn:
+    """Wrap a user's loss so that it returns a TokenLoss and is 0 outside the mask.
+
+    The function sees 0 outside the mask, and may return the loss alone: [rows, length].
+    """
+
+    def masked(x: TokenInputs) -> TokenLoss:
+        clean = x._replace(
+            policy_logprobs=jnp.where(x.mask, x.policy_logprobs, 0.0),
+            advantages=jnp.where(x.mask, x.advantages, 0.0),
+        )
+        result: TokenLoss | Array = function(clean)
+        loss, clipped = result if isinstance(result, tuple) else (result, jnp.zeros_like(x.mask))
+        return TokenLoss(jnp.where(x.mask, loss, 0.0), x.mask & clipped)
+
+    return masked
 
 
 def log_ratio(x: TokenInputs) -> Array:
-    """log(policy / anchor) per token, within MAX_LOG_RATIO; 0 outside the mask."""
+    """Return log(policy / anchor) per token, within MAX_LOG_RATIO; 0 outside the mask."""
     return bounded_difference(x, x.policy_logprobs, _anchor(x))
 
 
 def mismatch(x: TokenInputs) -> Array:
-    """log(proximal / behavior) per token, within MAX_LOG_RATIO; 0 outside the mask. No gradient."""
+    """Return log(proximal / behavior) per token, as `log_ratio` but without gradient."""
     proximal = x.policy_logprobs if x.proximal_logprobs is None else x.proximal_logprobs
     return jax.lax.stop_gradient(bounded_difference(x, proximal, x.behavior_logprobs))
 
 
 def sequence_log_ratio(x: TokenInputs) -> Array:
-    """log(policy / anchor) of the token's whole sequence, within MAX_LOG_RATIO."""
+    """Return log(policy / anchor) of each token's whole sequence, within MAX_LOG_RATIO."""
     total = sequence_sum(log_ratio(x), x.mask, x.segment_ids)
     return jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
-    """logprobs - others, within MAX_LOG_RATIO; 0 outside the mask."""
+    """Return logprobs - others, within MAX_LOG_RATIO; 0 outside the mask."""
     difference = jnp.where(x.mask, logprobs - others, 0.0)
     return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -133,7 +167,6 @@ def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 @rule("dual_clip must be 0 or above 1", lambda dual_clip: dual_clip == 0 or dual_clip > 1)
 def ppo_clip(
     x: TokenInputs, *, clip_low: UpTo1 = 0.2, clip_high: Above0 = 0.2, dual_clip: AtLeast0 = 0.0
@@ -141,8 +174,8 @@ def ppo_clip(
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = policy / anchor.
 
     Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two bounds: DAPO (arXiv:2503.14476), sec. 3.1.
-    dual_clip > 1 also bounds it where A < 0, to max(that minimum, dual_clip A): Ye et al. 2020
-    (arXiv:1912.09729), dual-clip PPO. 0: off.
+    dual_clip > 1 also bounds the objective where A < 0, to max(that minimum, dual_clip A): Ye et
+    al. 2020 (arXiv:1912.09729), dual-clip PPO. 0: off.
     """
     advantages = _advantages(x)
     objective, clipped = _surrogate(jnp.exp(log_ratio(x)), advantages, clip_low, clip_high)
@@ -154,14 +187,13 @@ def ppo_clip(
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence", gradient_of="sequence")
 def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r).
 
     Each token has its sequence's ratio s, so a sequence is clipped as a whole. The gradient of the
-    sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, where A is the same
-    over the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
+    sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, if A is constant over
+    the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
     aggregate=sequence_mean it is the paper's objective.
     """
     ratio = jnp.exp(sequence_mean(log_ratio(x), x.mask, x.segment_ids))
@@ -169,12 +201,12 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence")
 def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
-    """As gspo, with s_t = stop_gradient(s) policy / stop_gradient(policy): gradient -s A_t.
+    """-min(s_t A, clip(s_t) A), s_t = stop_gradient(s) policy / stop_gradient(policy), s of gspo.
 
-    For advantages that differ within a sequence. GSPO (arXiv:2507.18071), eq. 13 and 14.
+    Its gradient is -s A_t: for advantages that differ within a sequence. GSPO (arXiv:2507.18071),
+    eq. 13 and 14.
     """
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)
     own = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
@@ -183,14 +215,13 @@ def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence", gradient_of="sequence")
 def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4) -> TokenLoss:
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
 
-    Bounds are in nats, on each token. Gradient as gspo's, less the tokens that are cut. GMPO, Zhao
-    et al. 2025 (arXiv:2507.20673).
+    Bounds are in nats, on each token. The gradient is gspo's without the tokens that are cut. GMPO,
+    Zhao et al. 2025 (arXiv:2507.20673).
     """
     advantages, logs = _advantages(x), log_ratio(x)
     bounded = jnp.where(advantages > 0, jnp.minimum(logs, clip_high), jnp.maximum(logs, -clip_low))
@@ -198,8 +229,7 @@ def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4)
     return _masked(x, -ratio * advantages, bounded != logs)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg.
 
@@ -213,7 +243,6 @@ def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> To
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss:
     """-r A; 0 where A > 0 and policy - anchor > high, or A < 0 and policy - anchor < -low.
 
@@ -226,7 +255,6 @@ def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> TokenLoss:
     """-r A; 0 where A > 0, r > 1 and D > high, or A < 0, r < 1 and D > low.
 
@@ -239,21 +267,20 @@ def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> Token
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def ipo(
     x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2, penalty: AtLeast0 = 1e-3
 ) -> TokenLoss:
     """dppo_tv's loss + penalty (log r)^2, which has no gradient on-policy.
 
-    The penalty also holds tokens that the trust region masked. PRIME-RL's policy loss, with the
-    squared log ratio of Kimi K2.5. A band of ratios instead of probabilities: correction=icepop.
+    The penalty also pulls tokens back that the trust region masks. PRIME-RL's policy loss, with the
+    squared log ratio of Kimi K2.5. For a band of ratios instead of probabilities use
+    correction=icepop.
     """
     inner = dppo_tv(x, low=low, high=high)
     return TokenLoss(inner.loss + penalty * log_ratio(x) ** 2, inner.clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(needs=("covariance_rank",))
 def clip_cov(
     x: TokenInputs,
     *,
@@ -261,11 +288,11 @@ def clip_cov(
     clip_low: UpTo1 = 0.2,
     clip_high: Above0 = 0.2,
 ) -> TokenLoss:
-    """ppo_clip, and 0 for the share of tokens whose log-prob and advantage covary most.
+    """ppo_clip, but 0 for the share of tokens whose log-prob and advantage covary most.
 
-    Those tokens take most of the entropy away. Cui et al. 2025, "The Entropy Mechanism"
+    Those tokens reduce entropy most. Cui et al. 2025, "The Entropy Mechanism"
     (arXiv:2505.22617), Clip-Cov; the paper draws the tokens at random from a band of covariances,
-    here they are the topmost of the step, so that nothing is random.
+    here they are the top ones of the step, so that nothing is random.
     """
     selected = _top_covariance(x, share)
     ratio = jnp.where(selected, 0.0, jnp.exp(log_ratio(x)))
@@ -274,8 +301,7 @@ def clip_cov(
     return _masked(x, -objective, clipped | selected)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(needs=("covariance_rank",))
 def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> TokenLoss:
     """-r A, + penalty |log r| for the share of tokens with the largest covariance (see clip_cov).
 
@@ -290,25 +316,22 @@ def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> Tok
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = policy / anchor: gradient -r A d log policy.
 
     The score function estimator of Williams 1992 (Machine Learning 8), with the importance ratio
-    that makes it right for tokens of an older policy (1 on-policy). Bound r with a correction.
+    that corrects for tokens of an older policy (1 on-policy). Bound r with a correction.
     """
     return _score(x, jnp.exp(log_ratio(x)), jnp.zeros_like(x.mask))
 
 
-@token_loss
-@asks_for(NO_RATIO)
+@token_loss(correction=NO_RATIO)
 def gpg(x: TokenInputs) -> TokenLoss:
     """-A log policy, whatever drew the token: no ratio. GPG, Chu et al. 2025 (arXiv:2504.02546)."""
     return _score(x, jnp.ones(x.mask.shape, jnp.float32), jnp.zeros_like(x.mask))
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def cispo(x: TokenInputs, *, clip_low: Share = 1.0, clip_high: AtLeast0 = 4.0) -> TokenLoss:
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: no token is dropped.
 
@@ -319,8 +342,7 @@ def cispo(x: TokenInputs, *, clip_low: Share = 1.0, clip_high: AtLeast0 = 4.0) -
     return _score(x, weights, weights != ratio)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     """-stop_gradient(min(r, rho)) A log policy.
 
@@ -331,8 +353,7 @@ def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     return _score(x, jnp.minimum(ratio, rho), ratio > rho)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND, ratio_of="sequence")
 def topr(x: TokenInputs) -> TokenLoss:
     """-w A log policy; w = 1 where A >= 0, else stop_gradient(min(R, 1)), R the sequence's ratio.
 
@@ -345,8 +366,7 @@ def topr(x: TokenInputs) -> TokenLoss:
     return _score(x, weights, negative & (logs > 0))
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND, ratio_of="sequence")
 def vespo(
     x: TokenInputs,
     *,
@@ -374,6 +394,8 @@ def cross_entropy(x: TokenInputs) -> TokenLoss:
     return TokenLoss(jnp.where(x.mask, -x.policy_logprobs, 0.0), jnp.zeros_like(x.mask))
 
 
+token_loss.check_known(function_facts.WITHOUT_RATIO, lambda facts: facts.correction == NO_RATIO)
+
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -382,7 +404,7 @@ def _anchor(x: TokenInputs) -> Array:
 
 
 def _advantages(x: TokenInputs) -> Array:
-    """0 outside the mask: there a NaN would reach a whole sequence's gradient."""
+    """Return the advantages, 0 outside the mask: a NaN there would reach a sequence's gradient."""
     return jnp.where(x.mask, x.advantages, 0.0)
 
 
@@ -391,19 +413,19 @@ def _masked(x: TokenInputs, loss: Array, clipped: Array) -> TokenLoss:
 
 
 def _score(x: TokenInputs, weights: Array, clipped: Array) -> TokenLoss:
-    """-stop_gradient(weights) A log policy."""
+    """Return the loss -stop_gradient(weights) A log policy."""
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)
     return _masked(x, -jax.lax.stop_gradient(weights) * _advantages(x) * logprobs, clipped)
 
 
 def _surrogate(ratio: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where the bound holds."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A), and where the bound is active."""
     bounded = jnp.clip(ratio, 1 - low, 1 + high) * advantages
     return jnp.minimum(ratio * advantages, bounded), bounded < ratio * advantages
 
 
 def _trust_region(x: TokenInputs, divergence: Array, low: float, high: float) -> TokenLoss:
-    """-r A, without tokens beyond the divergence that A drives still further away."""
+    """Return -r A, but 0 for tokens beyond the divergence that A would push further away."""
     logs, advantages = log_ratio(x), _advantages(x)
     above = (advantages > 0) & (logs > 0) & (divergence > high)
     below = (advantages < 0) & (logs < 0) & (divergence > low)
@@ -422,6 +444,6 @@ def _probability(logprobs: Array) -> Array:
 
 
 def _log_rest(logprobs: Array) -> Array:
-    """log(1 - p), at least log(SMALLEST_REST)."""
+    """Return log(1 - p), at least log(SMALLEST_REST)."""
     rest = -jnp.expm1(jnp.minimum(jax.lax.stop_gradient(logprobs), 0.0))
     return jnp.log(jnp.maximum(rest, SMALLEST_REST))

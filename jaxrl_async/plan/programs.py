@@ -13,7 +13,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
+from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -28,16 +30,16 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
-from jaxrl_async.run.assemble import make_push, make_step
-from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
+from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
+from jaxrl_async.run.builders.samplers import make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import build_engine, kv_plan
-from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
-from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
+from jaxrl_async.trainer.credit import pass_columns
+from jaxrl_async.trainer.step import TrainStep, UpdateContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ def check(config: schema.Config) -> None:
             "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
             "outside of the gradient, or teacher.source=none."
         )
+    try_own_loss(config.algorithm)
 
 
 def spec_of(config: schema.Config) -> ModelSpec:
@@ -173,7 +176,7 @@ def lowered(
     config: schema.Config, spec: ModelSpec, places: Places
 ) -> tuple[tuple[Lowered, ...], Held]:
     """All programs of a run, and what lies in a sampler. Raises ConfigError, MeshError."""
-    check_routing(config, spec)
+    check_routing(config.algorithm, config.model, spec)
     pushed = _pushed(config, spec, places)
     of_trainer = trainer_programs(config, spec, places, pushed["cast"])
     of_sampler, held = sampler_programs(config, spec, places, pushed)
@@ -182,7 +185,9 @@ def lowered(
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
     """The programs of the weights' way to one sampler. Raises MeshError."""
-    push = make_push(config, spec, places.slices.trainer, places.slices.sampler)
+    push = make_push(
+        config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
+    )
     mesh = places.slices.trainer
     return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
 
@@ -221,47 +226,41 @@ def holds_reference(config: schema.Config) -> bool:
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
 
 
-def looks_up_reference(config: schema.Config) -> bool:
-    """Whether the reference's log-probs are taken before the updates, and not in them."""
-    offloads = "reference" in config.trainer.offload
-    return config.algorithm.kl_coefficient > 0 and takes_reference(
-        config.algorithm, offloads=offloads
+def pass_columns_of(config: schema.Config) -> frozenset[str]:
+    """Return the columns that passes make before the updates, as the Learner's."""
+    return pass_columns(
+        config.algorithm,
+        refers=config.algorithm.kl_coefficient > 0,
+        offloads="reference" in config.trainer.offload,
     )
 
 
 def runs_reference(config: schema.Config) -> bool:
-    """Whether the gradient runs the reference."""
-    return config.algorithm.kl_coefficient > 0 and not looks_up_reference(config)
-
-
-def looks_before(config: schema.Config) -> bool:
-    """Whether the policy's own log-probs are taken before the updates."""
-    return takes_proximal(config.algorithm, refers=config.algorithm.kl_coefficient > 0)
+    """Return whether the gradient runs the reference."""
+    refers = config.algorithm.kl_coefficient > 0
+    return refers and "reference_logprobs" not in pass_columns_of(config)
 
 
 def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
     """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
-    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32)
-    kinds |= {"mask": jnp.bool_, "kept": jnp.uint8}
-    there = {
+    dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
+    others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
-        "proximal_logprobs": looks_before(config),
-        "reference_logprobs": looks_up_reference(config),
-        "covariance_rank": needs_covariance(config.algorithm.loss),
-        "kept": keeps_masks(config),
+        "kept": keeps_masks(config.sampler, config.algorithm),
         "expert_ids": config.algorithm.keep_routing,
     }
+    there = pass_columns_of(config) | {name for name, is_there in others.items() if is_there}
     of_token: dict[str, tuple[int, ...]] = {"kept": (-(-spec.vocab // 8),)}
     if config.algorithm.keep_routing:
         routing = routing_of(spec)
         of_token["expert_ids"] = (routing.layers, routing.chosen)
-        kinds["expert_ids"] = routing.dtype
-    names = [n for n in DeviceBatch._fields if n not in DeviceBatch._field_defaults or there.get(n)]
+        dtypes["expert_ids"] = routing.dtype
+    names = [n for n in DeviceBatch._fields if not COLUMNS[n].optional or n in there]
     shape = (step.micro_rows, config.row_length)
     columns: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
             (*shape, *of_token.get(name, ())),
-            kinds.get(name, jnp.float32),
+            dtypes[name],
             sharding=step.batch_sharding,
         )
         for name in names
@@ -289,7 +288,10 @@ def sampler_programs(
         chunk,
         run_shapes(engine.spec, context_pages),
         context_pages=context_pages,
-        mix=Mix(truncated=truncates(config.sampler), extras=keeps_masks(config)),
+        mix=Mix(
+            truncated=truncates(config.sampler),
+            extras=keeps_masks(config.sampler, config.algorithm),
+        ),
     )
     if "reshard" in pushed:
         programs["reshard"] = pushed["reshard"]

@@ -18,10 +18,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.errors import Stopped, TrainingError
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
+from jaxrl_async.run.lockstep import Lockstep, StopRequests
+from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.update import Params, TrainState
@@ -56,7 +56,7 @@ def warm_start(
 
     Raises Stopped (Ctrl-C) or Preempted (SIGTERM) once what was made is saved, TrainingError.
     """
-    asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
+    asked = lockstep.agreed_stop(stop)
     stop.answer = "stopping after this update of the warm start and saving"
     console.phase("warm start", "compiling")
     own = paths.warm_start
@@ -67,14 +67,9 @@ def warm_start(
         progress = WarmProgress(state=step.init(params))
         if resume and checkpoints.latest() is not None:
             _restore(config, progress, pairs, checkpoints)
-        recorder = None
-        if lockstep.writes:
-            recorder = Recorder(
-                own.root,
-                tensorboard=config.metrics.tensorboard,
-                resume_step=progress.update if resume else None,
-            )
-            open_.enter_context(closing(recorder))
+        resume_step = progress.update if resume else None
+        recorder = make_recorder(config.metrics, own, lockstep, resume_step)
+        open_.enter_context(closing(recorder))
         _learn(config, step, pairs, progress, checkpoints, recorder, console, asked)
     if asked.is_set():
         _leave(stop, f"update {progress.update} of {config.warm_start.steps} of the warm start")
@@ -92,7 +87,7 @@ def _learn(
     pairs: FittingPairs,
     progress: WarmProgress,
     checkpoints: Checkpoints,
-    recorder: Recorder | None,
+    recorder: MetricsWriter,
     console: Console,
     asked: StopRequests,
 ) -> None:
@@ -106,8 +101,7 @@ def _learn(
     try:
         while progress.update < section.steps and not (stopped := asked.is_set()):
             values = _update(step, pairs, progress, section.batch_size)
-            if recorder is not None:
-                recorder.log(progress.update, values)
+            recorder.log(progress.update, values)
             made = f"{progress.update}/{section.steps}"
             console.phase("warm start", f"{made}, loss {progress.loss:.3f}")
             skipped = skipped + 1 if values["train/skipped"] else 0

@@ -5,7 +5,6 @@ Used with the policy's own weights (the proximal log-probs), the reference's and
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from jaxrl_async.algorithms.columns import for_other_models
 from jaxrl_async.mesh import NO_DEVICE_LOCK, batch_sharding, put, whole
 from jaxrl_async.model.attention import decoder_settings
 from jaxrl_async.model.divergence import logprobs_at, top_logprobs
@@ -72,7 +72,7 @@ class LogprobPass:
         weights, which the update compares with; any other model chooses for itself.
         """
         if not replays:
-            batch = replace(batch, expert_ids=None)
+            batch = for_other_models(batch)
         return self._over(self._logprobs, params, batch, device_lock)[0]
 
     def top(
@@ -82,8 +82,7 @@ class LogprobPass:
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> tuple[IntArray, FloatArray]:
         """The top_k likeliest tokens at each place and their log-probs; [rows, length, k] each."""
-        own = replace(batch, expert_ids=None)
-        ids, logprobs = self._over(self._top, params, own, device_lock)
+        ids, logprobs = self._over(self._top, params, for_other_models(batch), device_lock)
         return ids, logprobs
 
     def logprobs_at(
@@ -94,8 +93,7 @@ class LogprobPass:
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> FloatArray:
         """Log-probs of ids [rows, length, k], each at its place, as `top` gives its own."""
-        own = replace(batch, expert_ids=None)
-        return self._over(self._at, params, own, device_lock, ids)[0]
+        return self._over(self._at, params, for_other_models(batch), device_lock, ids)[0]
 
     def _over(
         self,

@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, DeviceBatch, Source, names_of
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
     Coefficients,
@@ -35,38 +36,8 @@ from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Params, TrainState, Updater, rows_per_micro_batch
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
-
-class DeviceBatch(NamedTuple):
-    """A micro-batch on the devices; [rows, length] each, divided as mesh.batch_sharding says."""
-
-    token_ids: Array
-    positions: Array
-    segment_ids: Array
-    mask: Array
-    behavior_logprobs: Array
-    versions: Array
-    advantages: Array
-    weights: Array  # float32, from `aggregate`
-    supervised_weights: Array | None = None  # float32, of -log policy: worked answers mixed in
-    proximal_logprobs: Array | None = None  # these and below: as in Columns
-    reference_logprobs: Array | None = None
-    covariance_rank: Array | None = None
-    teacher_ids: Array | None = None
-    teacher_logprobs: Array | None = None
-    kept: Array | None = None  # uint8 [rows, length, ceil(vocab / 8)]: sampling masks
-    expert_ids: Array | None = None  # [rows, length, layers, k] int8 or int16: the policy's alone
-
-
-class Columns(NamedTuple):
-    """What was found out about a batch before its update: host arrays [rows, length, ...]."""
-
-    proximal_logprobs: FloatArray | None = None  # of the weights at the start of the step
-    reference_logprobs: FloatArray | None = None  # where the reference is not on the device
-    covariance_rank: FloatArray | None = None  # as in losses.TokenInputs
-    teacher_ids: IntArray | None = None  # [rows, length, k] the teacher's likeliest tokens
-    teacher_logprobs: FloatArray | None = None  # [rows, length, k]
-    weights: FloatArray | None = None  # these two: of a part of a step; null: of this batch alone
-    supervised_weights: FloatArray | None = None
+SHARED = tuple(n for n in DeviceBatch._fields if COLUMNS[n].in_loss)
+"""What a loss may look at of a micro-batch as it is."""
 
 
 class UpdateContext(NamedTuple):
@@ -159,7 +130,7 @@ class TrainStep:
         The report's keys are explained in metrics.metric.METRICS.
         """
         assert batch.token_ids.shape[1] == self._row_length, "packed for another row length"
-        micros = self._micros(batch, columns or Columns())
+        micros = self._micros(batch, columns or {})
         context = self._context(version, coefficients, reference_params, teacher_params)
         state, stats = self._updater.update(state, micros, context, device_lock, at)
         passes = self._updater.num_passes(micros)
@@ -179,13 +150,13 @@ class TrainStep:
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """What `update` would report of the policy's objective; nothing is learnt."""
-        micros = self._micros(batch, columns or Columns())
+        micros = self._micros(batch, columns or {})
         context = self._context(version, coefficients, reference_params, teacher_params)
         with device_lock:
             return self._updater.measure(params, micros, context)
 
-    def weights(self, batch: PackedBatch, times: int = 1) -> dict[str, Any]:
-        """What each token counts in the loss, of Columns; [rows, length] each.
+    def weights(self, batch: PackedBatch, times: int = 1) -> Columns:
+        """The columns that say what each token counts in the loss; [rows, length] each.
 
         times: number of parts of a step that are learnt one after the other, so that the mean of
         their gradients is the step's.
@@ -225,16 +196,14 @@ class TrainStep:
         return UpdateContext(np.int32(version), on_device, reference_params, teacher_params)
 
     def _micros(self, batch: PackedBatch, columns: Columns) -> list[DeviceBatch]:
-        if columns.weights is None:
-            columns = columns._replace(**self.weights(batch))
-        parts: dict[str, Any] = {
-            k: split(v, self.micro_rows, 0) for k, v in columns._asdict().items() if v is not None
-        }
-        shared = [name for name in DeviceBatch._fields if name in PackedBatch.__dataclass_fields__]
+        if "weights" not in columns:
+            columns = columns | self.weights(batch)
+        parts = {k: split(v, self.micro_rows, COLUMNS[k].fill) for k, v in columns.items()}
+        packed = [name for name in names_of(Source.PACK) if COLUMNS[name].on_device]
         return [
             DeviceBatch(
-                **{name: getattr(micro, name) for name in shared},
-                **{name: of_micro[index] for name, of_micro in parts.items()},
+                **{name: getattr(micro, name) for name in packed},
+                **{name: of_micro[index] for name, of_micro in parts.items()},  # type: ignore[arg-type]
             )
             for index, micro in enumerate(micro_batches(batch, self.micro_rows))
         ]
@@ -306,9 +275,8 @@ class TrainStep:
 
     def _compared(self, x: TokenInputs, micro: DeviceBatch, context: UpdateContext) -> TokenInputs:
         """The same with the reference's log-probs, where there is one."""
-        if micro.reference_logprobs is not None:
-            return x._replace(reference_logprobs=micro.reference_logprobs)
-        if context.reference_params is None or self.recipe.whole_kl:
+        known = micro.reference_logprobs is not None
+        if known or context.reference_params is None or self.recipe.whole_kl:
             return x
         found = self._outputs(context.reference_params, micro, self._temperature)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(found.logprobs))
@@ -354,15 +322,9 @@ def _token_inputs(
 ) -> TokenInputs:
     return TokenInputs(
         policy_logprobs=found.logprobs,
-        behavior_logprobs=micro.behavior_logprobs,
-        advantages=micro.advantages,
-        mask=micro.mask,
-        versions=micro.versions,
         entropy=found.entropy if has_entropy else jax.lax.stop_gradient(found.entropy),
-        proximal_logprobs=micro.proximal_logprobs,
-        segment_ids=micro.segment_ids,
         teacher_divergence=found.divergence if teacher else None,
-        covariance_rank=micro.covariance_rank,
+        **{name: getattr(micro, name) for name in SHARED},
     )
 
 

@@ -16,7 +16,7 @@ from jaxrl_async.types import Request, StopReason, VersionedParams
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [
     pytest.mark.slow,  # each of TestEngine's steps multiplies matrices of 4096 to seem busy
-    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (README)"),
+    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"),
 ]
 
 

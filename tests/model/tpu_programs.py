@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, arranged, make_mesh, shardings
@@ -27,7 +28,7 @@ from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
+from jaxrl_async.trainer.step import TrainStep, UpdateContext
 from jaxrl_async.trainer.update import GradSum, TrainState
 
 ROW = 512
@@ -122,15 +123,12 @@ def train_step(
     mesh = mesh_of(**axes)
     step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads, experts=experts)
     scalar = partial(array, mesh, ())
-    kinds = dict.fromkeys(("token_ids", "positions", "segment_ids", "versions"), jnp.int32) | {
-        "mask": jnp.bool_
-    }
     spec = step._updater.batch_sharding.spec
     batch = DeviceBatch(
         **{
-            name: array(mesh, (step.micro_rows, ROW), kinds.get(name, jnp.float32), *spec)
+            name: array(mesh, (step.micro_rows, ROW), jnp.dtype(COLUMNS[name].dtype), *spec)
             for name in DeviceBatch._fields
-            if name not in DeviceBatch._field_defaults
+            if not COLUMNS[name].optional
         }
     )
     return compiled(

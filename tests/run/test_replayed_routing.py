@@ -19,14 +19,15 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
-from jaxrl_async.run.exact import routing_of
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -94,7 +95,7 @@ def played(params: Any, **wishes: Any) -> Any:
         ids = np.arange(10 + 9 * number, dtype=np.int32)
         prompt = Prompt(prompt_id=number, position=number, token_ids=ids, text="", reference="")
         told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin(sampler, Twice, told, limits)
+        (members,) = begin_groups(sampler, Twice, told, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
@@ -118,7 +119,8 @@ def groups() -> Sequence[EpisodeGroup]:
 
 def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     advantages = [[e.drawn.astype(np.float32) for e in g.episodes] for g in groups]
-    return pack_groups(groups, advantages, ROW, mask_vocab=VOCAB, routing=routing_of(SPEC))
+    columns = SamplerColumns(VOCAB, routing_of(SPEC))
+    return pack_groups(groups, advantages, ROW, sampler_columns=columns)
 
 
 def step_on(**axes: int) -> TrainStep:

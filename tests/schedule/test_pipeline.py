@@ -23,13 +23,15 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.audit import Rules, audit
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.contents import BufferState
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
@@ -153,16 +155,18 @@ class World:
         self.uses = {n: list(u) for n, u in saved.uses.items()}
         self.clock, self.loop = VirtualClock(), SteppedLoop()
         self.buffer = make_buffer(
-            groups_per_step=setup.per_step,
-            max_staleness=setup.max_staleness,
-            lookahead=setup.lookahead,
-            when_too_old=setup.when_too_old,
-            overcommit=1.5,
-            reuse=setup.reuse,
-            rank=RANKS[setup.select],
-            has_signal=(lambda g: chance(g.prompt.position, "signal", of=4))
-            if setup.dynamic
-            else None,
+            BufferSettings(
+                groups_per_step=setup.per_step,
+                max_staleness=setup.max_staleness,
+                lookahead=setup.lookahead,
+                when_too_old=setup.when_too_old,
+                overcommit=1.5,
+                reuse=setup.reuse,
+                rank=RANKS[setup.select],
+                has_signal=lambda g: (
+                    not setup.dynamic or chance(g.prompt.position, "signal", of=4) > 0
+                ),
+            ),
             ledger=Lines(self.ledger),
             clock=self.clock,
         )
@@ -198,13 +202,14 @@ class World:
             generate,
             self.score,
             self,
-            group_size=setup.group_size,
-            sampling=SamplingParams(),
+            settings=RolloutSettings(
+                group_size=setup.group_size,
+                limits=EpisodeLimits(sampling=SamplingParams(), **LIMITS),
+                max_failures=10**6,
+            ),
             make_env=lambda prompt: TwoTurns(prompt, self.clock),
-            max_failures=10**6,
-            resumed=saved.rollouts.groups,
-            **LIMITS,
         )
+        self.rollouts.restore(saved.rollouts.groups)
         self.pause(True)
         self.main = self.loop.create_task(self.rollouts.run())
         self.loop.run_ready()
@@ -293,7 +298,7 @@ class World:
                     yield lambda: self.channel.live_version == self.version
                 yield from self.evaluation()
             if self.version % SAVE_EVERY == 0:
-                playing = self.rollouts._saved(self.rollouts._drawn())
+                playing = self.rollouts.snapshot()
                 for _ in range(4):
                     yield always  # the others go on while the trainer waits for this answer
                 self.save(playing)
@@ -656,7 +661,7 @@ class FreesWhenTaken(ReplayBuffer):
 
     def draw(self, *args):
         draw = super().draw(*args)
-        self._taken.clear()
+        self._contents.taken.clear()
         return draw
 
 

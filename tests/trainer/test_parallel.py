@@ -13,7 +13,7 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, make_mesh
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step import Columns, TrainStep
+from jaxrl_async.trainer.step import TrainStep
 
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
@@ -89,7 +89,7 @@ def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> TrainStep:
 def outcome(step: TrainStep, params: Any) -> dict[str, Any]:
     """Loss and gradients of the batch, and the weights after one step of the optimizer."""
     state, updater = step.init(params), step._updater
-    micros = step._micros(batch(), Columns())
+    micros = step._micros(batch(), {})
     sums, _ = updater._gradients(
         state.params, micros, step._context(3, None, None, None), NO_DEVICE_LOCK
     )
