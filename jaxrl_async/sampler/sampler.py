@@ -767,7 +767,8 @@ class Sampler:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:
-            sequences, self._incoming = self._incoming, []
+            sequences: list[Stage] = [*self._incoming]
+            self._incoming = []
             commands, self._commands = self._commands, []
         batch = self._batch
         held = self._changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it

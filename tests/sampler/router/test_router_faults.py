@@ -31,7 +31,8 @@ class Scripted:
     """A sampler that answers when the test says so."""
 
     def __init__(self, name="s"):
-        self.name, self.engine, self.error = name, SimpleNamespace(places=4), None
+        self.name, self.error = name, None
+        self.engine = SimpleNamespace(spec=SimpleNamespace(total_slots=4))
         self.held, self.abandoned, self.blocks, self.successors = [], False, 0, 0
         self.blamed = frozenset()
 
