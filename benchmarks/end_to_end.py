@@ -37,11 +37,14 @@ from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
-from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
-from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
+from jaxrl_async.types import Completion, Episode, Partial, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
@@ -56,11 +59,20 @@ class Forced:
 
     def __init__(self, sampler: Sampler, lengths: Sequence[int]) -> None:
         self._sampler, self._lengths = sampler, itertools.cycle(lengths)
+        self.seed = None
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+    def progress(self) -> tuple[Partial, ...]:
+        """See ports.Generate: nothing is saved here."""
+        return ()
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> "list[Future[Completion]]":
         """Queue all, each with its length."""
         return self._sampler.submit_many(
-            [replace(r, forced_length=next(self._lengths)) for r in requests]
+            [
+                replace(r, forced_length=next(self._lengths))
+                for r in requests
+                if isinstance(r, Request)
+            ]
         )
 
 
@@ -155,14 +167,16 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.staleness.max_staleness,
     )
-    channel = WeightChannel(push, on_live=buffer.set_live)
+    channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
     sampler = Sampler(
         (spec, push(state.params)),
         section=config.sampler,
         mesh=slices.sampler,
-        weights=channel,
-        probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        weights=channel.subscribe(),
+        settings=SamplerSettings(
+            probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
+        ),
     )
     rollouts = RolloutLoop(
         endless_prompts(spec.vocab),

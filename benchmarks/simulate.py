@@ -43,7 +43,7 @@ from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
@@ -297,8 +297,8 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
         took = stack.enter_context(timed_blocks(setting.device))
-        noted = _noting(Sampler._round, notes.rounds, took, lambda: made[0].trainer.version)
-        stack.enter_context(patch.object(Sampler, "_round", noted))
+        noted = _noting(DecodeLoop.round, notes.rounds, took, lambda: made[0].trainer.version)
+        stack.enter_context(patch.object(DecodeLoop, "round", noted))
         loop.train(config)
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
 
@@ -345,6 +345,11 @@ class Forced:
 
     def __init__(self, inner: Any, lengths: Sequence[int]) -> None:
         self._inner, self._lengths = inner, lengths
+        self.seed = None  # it continues no Partial
+
+    def progress(self) -> tuple[Any, ...]:
+        """Return nothing: no request is saved here."""
+        return ()
 
     def submit_many(self, requests: Sequence[Any]) -> Any:
         """Queue all, each with its length."""
@@ -356,30 +361,30 @@ class Forced:
 
 
 def _noting(
-    play: Callable[[Any], bool],
+    play: Callable[[Any, Any], bool],
     rounds: list[Round],
     took: dict[int, float],
     version: Callable[[], int],
-) -> Callable[[Any], bool]:
-    """Sampler._round, written down."""
+) -> Callable[[Any, Any], bool]:
+    """DecodeLoop.round, written down."""
 
-    def noted(sampler: Any) -> bool:
-        before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
-        came = play(sampler)
-        after = sampler.stats()
-        steps = (after.slot_steps - before.slot_steps) // sampler.engine.spec.slots
+    def noted(loop: Any, batch: Any) -> bool:
+        before, programs, first = loop.stats, batch.engine.num_compiled, version()
+        came = play(loop, batch)
+        after = loop.stats
+        steps = (after.slot_steps - before.slot_steps) // batch.engine.spec.slots
         busy_s = after.busy_s - before.busy_s
         if busy_s > 0:
             rounds.append(
                 Round(
                     busy_s=busy_s,
-                    decode_s=took.pop(id(sampler._batch), 0.0),
+                    decode_s=took.pop(id(batch), 0.0),
                     steps=steps,
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
                     making=range(first + 1, version() + 2),
-                    compiled=sampler.engine.num_compiled > programs,
+                    compiled=batch.engine.num_compiled > programs,
                 )
             )
         return came

@@ -22,6 +22,7 @@ def load(folder: str) -> tuple[Generate, str]:
     from jaxrl_async.model.policy import Policy
     from jaxrl_async.sampler.router.router import Router
     from jaxrl_async.sampler.sampler import Sampler
+    from jaxrl_async.sampler.setup import SamplerSettings
     from jaxrl_async.types import Request
 
     policy = Policy.from_pretrained(folder)
@@ -44,7 +45,12 @@ def load(folder: str) -> tuple[Generate, str]:
             ]
             made[concurrency] = Router(
                 [
-                    Sampler(policy, section=section, mesh=mesh, one_thread=count > 1)
+                    Sampler(
+                        policy,
+                        section=section,
+                        mesh=mesh,
+                        settings=SamplerSettings(one_thread=count > 1),
+                    )
                     for mesh in meshes
                 ]
             )

@@ -35,7 +35,7 @@ from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.sampler import kv_plan, make_engine
+from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
 from jaxrl_async.trainer.step import DeviceBatch, TrainStep, UpdateContext
 
@@ -280,7 +280,7 @@ def sampler_programs(
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
-    engine = make_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
+    engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     params = _arrived(spec, mesh, pushed["cast"].out_info)
     chunk = prefill_shapes(config, engine.spec)
     context_pages = _pages(config.sampler.max_length, plan.page_tokens)

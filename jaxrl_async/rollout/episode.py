@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Env, Generate, SavesProgress, SavesState
+from jaxrl_async.ports import Env, Generate, SavesState
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.types import (
     NOT_DRAWN,
@@ -266,13 +266,12 @@ def begin(
     episode whose environment cannot be made fails when it is played. Raises RolloutError where a
     prompt leaves no room, and what submit_many raises.
     """
-    seed = generate.seed if isinstance(generate, SavesProgress) else None
     begun, asking = [], []
     wishes: list[Any] = []
     for label, prompt, episodes in groups:
         members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
-            wish = resumed_request(saved, label, prompt, m, limits, seed)
+            wish = resumed_request(saved, label, prompt, m, limits, generate.seed)
             if wish is not None and member.waiting is None:
                 wishes.append(wish)
                 asking.append(member)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, is_the_runs_own_end
-from jaxrl_async.ports import Gate, Generate, SavesProgress, Scorer
+from jaxrl_async.ports import Gate, Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
@@ -196,8 +196,6 @@ class RolloutLoop:
             ) from None
 
     def _drawn(self) -> dict[str, Partial]:
-        if not isinstance(self._generate, SavesProgress):
-            return {}
         try:
             return {p.request.request_id: p for p in self._generate.progress()}
         except Exception as error:

@@ -81,7 +81,9 @@ from jaxrl_async.run.warm_start import warm_start
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.sampler.sampler import Probe, Sampler, kv_plan
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.scorers.reward_model import (
     FUNCTION,
@@ -293,12 +295,16 @@ def assemble(
         [(policy.spec, push(learner.params)) for push in pushes],
         replay,
         faults,
-        schedule=schedule,
         version=version,
-        probe=None
-        if probe is None
-        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        device_lock=device_lock if slices.colocated else saving,
+        settings=SamplerSettings(
+            dtype=jnp.dtype(config.model.dtype),
+            keep_routing=config.algorithm.keep_routing,
+            probe=None
+            if probe is None
+            else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+            schedule=schedule,
+            device_lock=device_lock if slices.colocated else saving,
+        ),
     )
     sampling = SamplingParams(
         temperature=config.sampler.temperature,
@@ -501,7 +507,9 @@ def make_samplers(
     policies: Sequence[Any],
     replay: Replay | None,
     faults: FaultCounts,
-    **common: Any,
+    *,
+    version: int,
+    settings: SamplerSettings,
 ) -> Router:
     """The samplers behind a router, which looks after them. On a CPU each uses one core: XLA's own
     threads cost more than they bring where trainer and samplers compute side by side."""
@@ -512,12 +520,13 @@ def make_samplers(
             section=config.sampler,
             mesh=mesh,
             seed=config.run.seed,
-            dtype=jnp.dtype(config.model.dtype),
             weights=channel.subscribe(),
-            one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
-            keep_routing=config.algorithm.keep_routing,
-            name=f"sampler-{i}" if len(policies) > 1 else "sampler",
-            **common,
+            version=version,
+            settings=replace(
+                settings,
+                one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+                name=f"sampler-{i}" if len(policies) > 1 else "sampler",
+            ),
         )
         for i, (policy, mesh) in enumerate(zip(policies, slices.samplers, strict=True))
     ]

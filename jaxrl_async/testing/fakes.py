@@ -13,6 +13,7 @@ from jaxrl_async.types import (
     Completion,
     Episode,
     EpisodeGroup,
+    Partial,
     Prompt,
     Request,
     Score,
@@ -61,6 +62,8 @@ class ScriptedGenerate:
     between two requests. `requests` keeps what was asked, one tuple for each call.
     """
 
+    seed: int | None = None  # it continues no Partial
+
     def __init__(
         self,
         script: Mapping[str, Sequence[int] | BaseException],
@@ -72,18 +75,23 @@ class ScriptedGenerate:
         self.requests: list[tuple[Request, ...]] = []
         self._held: dict[str, tuple[Request, Future[Completion]]] = {}
 
-    def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    def progress(self) -> tuple[Partial, ...]:
+        """See ports.Generate: a script is not drawn bit by bit."""
+        return ()
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
         """See ports.Generate. Raises RolloutError for an id that is not in the script."""
-        unknown = [r.request_id for r in requests if r.request_id not in self._script]
+        asked = [r.request if isinstance(r, Partial) else r for r in requests]
+        unknown = [r.request_id for r in asked if r.request_id not in self._script]
         if unknown:
             raise RolloutError(
                 f"the script has no answer to request {unknown[0]!r} (it has "
                 f"{', '.join(self._script)}). Add one."
             )
-        self.requests.append(tuple(requests))
+        self.requests.append(tuple(asked))
         loop = asyncio.get_running_loop()
-        futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
-        for request, future in zip(requests, futures, strict=True):
+        futures: list[Future[Completion]] = [loop.create_future() for _ in asked]
+        for request, future in zip(asked, futures, strict=True):
             self._held[request.request_id] = (request, future)
             if not self._hold:
                 loop.call_soon(self.finish, request.request_id)
@@ -169,3 +177,10 @@ class ScriptedWeights:
     def live(self, version: int) -> None:
         """See ports.WeightSource."""
         self.lived.append(version)
+
+    def leave(self) -> None:
+        """See ports.WeightSource: nobody waits here."""
+
+    def rejoin(self) -> "ScriptedWeights":
+        """See ports.WeightSource: the next sampler goes on in the script."""
+        return self

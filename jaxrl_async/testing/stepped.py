@@ -138,8 +138,7 @@ class _Running:
 class MemorySampler:
     """A ports.Generate that draws `block` tokens for each of `places` requests at each round().
 
-    A token's version is that of the weights its round began with. Requests under way can be saved
-    (ports.SavesProgress).
+    A token's version is that of the weights its round began with. Running requests can be saved.
     """
 
     seed = 0
@@ -159,11 +158,6 @@ class MemorySampler:
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
 
-    @property
-    def engine(self) -> "MemorySampler":
-        """Where a Router looks for `places`."""
-        return self
-
     def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
         """See ports.Generate."""
         loop = asyncio.get_running_loop()
@@ -178,7 +172,7 @@ class MemorySampler:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.SavesProgress."""
+        """See ports.Generate."""
         return tuple(
             Partial(
                 request=one.request,

@@ -61,6 +61,8 @@ def completion(*ids, version=0, stop=EOS, request_id="x"):
 class ScriptedGenerate:
     """Plays back completions by request id; keeps the requests."""
 
+    seed = None
+
     def __init__(self, script):
         self.script, self.requests = script, []
 

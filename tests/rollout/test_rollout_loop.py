@@ -71,6 +71,8 @@ class ScriptedGate:
 class EchoGenerate:
     """Answers every request with [9, 0] a little later; those of groups in `never` not at all."""
 
+    seed = None
+
     def __init__(self, never=(), delay=lambda request: 0.0):
         self.calls, self.futures, self.never, self.delay = [], [], never, delay
 
@@ -85,6 +87,9 @@ class EchoGenerate:
             futures.append(future)
         self.futures += futures
         return futures
+
+    def progress(self):
+        return ()
 
     @staticmethod
     def _answer(future, request):
@@ -342,6 +347,8 @@ def test_cancelling_leaves_nothing_in_flight():
 
 def test_a_closed_sampler_ends_the_loop_quietly():
     class ClosedGenerate:
+        seed = None
+
         def submit_many(self, requests):
             raise Closed("sampler")
 

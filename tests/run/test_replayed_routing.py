@@ -23,6 +23,7 @@ from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play
 from jaxrl_async.run.exact import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.step import TrainStep
@@ -83,7 +84,7 @@ class Twice:
 def played(params: Any, **wishes: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
     section = SECTION.model_copy(update=wishes)
-    sampler = Sampler((SPEC, params), section=section, keep_routing=True)
+    sampler = Sampler((SPEC, params), section=section, settings=SamplerSettings(keep_routing=True))
     limits = EpisodeLimits(
         sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
         keep_mask=True, keep_routing=True,

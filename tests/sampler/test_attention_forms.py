@@ -9,6 +9,7 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.interpreted import interpreted_kernels
@@ -41,7 +42,7 @@ def wanted() -> list[list[int]]:
 def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
     sampler = make_sampler(**settings)
     assert [c.token_ids.tolist() for c in sampler.generate(WISHES)] == wanted
-    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
 
@@ -87,8 +88,10 @@ def test_a_ragged_sampler_over_two_devices() -> None:
 def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
     """The whole decode loop with the Pallas kernel in interpret mode."""
     section = SECTION.model_copy(update={"attention": "ragged"})
-    sampler = Sampler((SPEC, PARAMS), section=section)
-    sampler.engine = Engine(replace(sampler.engine.spec, ragged=True, on_tpu=True))
+    plain = Sampler((SPEC, PARAMS), section=section)
+    engine = Engine(replace(plain.engine.spec, ragged=True, on_tpu=True))
+    setup = replace(plain.setup, engine=engine)
+    sampler = Sampler.from_setup(setup, engine.prepare(PARAMS), 0, FIXED_WEIGHTS)
     with interpreted_kernels():
         done = sampler.generate(WISHES[:4])
         sampler.close()
