@@ -194,7 +194,7 @@ class JaxrlEngine:
         return new, _result_tokens(_as_data(block.tokens, valid, drawn), k)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-        """Return where a prefix lies: the default device."""
+        """Return the sharding of a prefix: the default device."""
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def get_tokenizer(self) -> Any:

@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 
-from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, next_limit
+from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_pool import KvPool
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 
@@ -82,4 +82,4 @@ class Admission:
             preempted=preempted - self._preempted_seen,
         )
         self._preempted_seen = preempted
-        self.limit = next_limit(self.limit, load)
+        self.limit = adjusted_limit(self.limit, load)

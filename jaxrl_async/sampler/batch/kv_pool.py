@@ -29,7 +29,7 @@ class KvPool:
         if new is None:
             self.pages.release(matched)
             return None, 0
-        self.store.count(found=len(matched), asked_tokens=len(token_ids))
+        self.store.count(matched_pages=len(matched), asked_tokens=len(token_ids))
         return matched + new, len(matched) * self._page_tokens
 
     def share(self, pages: list[int], tokens: int, *, spare: int) -> list[int] | None:

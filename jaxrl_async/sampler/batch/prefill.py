@@ -3,7 +3,7 @@
 A *leader* has followers: requests with the same tokens, which share its prefill and its full pages.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,13 +60,11 @@ def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
     return [p for p in prefilling if id(p) not in following]
 
 
-def plan_chunks(waiting: Sequence[Prefilling], budget: int, spec: EngineSpec) -> list[Chunk]:
-    """Return the chunks of one round: up to `budget` tokens of the requests that come first."""
+def plan_chunks(waiting: Sequence[Prefilling], budget: int, spec: EngineSpec) -> Iterator[Chunk]:
+    """Yield the chunks of one round: up to `budget` tokens of the requests that come first."""
     sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
-    return [
-        make_chunk([(waiting[piece.index], piece.count) for piece in pieces], length, spec)
-        for length, pieces in shapes.by_bucket(shapes.plan_pieces(sizes, budget))
-    ]
+    for length, pieces in shapes.by_bucket(shapes.plan_pieces(sizes, budget)):
+        yield make_chunk([(waiting[piece.index], piece.count) for piece in pieces], length, spec)
 
 
 def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpec) -> Chunk:

@@ -37,8 +37,8 @@ class Routes:
     def expect(
         self, routes: Any, pages: IntArray, offsets: IntArray, sources: IntArray, targets: IntArray
     ) -> None:
-        """Note a prefill's expert ids, which are fetched when they are first needed: the prefill
-        has run by then. Pages are copied as the device copies them."""
+        """Note a prefill's expert ids, still on the device: they are fetched when first needed.
+        Pages are copied as the device copies them."""
         self._pending.append(_Pending(routes, pages, offsets, sources, targets))
 
     def put(self, routes: ExpertIds, pages: IntArray, offsets: IntArray) -> None:
@@ -46,7 +46,7 @@ class Routes:
         self._fetch()
         self._by_page[pages, offsets] = routes
 
-    def take(self, routes: ExpertIds, owners: IntArray, spans: Sequence[Span], into: Slots) -> None:
+    def take(self, routes: Any, owners: IntArray, spans: Sequence[Span], into: Slots) -> None:
         """Write the expert ids [R, block, layers, k] of a block where its tokens' KV was written.
 
         Args:

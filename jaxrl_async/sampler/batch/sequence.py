@@ -1,4 +1,4 @@
-"""A request on its way through the batch, and what is known of it at each stage. Pure host code.
+"""A request as it waits, is prefilled and runs, and its drawn tokens. Pure host code.
 
     LiveRequest ──admit──> Prefilling ──last token prefilled──> Running ──end──> Output
          ^                     │            (recompute)  <────────┤

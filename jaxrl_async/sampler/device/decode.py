@@ -289,6 +289,6 @@ def _finish(
         pages = tables[slots, jnp.minimum(positions // spec.page_tokens, tables.shape[1] - 1)]
         pages = jnp.where(owners < spec.total_slots, pages, spec.pages)
         new = cache.columns(kv, context_pages * spec.page_tokens)
-        kv = cache.write(state.kv, new, pages, positions % spec.page_tokens)
+        kv = cache.write_tokens(state.kv, new, pages, positions % spec.page_tokens)
     logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
     return DecodeState(kv, logits, state.slot_params), loop.out._replace(steps=loop.step)

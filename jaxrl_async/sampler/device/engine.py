@@ -60,8 +60,9 @@ class Programs(NamedTuple):
 def programs_of(spec: EngineSpec) -> Programs:
     """Return the programs that all engines of this spec share.
 
-    Bound to the spec here, and not by `static_argnums`: so each spec counts its own compilations
-    and has its own compiler options. Holds the spec and what was compiled, no engine, no array.
+    They are bound to the spec here, not through `static_argnums`, so that each spec counts its own
+    compilations and has its own compiler options. The cache holds specs and compiled programs, no
+    engine and no array.
     """
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
@@ -74,13 +75,13 @@ def programs_of(spec: EngineSpec) -> Programs:
             donate_argnums=(1,),
             static_argnames=("context_pages", "mix"),
         ),
-        empty=jit(partial(insertion.empty_state, spec), out_shardings=state_shardings(spec)),
+        empty=jit(partial(insertion.empty_state, spec), out_shardings=decode_state_shardings(spec)),
     )
 
 
-def state_shardings(spec: EngineSpec) -> Shardings:
-    """Return where a decode state lies: pages over KV heads as SAMPLER_RULES say, everything else
-    on every device."""
+def decode_state_shardings(spec: EngineSpec) -> Shardings:
+    """Return the shardings of a decode state: pages are divided over KV heads as SAMPLER_RULES
+    say, everything else is replicated."""
     mesh = spec.mesh
     if mesh is None:
         return None
@@ -95,9 +96,9 @@ def state_shardings(spec: EngineSpec) -> Shardings:
 
 
 def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> EngineWeights:
-    """Return where `prepare` leaves the weights: on one device, or each as it lay.
+    """Return the shardings of prepared weights: on one device, or each as its parameter has it.
 
-    A layer's weight lies as the stacked one did, without the dimension that numbers the layers,
+    A layer's weight is divided as the stacked one, without the dimension that numbers the layers,
     which no rule divides.
     """
     if mesh.size == 1:  # where layers are fused
@@ -135,9 +136,9 @@ class Engine:
         return state
 
     def state_shapes(self) -> Any:
-        """Return the shapes of a decode state, with where it lies on the mesh."""
+        """Return the shapes of a decode state with their shardings."""
         state = jax.eval_shape(partial(insertion.empty_state, self.spec))
-        return shapes_on(state, state_shardings(self.spec))
+        return shapes_on(state, decode_state_shardings(self.spec))
 
     def prefill(
         self, weights: EngineWeights, state: DecodeState | None, chunk: PrefillArgs

@@ -122,7 +122,7 @@ def insert(prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
     def put(into: AnyArray, values: AnyArray) -> Array:
         return into.at[args.slots].set(values, mode="drop")
 
-    kv = cache.write(state.kv, prefix.kv, args.pages, args.offsets)
+    kv = cache.write_tokens(state.kv, prefix.kv, args.pages, args.offsets)
     if args.sources.shape[0]:
         kv = cache.copy_pages(kv, args.sources, args.targets)
     return DecodeState(

@@ -30,7 +30,7 @@ class Controls(NamedTuple):
 
 class Mix(NamedTuple):
     """The sampling that the requests of a block ask for together; static, so that a block computes
-    no more than that."""
+    nothing else."""
 
     truncated: bool = False  # a request uses top-k, top-p or min-p: logits are sorted
     greedy: bool = False  # a request has temperature 0
@@ -76,7 +76,7 @@ def sample(
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
-        scaled = jnp.where(greedy[:, None], scaled, truncate(scaled, controls))
+        scaled = jnp.where(greedy[:, None], scaled, truncated_logits(scaled, controls))
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
     tokens = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
     if mix.greedy:
@@ -99,7 +99,7 @@ def packed_bits(mask: Array) -> Array:
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def truncate(logits: Array, controls: Controls) -> Array:
+def truncated_logits(logits: Array, controls: Controls) -> Array:
     """Set temperature-scaled logits to -inf where top-k, then top-p, then min-p refuse the token;
     ties stay.
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, next_limit
+from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefix import PrefixStore
@@ -124,7 +124,7 @@ loads = st.builds(
 
 @given(limits, loads)
 def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, load) -> None:
-    after = next_limit(limit, load)
+    after = adjusted_limit(limit, load)
     assert after.least <= after.value <= after.most
     assert after.value in (
         limit.value,
@@ -136,11 +136,11 @@ def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, loa
 
 def test_the_limit_finds_its_way_back_up() -> None:
     limit = Limit(value=64, least=1, most=64)
-    limit = next_limit(limit, SamplerLoad(running=64, waiting=5, used_share=0.95, preempted=1))
+    limit = adjusted_limit(limit, SamplerLoad(running=64, waiting=5, used_share=0.95, preempted=1))
     assert limit.value == 64 * DECREASE
     for _ in range(20):
         running = limit.requests
-        limit = next_limit(
+        limit = adjusted_limit(
             limit, SamplerLoad(running=running, waiting=5, used_share=0.3, preempted=0)
         )
     assert limit.requests == 64
