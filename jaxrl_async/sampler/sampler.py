@@ -311,7 +311,7 @@ class DecodeLoop:
         self._longest_sleep_s = math.inf  # in a replay short: it may sleep through a wake-up
 
     def step(self) -> float | None:
-        """Play one round; return how long to sleep after it (lifetime.serve), None at the end.
+        """Play one round; return how long to sleep after it (Lifetime), None at the end.
 
         consumes      requests and commands of other threads, weights from the source
         waits for     lifetime.wake, only when idle: set by submit, by new weights and by close
