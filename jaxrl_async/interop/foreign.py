@@ -293,7 +293,7 @@ class ForeignLoop:
         self._warned = False
 
     def step(self) -> float | None:
-        """Play one step of the engine; return how long to sleep after it (lifetime.serve), None at
+        """Play one step of the engine; return how long to sleep after it (Lifetime), None at
         the end.
 
         consumes      requests, weights

@@ -32,11 +32,11 @@ from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
 UNROLL = 4
-"""Layers in one turn of the trainer's scan where they are small: faster, and compiles longer."""
+"""Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
 SMALL_LAYER = 2**22
-"""Weights of a layer up to which a turn of the loop is worth saving. A larger one's products take
-far longer, and more of them in a turn cost compile time and code (of 192 million: 4 take twice as
-long to compile as 1, and 170 MB on a TPU instead of 50)."""
+"""Weights up to which a layer is small: its products take so little time that turns of the loop
+matter. Several larger layers in a turn only cost compile time and code (of 192 million weights: 4
+take twice as long to compile as 1, and 170 MB on a TPU instead of 50)."""
 
 Params = Any  # nested dict of arrays in the tree of weight_table
 
@@ -44,7 +44,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Random parameters; each weight's key depends on its name only."""
+    """Return random parameters; each weight's key depends on its name only."""
 
     def make(path: Any, weight: Weight) -> Array:
         name = jax.tree_util.keystr(path)
@@ -56,8 +56,8 @@ def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params
 
 
 def output_head(spec: ModelSpec, params: Params, layout: Layout = ONE_DEVICE) -> Array:
-    """[D, V]: the output head, or the embedding transposed where they are tied; what fsdp shares
-    of it is gathered."""
+    """Return the output head [D, V], gathered over fsdp: for tied weights the embedding,
+    transposed."""
     head = params["embed"].T if spec.tied else params["lm_head"]
     return layout.gathered(head, ("embed", "vocab"))
 
@@ -73,8 +73,10 @@ def hidden_states(
     remat: str = "none",
     attention: SequenceAttention = reference,
 ) -> Array:
-    """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
-    padding."""
+    """Return hidden states [B, T, D] after the final norm.
+
+    Inputs are [B, T] int32; attention is causal within a segment, segment 0 is padding.
+    """
     arrays = (token_ids, positions, segment_ids)
     x = token_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)
     return x.reshape(*token_ids.shape, -1)
@@ -92,10 +94,13 @@ def token_states(
     attention: SequenceAttention = reference,
     layout: Layout = ONE_DEVICE,
 ) -> Array:
-    """The same as tokens [B * T, D] in the order of the layout, which the attention must share."""
-    arrays = (token_ids, positions, segment_ids)
-    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
-    return replayed_states(spec, params, *arrays, None, **how, layout=layout)[0]
+    """Return hidden_states as tokens [B * T, D] in the order of the layout, which the attention
+    must share."""
+    states, _ = replayed_states(
+        spec, params, token_ids, positions, segment_ids, None,
+        dtype=dtype, remat=remat, attention=attention, layout=layout,
+    )  # fmt: skip
+    return states
 
 
 def replayed_states(
@@ -111,11 +116,11 @@ def replayed_states(
     attention: SequenceAttention = reference,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array | None]:
-    """token_states where each token goes through experts that are told, and how many of the layers
-    would have chosen others, [B, T] int32.
+    """Return token_states with each token routed to given experts, and in how many layers the
+    router would have chosen others, [B, T] int32.
 
-    expert_ids [B, T, layers, k] integers, as in moe.route; -1: the token chooses for itself. None:
-    all do, and nothing is counted.
+    expert_ids: [B, T, layers, k] integers, as in moe.route; -1: the router chooses for this token.
+    None: it chooses for all tokens, and nothing is counted.
     """
     B = token_ids.shape[0]
     cos, sin = rope_angles(spec, layout.flat(positions))
@@ -143,13 +148,14 @@ def replayed_states(
 
 
 def _unroll(spec: ModelSpec) -> int:
-    """Layers in one turn of the scan."""
+    """Return how many layers one turn of the scan computes."""
     sizes = (math.prod(w.shape[1:]) for w in weight_table(spec)["layers"].values())
     return min(spec.layers, UNROLL) if sum(sizes) <= SMALL_LAYER else 1
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
-    """Each layer's weights apart, fuse()d where asked for; done once, before a loop of steps."""
+    """Return each layer's weights by themselves, optionally fuse()d; done once, before a loop of
+    steps."""
     layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
     return [fuse(layer) for layer in layers] if fused else layers
 
@@ -167,10 +173,20 @@ def flat_forward(
     experts: Experts = run_experts,
     choose: Choose = route,
 ) -> Array:
-    """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
+    """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
-    layers: of split_layers. What the tokens see is the caller's business: attend(i, q, k, v) of
-    layer i, [n, H, K], [n, N, K], [n, N, K], gives [n, H, K].
+    Args:
+        spec: the decoder.
+        params: its parameters; those of the layers are not read.
+        layers: of split_layers.
+        token_ids: [n] int32.
+        positions: [n] int32.
+        attend: (layer, q [n, H, K], k [n, N, K], v [n, N, K]) -> [n, H, K]; decides what each token
+            sees.
+        dtype: of the hidden states.
+        mixed: matrix products in bfloat16, see layers.product.
+        experts: computes a layer's experts, see moe.experts_on.
+        choose: routes each token.
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
@@ -185,7 +201,7 @@ def flat_forward(
 
 
 def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:
-    """[n, D] -> [n, V] float32: the final norm and the head."""
+    """Apply the final norm and the head: [n, D] -> [n, V] float32."""
     if mixed:
         return product(_final_norm(spec, params, x), output_head(spec, params), mixed=True)
     head = output_head(spec, params).astype(x.dtype)
@@ -193,8 +209,11 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
 
 
 def _looked_up(params: Params, token_ids: Array, dtype: Any, layout: Layout) -> Array:
-    """Embeddings of the layout's tokens [n] -> [n, D]. Each device looks up its columns for all the
-    tokens that fsdp shares, and gives the tokens away: less than the whole table moves."""
+    """Embed the layout's tokens: [n] -> [n, D].
+
+    Each device looks up its columns for all tokens of its fsdp group, which then exchange them:
+    less data moves than the whole table.
+    """
     x = _embed(params, layout.place(token_ids, "looked_up"), dtype)
     return layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
 
@@ -208,8 +227,11 @@ def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
 
 
 def _remat(function: Any, policy: str) -> Any:
-    """`none`: keep all; `layer`: compute the layer again; `attention`: all of it but splash
-    attention; `dots`: keep matrix products only, splash attention's too."""
+    """Wrap a layer so that its backward pass recomputes part of it.
+
+    none: nothing; layer: all of it; attention: all but splash attention; dots: all but matrix
+    products and splash attention.
+    """
     if policy == "none":
         return function
     policies = jax.checkpoint_policies

@@ -1,4 +1,4 @@
-"""A decoder that gives numbers: a scalar head over its final hidden states instead of logits.
+"""A decoder with a scalar head over its final hidden states instead of logits.
 
     value     a critic's value of every state; with a bias; zero at first; as transformers'
               ...ForTokenClassification with one label
@@ -35,14 +35,14 @@ _FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": 
 
 
 def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
-    """Every weight of a decoder with this head, in the tree that the parameters have."""
+    """Return every weight of a decoder with this head, in the tree of the parameters."""
     backbone = {name: w for name, w in weight_table(spec).items() if name != "lm_head"}
     return {**backbone, HEAD: _scalar_head(spec, head)}
 
 
 def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
-    """Reward: normal with variance 1 / (D + 1), Stiennon et al. 2020 (arXiv:2009.01325), app.
-    B.1."""
+    """Return the head's weights. A reward head begins normal with variance 1 / (D + 1), Stiennon et
+    al. 2020 (arXiv:2009.01325), app. B.1."""
     d = spec.width
     kernel = Weight(
         shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal", fan_in=d + 1,
@@ -53,7 +53,7 @@ def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
 
 
 def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params:
-    """A policy's parameters with a fresh head in place of lm_head; the other arrays are shared."""
+    """Replace a policy's lm_head by a fresh head; the other arrays are shared."""
     dtype = params["final_norm"].dtype
     fresh = {
         name: initial(weight, jax.random.fold_in(key, zlib.crc32(name.encode())), dtype)
@@ -74,7 +74,8 @@ def token_scores(
     attention: SequenceAttention = reference,
     layout: Layout = ONE_DEVICE,
 ) -> Array:
-    """The head at every token, having seen it: [B, T] float32; anything in padding."""
+    """Return the head's output at each token, which has seen that token: [B, T] float32; anything
+    in padding."""
     hidden = token_states(
         spec, params, token_ids, positions, segment_ids,
         dtype=dtype, remat=remat, attention=attention, layout=layout,
@@ -93,11 +94,12 @@ def token_values(
     segment_ids: Array,
     **kw: Any,
 ) -> tuple[Array, Array]:
-    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1; and
-    at each segment's last token, of the state after it.
+    """Return the value of the state before each token, and of the state after each segment.
 
-    [B, T] inputs -> [B, T] float32 twice. The first is placed as log-probs are, 0 where a segment
-    starts and in padding; the second is 0 elsewhere. Keywords as token_scores.
+    [B, T] inputs -> [B, T] float32 twice. The first has at t the value of the state that token t is
+    drawn in, which has seen the tokens up to t - 1; like log-probs it is 0 where a segment starts
+    and in padding. The second has the value after the last token at each segment's last token, and
+    is 0 elsewhere. Keywords as token_scores.
     """
     scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
     after = jnp.where(last_tokens(segment_ids), scores, 0.0)
@@ -112,7 +114,7 @@ def sequence_scores(
     segment_ids: Array,
     **kw: Any,
 ) -> Array:
-    """At each segment's last token: the score of the whole segment; 0 elsewhere. [B, T] float32.
+    """Return each segment's score at its last token, 0 elsewhere: [B, T] float32.
 
     Keywords as token_scores.
     """
@@ -121,7 +123,7 @@ def sequence_scores(
 
 
 def last_tokens(segment_ids: Array) -> Array:
-    """[B, T] bool: the last token of each segment."""
+    """Return [B, T] bool: the last token of each segment."""
     after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
     return (segment_ids > 0) & (segment_ids != after)
 
@@ -146,7 +148,7 @@ def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
 def load_head(
     folder: str | Path, head: Head, shardings: Any = None, dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
-    """What save_head wrote, or transformers for one label. Raises CheckpointError."""
+    """Load what save_head wrote, or transformers for one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))
     return spec, load_weights(folder, head_table(spec, head), shardings, dtype)
 
@@ -154,9 +156,10 @@ def load_head(
 def load_critic(
     folder: str | Path, shardings_of: Callable[[Any], Any], dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
-    """A critic from a directory of a critic, a reward model (its scores, bias 0) or a policy.
+    """Load a critic from a directory of a critic, of a reward model (its head, with bias 0) or of a
+    policy (with a fresh head).
 
-    shardings_of: of a table of weights. Raises CheckpointError.
+    shardings_of: returns the shardings of a table of weights. Raises CheckpointError.
     """
     spec = load_spec(Path(folder))
     described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

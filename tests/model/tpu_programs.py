@@ -24,7 +24,9 @@ from jaxrl_async.mesh import TRAINER_RULES, arranged, make_mesh, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
+from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.trainer.step import TrainStep, UpdateContext
 from jaxrl_async.trainer.update import GradSum, TrainState
@@ -192,10 +194,11 @@ def sampler_program(name: str) -> dict[str, Any]:
         layers=2, width=256, heads=8, kv_heads=2, head_dim=128, mlp=512
     )
     spec = ModelSpec.from_architecture(shape, 1024)
-    engine = Engine(
-        spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16, mesh=mesh,
-        dtype=jnp.bfloat16, ragged=True,
+    engine_spec = EngineSpec(
+        model=spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
+        mesh=mesh, dtype=jnp.bfloat16, ragged=True,
     )  # fmt: skip
+    engine = Engine(engine_spec)
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), tree)
@@ -205,8 +208,8 @@ def sampler_program(name: str) -> dict[str, Any]:
         weight_table(spec),
         is_leaf=lambda w: isinstance(w, Weight),
     )
-    weights = placed(jax.eval_shape(engine._prepare_program, params))
-    state = placed(jax.eval_shape(engine.empty_state))
+    weights = placed(jax.eval_shape(engine.programs.prepare, params))
+    state = placed(engine.state_shapes())
     if name == "prefill":
         n, B, T = 256, 4, 64
         ints = np.zeros(n, np.int32)
@@ -214,7 +217,7 @@ def sampler_program(name: str) -> dict[str, Any]:
             ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
             np.zeros((B, 2), np.int32),
         )  # fmt: skip
-        return compiled(engine._programs.prefill, weights, state.kv, chunk)
+        return compiled(engine.programs.prefill, weights, state.kv, chunk)
     run = DecodeArgs(
         rows=np.arange(16, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
@@ -224,7 +227,7 @@ def sampler_program(name: str) -> dict[str, Any]:
         tables=np.zeros((24, 4), np.int32),
         steps=np.int32(16),
     )
-    lower = engine._programs.generate.lower(weights, state, run, context_pages=2, mix=Mix())
+    lower = engine.programs.generate.lower(weights, state, run, context_pages=2, mix=Mix())
     program = lower.compile()
     return {
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),

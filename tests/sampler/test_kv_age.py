@@ -127,7 +127,7 @@ class Driven:
             placed = list(self.batch.placed.values())
             sequence = placed[pick % len(placed)]
             with_kv = event != "save bare"
-            stop = event == "stop" and sequence.ready and len(self.batch.output(sequence).token_ids)
+            stop = event == "stop" and self.batch.num_drawn(sequence)
             self.keep(sampler.loop.save(sequence.request.request_id, bool(stop), with_kv))
         elif event == "cancel" and self.asked:
             self.asked[pick % len(self.asked)].future.cancel()
@@ -167,7 +167,7 @@ class Driven:
         self.batch.check_integrity()
         if self.device is not None and self.batch.store.held:
             held = self.batch.state.kv.k[0][list(self.batch.store.held), 0, 0]
-            assert (held == self.batch._version).all(), "the store has KV of other weights"
+            assert (held == self.batch.version).all(), "the store has KV of other weights"
 
     def finish(self) -> None:
         """Until nothing is left to do; then each request was answered as its mode promises."""

@@ -248,7 +248,7 @@ class Router:
 
     def look_after(self) -> float | None:
         """Look at the replicas once, on the router's thread; return the seconds to sleep afterwards
-        (lifetime.serve), None once it has ended.
+        (Lifetime), None once it has ended.
 
         consumes      requests of replicas that failed
         waits for     the lifetime's `wake`: set by a death, a refused completion, and close
