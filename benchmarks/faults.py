@@ -111,15 +111,15 @@ def measure(name: str, folder: Path, steps: int) -> Row:
     assert hits.at, f"{name}: the run ended before it"
     gaps = np.diff(trained_at)
     lines = read_lines(folder / "addition" / "metrics.jsonl")
-    told, saved = _told(lines), (folder / "addition" / "checkpoints").glob("[0-9]*")
+    counts, saved = _counts(lines), (folder / "addition" / "checkpoints").glob("[0-9]*")
     unsaved = int(lines[-1]["step"]) - max((int(path.name) for path in saved), default=0)
-    lost = [_words(told, lambda key: key in LOST), f"{unsaved} updates" if unsaved else ""]
+    lost = [_words(counts, lambda key: key in LOST), f"{unsaved} updates" if unsaved else ""]
     return {
         "fault": name,
         "outcome": outcome,
         "step_s": float(np.median(gaps)),
         "longest_s": float(gaps[np.array(trained_at[1:]) >= hits.at[0]].max()),
-        "counted": _words(told, lambda key: key not in LOST) or "in the error",
+        "counted": _words(counts, lambda key: key not in LOST) or "in the error",
         "lost": ", ".join(filter(None, lost)) or "nothing",
     }
 
@@ -141,14 +141,14 @@ def _timed(trained_at: list[float]) -> Fault:
     return fault
 
 
-def _told(lines: list[dict[str, Any]]) -> dict[str, int]:
+def _counts(lines: list[dict[str, Any]]) -> dict[str, int]:
     keys = {k for line in lines for k in line if k.startswith("faults/")}
     sums = {k.removeprefix("faults/"): int(sum(x.get(k, 0) for x in lines)) for k in sorted(keys)}
     return {k: n for k, n in sums.items() if n}
 
 
-def _words(told: dict[str, int], wanted: Callable[[str], bool]) -> str:
-    return ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in told.items() if wanted(key))
+def _words(counts: dict[str, int], wanted: Callable[[str], bool]) -> str:
+    return ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in counts.items() if wanted(key))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Setting:
     """One row of the table."""
 
     name: str
-    wishes: tuple[str, ...]
+    overrides: tuple[str, ...]
     lengths: tuple[int, ...]  # of answers, dealt out at random; empty: what the model draws
     device: Dictated | None = None  # None: computed
     score_s: float = 0.0
@@ -90,50 +90,50 @@ EVEN = (40, 44, 48, 52, 56)
 SETTINGS = (
     Setting(
         name="balanced",
-        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1"),
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=1"),
         lengths=EVEN,
         device=Dictated(update_s=1.35),
     ),
     Setting(
         name="in turns",
-        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
         lengths=EVEN,
         device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, in turns",
-        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=0"),
         lengths=TAIL,
         device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, staleness 4",
-        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=4"),
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=4"),
         lengths=TAIL,
         device=Dictated(update_s=0.9),
     ),
     Setting(
         name="long tail, overtaking",
-        wishes=(TINY, "sampler.slots=32", "staleness={max_staleness: 2, lookahead: 6}"),
+        overrides=(TINY, "sampler.slots=32", "staleness={max_staleness: 2, lookahead: 6}"),
         lengths=TAIL,
         device=Dictated(update_s=0.6),
     ),
     Setting(
         name="slow scorer",
-        wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
+        overrides=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
         device=Dictated(update_s=0.6),
         score_s=1.2,
     ),
     Setting(
         name="two samplers",
-        wishes=(TINY, "sampler.slots=32", "staleness.max_staleness=1", "mesh.samplers=2"),
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=1", "mesh.samplers=2"),
         lengths=TAIL,
         device=Dictated(update_s=0.45, token_s=6e-05),
     ),
     Setting(
         name="few slots, small groups",
-        wishes=(
+        overrides=(
             TINY,
             "sampler.slots=16",
             "staleness.max_staleness=1",
@@ -144,28 +144,28 @@ SETTINGS = (
     ),
     Setting(
         name="trainer is slower",
-        wishes=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
+        overrides=(TINY, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
         device=Dictated(update_s=0.9, token_s=0.0006),
     ),
     Setting(
         name="small model",
-        wishes=(SMALL, "sampler.slots=64", "staleness.max_staleness=1"),
+        overrides=(SMALL, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
     ),
     Setting(
         name="small model, in turns",
-        wishes=(SMALL, "sampler.slots=64", "staleness.max_staleness=0"),
+        overrides=(SMALL, "sampler.slots=64", "staleness.max_staleness=0"),
         lengths=TAIL,
     ),
     Setting(
         name="small model, staleness 4",
-        wishes=(SMALL, "sampler.slots=16", "staleness.max_staleness=4"),
+        overrides=(SMALL, "sampler.slots=16", "staleness.max_staleness=4"),
         lengths=EVEN,
     ),
     Setting(
         name="3 M model",
-        wishes=(LARGE, "sampler.slots=64", "staleness.max_staleness=1"),
+        overrides=(LARGE, "sampler.slots=64", "staleness.max_staleness=1"),
         lengths=TAIL,
     ),
 )
@@ -191,12 +191,12 @@ def main() -> None:
                 continue
             try:
                 rows += compare(setting, Path(folder), args)
-                told = ", ".join(
+                message = ", ".join(
                     f"{r['number']} {r['error_percent']:+.1f} %" for r in rows[-len(COMPARED) :]
                 )
             except Disturbed as error:
-                told = f"left out: {error}"
-            print(f"{setting.name}: {told}", file=sys.stderr)
+                message = f"left out: {error}"
+            print(f"{setting.name}: {message}", file=sys.stderr)
     if not rows:
         raise SystemExit("no setting could be measured")
     report("simulate", rows, args)
@@ -208,14 +208,14 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
     """Return one row for each compared number. Raises Disturbed."""
     run(setting, folder, args.warm_up + 4)  # compiles
     runs = [run(setting, folder, args.steps) for _ in range(args.repeats)]
-    told = [predicted(r, args) for r in runs]
+    predictions = [predicted(r, args) for r in runs]
     seen = [measured(r, args.warm_up) for r in runs]
     return [
         {
             "setting": setting.name,
             "device": "slept" if setting.device else "computed",
             "number": name,
-            **_compared([t[name] for t in told], [s[name] for s in seen]),
+            **_compared([t[name] for t in predictions], [s[name] for s in seen]),
             "left_out": sum(len(disturbed(r, args.warm_up)) for r in runs),
         }
         for name in COMPARED
@@ -282,8 +282,8 @@ class Run:
 
 def run(setting: Setting, folder: Path, steps: int) -> Run:
     """Run the whole job; equal samplers of one process compile once."""
-    wishes = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.wishes]
-    config = load(CONFIG, wishes)
+    overrides = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.overrides]
+    config = load(CONFIG, overrides)
     notes = Run(
         config=config,
         lines=[],

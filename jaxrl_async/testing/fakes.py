@@ -181,8 +181,8 @@ class ScriptedWeights:
         self.lived.append(version)
 
     def leave(self) -> None:
-        """Implement ports.WeightSource: nobody waits here."""
+        """Implement ports.WeightSource: no caller waits here."""
 
     def rejoin(self) -> "ScriptedWeights":
-        """Implement ports.WeightSource: the next sampler goes on in the script."""
+        """Implement ports.WeightSource: the next sampler continues in the script."""
         return self

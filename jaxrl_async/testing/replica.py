@@ -1,4 +1,4 @@
-"""A replica that answers, dies and hangs when the test says so: for a router without samplers."""
+"""Replace a replica in tests of the router: it answers, dies and hangs when the test says so."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,12 +15,12 @@ class ScriptedReplica:
     """A ports.Replica without a thread: it hangs until the test calls answer() or die().
 
     Attributes:
-        name: Its own; its successor's has a prime more.
-        held: The requests that it has not answered, oldest first, and their futures.
-        blocks: What its statistics give as decoded blocks; answer() counts one.
-        abandoned: Whether it was taken out.
+        name: Its name; its successor's has one more prime.
+        held: The unanswered requests, oldest first, and their futures.
+        blocks: Decoded blocks in its statistics; answer() adds one.
+        abandoned: Whether it was abandoned.
         starts: How often it was started.
-        partials: What progress() returns.
+        partials: The result of progress().
     """
 
     has_logprobs = True
@@ -39,22 +39,22 @@ class ScriptedReplica:
     # ---- the port
 
     def start(self) -> None:
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         self.starts += 1
 
     def close(self) -> None:
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         self._fail(Closed("closed"))
 
     def check_waits(self) -> None:
-        """See ports.Replica: it has no thread to wait on."""
+        """Implement ports.Replica: it has no thread to wait on."""
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """See ports.Replica: it serves all."""
+        """Implement ports.Replica: it serves all."""
         return list(requests)
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         if self.error is not None:
             raise self.error
         futures: list[Future[Completion]] = [Future() for _ in requests]
@@ -62,35 +62,35 @@ class ScriptedReplica:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.Replica. Raises `error`."""
+        """Implement ports.Replica. Raises `error`."""
         if self.error is not None:
             raise self.error
         return self.partials
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
-        """See ports.Replica: of `partials`."""
+        """Implement ports.Replica: of `partials`."""
         for partial in self.partials:
             if partial.request.request_id == request_id:
                 return partial
         raise RolloutError(f"request {request_id!r} is not in the script's partials")
 
     def stats(self) -> SamplerStats:
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         return SamplerStats(blocks=self.blocks, requests_done=self.blocks)
 
     def abandon(self) -> None:
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         self.abandoned = True
 
     def successor(self) -> "ScriptedReplica":
-        """See ports.Replica."""
+        """Implement ports.Replica."""
         return ScriptedReplica(self.name + "'")
 
     # ---- the test
 
     @property
     def held_ids(self) -> tuple[str, ...]:
-        """Ids of the requests that it has not answered, oldest first."""
+        """Ids of the unanswered requests, oldest first."""
         return tuple(_request(given).request_id for given, _ in self.held)
 
     def answer(self, *, nan: bool = False) -> None:

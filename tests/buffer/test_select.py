@@ -1,10 +1,10 @@
 """Which groups come next: every rank against the window, and each against its formula."""
 
-import dataclasses
 from collections import Counter
 
 import numpy as np
 import pytest
+from builders import episode_of, group_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,16 +17,14 @@ from jaxrl_async.buffer.select import (
     select_again,
     strict,
 )
-from jaxrl_async.testing.fakes import make_group
-from jaxrl_async.types import EpisodeGroup, Score, Ticket
+from jaxrl_async.types import EpisodeGroup
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4)
 
 
 def group(number: int, rewards: list[float] | None = None, version: int = 0) -> EpisodeGroup:
     rewards = rewards or [0.0]
-    made = make_group(Ticket(group=number, version=version), *[[version]] * len(rewards))
-    return dataclasses.replace(made, scores=tuple(Score(reward=r) for r in rewards))
+    return group_of(number, [episode_of([version])] * len(rewards), rewards, version=version)
 
 
 def test_strict_order_waits_for_the_oldest():

@@ -1,7 +1,6 @@
-"""Build the small things that many tests need: a spec, its weights, a mesh, a group, a run."""
+"""Build the small things that many tests need: a spec, its weights, a mesh, an episode, a group."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,15 +8,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.load import load
 from jaxrl_async.mesh import make_mesh
-from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import NOT_DRAWN, Episode, EpisodeGroup, Score, StopReason, Ticket
 
-ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
     "layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 48
 }  # fmt: skip
@@ -71,13 +67,3 @@ def group_of(
         scores=tuple(Score(reward=float(r), parts=p) for r, p in zip(rewards, named, strict=True)),
         ticket=Ticket(group=number, version=version),
     )
-
-
-def config_of(name: str, folder: Path, *overrides: str) -> schema.Config:
-    """Load configs/NAME.yaml with these overrides, its runs in `folder`."""
-    return load(ROOT / "configs" / f"{name}.yaml", [f"run.dir={folder}", *overrides])
-
-
-def metrics_of(config: schema.Config) -> list[dict[str, Any]]:
-    """Read the metrics of a run that has ended."""
-    return read_lines(Path(config.run.dir) / config.run.name / "metrics.jsonl")

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import many_digits, run_job
 from safetensors.numpy import load_file
 
-from jaxrl_async.config.load import load
 from jaxrl_async.data.addition import held_out
 from jaxrl_async.errors import RolloutError, StalledError, WeightsError
-from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.ports import Reply
 from jaxrl_async.run import loop
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Hits, injected
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition.eval_size=8",
@@ -34,18 +32,10 @@ TINY = (
     "metrics.tensorboard=false",
     "faults={backoff_s: 0.05, scorer_timeout_s: 2, env_timeout_s: 2, watchdog_s: 120}",
 )
-REWARD = """
-def many_digits(prompt, completion, reference):
-    return sum(c.isdigit() for c in completion) / 16
-"""
 
 
 def run(folder: Path, *wishes: str) -> list[dict]:
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    overrides = [*TINY, f"run.dir={folder}", f"reward.function={reward}:many_digits", *wishes]
-    loop.train(load(ROOT / "configs" / "addition.yaml", overrides))
-    return read_lines(folder / "addition" / "metrics.jsonl")
+    return run_job("addition", folder, *TINY, many_digits(folder), *wishes)
 
 
 def told(lines: list[dict]) -> dict[str, float]:

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import many_digits, run_job
 
-from jaxrl_async.config.load import load
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.loop import train
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = (
     "grpo",
     "dr_grpo",
@@ -41,10 +38,6 @@ SMALL = (
     "metrics.peak_flops=1e9",
     "metrics.tensorboard=false",
 )
-REWARD = """
-def many_digits(prompt, completion, reference):
-    return sum(c.isdigit() for c in completion) / 16
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
-    (folder / "reward.py").write_text(REWARD)
-    reward = f"reward.function={folder / 'reward.py'}:many_digits"
-    config = load(CONFIGS / f"{name}.yaml", [*SMALL, f"run.dir={folder}", reward, *overrides])
-    train(config)
-    return read_lines(folder / config.run.name / "metrics.jsonl")
+    return run_job(name, folder, *SMALL, many_digits(folder), *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,21 @@
 
 import numpy as np
 import pytest
+from builders import episode_of, group_of
 
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
-from jaxrl_async.types import Drop, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
-
-
-def episode(versions: list[int], stop: StopReason = StopReason.EOS) -> Episode:
-    drawn = np.array([v >= 0 for v in versions])
-    return Episode(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        drawn=drawn,
-        logprobs=np.zeros(len(versions), np.float32),
-        versions=np.array(versions, np.int32),
-        stop=stop,
-    )
+from jaxrl_async.types import Drop, Episode, EpisodeGroup, StopReason
 
 
 def group(number: int, episodes: list[Episode], rewards: list[float]) -> EpisodeGroup:
-    return EpisodeGroup(
-        prompt=Prompt(
-            prompt_id=number,
-            position=number,
-            token_ids=np.zeros(1, np.int32),
-            text="",
-            reference="",
-        ),
-        episodes=tuple(episodes),
-        scores=tuple(Score(reward=r, parts={"exact": r}) for r in rewards),
-        ticket=Ticket(group=number, version=3),
-    )
+    return group_of(number, episodes, rewards, parts=[{"exact": r} for r in rewards], version=3)
 
 
 def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
     groups = [
-        group(0, [episode([-1, 3, 4]), episode([-1, 4], StopReason.LENGTH)], [1.0, 0.0]),
-        group(1, [episode([-1, 4, 4, 4]), episode([-1, 4])], [1.0, 1.0]),
+        group(0, [episode_of([-1, 3, 4]), episode_of([-1, 4], StopReason.LENGTH)], [1.0, 0.0]),
+        group(1, [episode_of([-1, 4, 4, 4]), episode_of([-1, 4])], [1.0, 1.0]),
     ]
     values = group_measures(groups, version=4)
     assert values["reward/mean"] == pytest.approx(0.75)
@@ -54,8 +33,8 @@ def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
 
 def test_each_lag_has_its_reward_length_and_divergence() -> None:
     groups = [
-        group(0, [episode([-1, 3, 4]), episode([-1, 4])], [1.0, 0.0]),
-        group(1, [episode([-1, 4, 4, 4]), episode([-1, -1])], [3.0, 9.0]),
+        group(0, [episode_of([-1, 3, 4]), episode_of([-1, 4])], [1.0, 0.0]),
+        group(1, [episode_of([-1, 4, 4, 4]), episode_of([-1, -1])], [3.0, 9.0]),
     ]
     kl = [
         [np.array([7, 0.5, 0.1], np.float32), np.array([7, 0.2], np.float32)],
@@ -74,12 +53,12 @@ def test_each_lag_has_its_reward_length_and_divergence() -> None:
     )
     assert all(metric_of(key) for key in values)
     assert "staleness/lag_0_kl" not in group_measures(groups, version=4)
-    nothing = [group(0, [episode([-1, -1])], [1.0])]
+    nothing = [group(0, [episode_of([-1, -1])], [1.0])]
     assert not [k for k in group_measures(nothing, version=4) if "lag_" in k]
 
 
 def test_drops_are_counted_by_reason_with_their_length() -> None:
-    stale = group(0, [episode([-1, 0, 0]), episode([-1, 0])], [0.0, 0.0])
+    stale = group(0, [episode_of([-1, 0, 0]), episode_of([-1, 0])], [0.0, 0.0])
     values = drop_measures([(stale, Drop.STALE), (stale, Drop.STALE)], trained=6)
     assert values == {
         "staleness/dropped_stale": 2.0,
