@@ -62,7 +62,7 @@ class Forced:
         self.seed = None
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.Generate: nothing is saved here."""
+        """Implement ports.Generate: nothing is saved here."""
         return ()
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> "list[Future[Completion]]":
@@ -169,13 +169,13 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
             max_staleness=config.staleness.max_staleness,
         )
     )
-    channel = WeightChannel(push, on_live=buffer.set_live)
+    channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
     sampler = Sampler(
         (spec, push(state.params)),
         section=config.sampler,
         mesh=slices.sampler,
-        weights=channel,
+        weights=channel.subscribe(),
         settings=SamplerSettings(
             probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
         ),

@@ -20,6 +20,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Request
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 SLOTS, LENGTH = 64, 128
 """Sequences at a time, and tokens of each answer."""
@@ -38,13 +39,13 @@ def measure(model: str, seconds: float) -> Row:
     """Measure one decoder's row."""
     spec, params = MODELS[model], make_params(MODELS[model])
     copied = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1, tree))
-    channel = WeightChannel(copied)
+    channel = WeightChannel([FunctionLink(copied)])
     pauses: list[float] = []
     answers: list[tuple[int, int]] = []  # tokens of each answer, and how many have a wrong version
     section = schema.SamplerSection(
         slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16
     )
-    sampler = Sampler((spec, params), section=section, weights=channel)
+    sampler = Sampler((spec, params), section=section, weights=channel.subscribe())
     try:
         timed_blocks(sampler, spec.vocab, 0.0, answers)  # compile
         quiet = timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), answers)

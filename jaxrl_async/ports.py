@@ -85,6 +85,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether its completions carry log-probs; False: they are NaN, and no sign of a fault."""
+        ...
+
+    @property
     def error(self) -> BaseException | None:
         """The exception that ended its thread, set before the futures of its requests fail."""
         ...

@@ -8,16 +8,14 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-import jax
 import pytest
+from builders import tiny_params, tiny_spec
 
 from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.config.load import load
-from jaxrl_async.config.schema import AlgorithmSection, ArchitectureSection, Config
+from jaxrl_async.config.schema import AlgorithmSection, Config
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -181,10 +179,8 @@ def test_overrides_in_readme_and_docs_are_valid():
 
 def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
     tokenizer = addition_tokenizer()
-    spec = ModelSpec.from_architecture(
-        ArchitectureSection(layers=1, width=32), tokenizer.vocab_size
-    )
-    policy = Policy(spec, init_params(spec, jax.random.key(0)), tokenizer)
+    spec = tiny_spec(tokenizer.vocab_size)
+    policy = Policy(spec, tiny_params(spec), tokenizer)
     (tmp_path / "runs/addition").mkdir(parents=True)
     policy.save_pretrained(tmp_path / "runs/addition/policy")
     monkeypatch.chdir(tmp_path)

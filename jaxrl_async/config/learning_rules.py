@@ -6,21 +6,10 @@ Needs no JAX.
 
 from collections.abc import Iterator
 
+from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config, arguments_of, name_of
 from jaxrl_async.config.userfile import is_own
-
-COMPARED_IN_GROUP = (
-    "group_normalized", "group_mean", "kimi", "rloo", "opo", "maxrl", "pass_at_k", "grpo_lead",
-    "reinforce_pp_baseline", "gdpo",
-)  # fmt: skip
-"""Advantages that are 0 for a group of one."""
-DIVIDED_IN_GROUP = ("group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl")
-"""Advantages that divide by the spread or the mean of a group's rewards: a group whose rewards are
-equal gets full-size advantages from the KL alone if that is subtracted from them."""
-CENTERED_IN_STEP = ("reinforce_pp", "discounted_batch")
-"""Advantages that are 0 for a step of one undiscounted answer, as `discounted` is for a group of
-one."""
 
 rule = RuleBook()
 
@@ -30,12 +19,15 @@ rule = RuleBook()
 
 def _whole_kl(config: Config) -> bool:
     """Return whether the KL from the reference is taken over the whole vocabulary."""
-    return bool(config.algorithm.kl_coefficient) and name_of(config.algorithm.kl) == "full"
+    return (
+        bool(config.algorithm.kl_coefficient)
+        and name_of(config.algorithm.kl) in facts.WHOLE_VOCABULARY
+    )
 
 
 @rule()
 def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
-    """The pass of an offloaded reference gives the log-probs of the drawn tokens only."""
+    """Require that only the drawn tokens' log-probs of an offloaded reference are used."""
     refers = bool(config.algorithm.kl_coefficient)
     if "reference" in config.trainer.offload and (_whole_kl(config) or not refers):
         yield (
@@ -47,7 +39,7 @@ def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str
 
 @rule()
 def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
-    """One step compares whole distributions once: with the reference or with the teacher."""
+    """Require at most one comparison of whole distributions in a step."""
     if _whole_kl(config) and _distils_by_loss(config):
         yield (
             "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "
@@ -57,7 +49,7 @@ def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
 
 @rule()
 def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
-    """A KL over the vocabulary is no property of a drawn token, hence no part of its reward."""
+    """Require a KL over the whole vocabulary to be in the loss: no drawn token owns it."""
     if _whole_kl(config) and config.algorithm.kl_in == "reward":
         yield (
             "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an estimator "
@@ -67,7 +59,7 @@ def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
 
 @rule()
 def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
-    """With sampling masks the trainer sees part of the vocabulary only."""
+    """Require no comparison of whole distributions where sampling masks hide part of them."""
     if config.algorithm.keep_sampling_mask and (_whole_kl(config) or _distils_by_loss(config)):
         yield (
             "algorithm.keep_sampling_mask looks at some tokens of the vocabulary, and "
@@ -91,21 +83,21 @@ def _ignores_rewards(config: Config) -> bool:
 
 @rule(job="rl")
 def a_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
-    """The expected gradient of k1 is 0."""
+    """Require a KL estimator in the loss whose expected gradient is not 0."""
     a = config.algorithm
-    if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) == "k1":
+    if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) in facts.WITHOUT_GRADIENT:
         yield (
-            "algorithm.kl=k1 with algorithm.kl_in=loss has an expected gradient of 0: it would "
-            "hold nothing back. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
+            f"algorithm.kl={name_of(a.kl)} with algorithm.kl_in=loss has an expected gradient of "
+            "0: it would hold nothing back. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
         )
 
 
 @rule(job="rl")
 def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
-    """No division by a spread that the KL alone may make up."""
+    """Require that no KL in the reward is divided by a spread made of that KL alone."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     floor = arguments_of(a.advantage).get("floor", 0)
-    divides = name in DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
+    divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
     if a.kl_coefficient and a.kl_in == "reward" and divides:
         yield (
             f"algorithm.kl_in=reward with algorithm.advantage={name} blows the KL of a group of "
@@ -120,9 +112,9 @@ def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
 
 @rule()
 def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
-    """The warm-up is no longer than the run."""
+    """Require a warm-up that is no longer than the run."""
     a, rl = config.algorithm, config.run.job == "rl"
-    waits = config.critic.warmup_steps if rl and name_of(a.advantage) == "gae" else 0
+    waits = config.critic.warmup_steps if rl and name_of(a.advantage) in facts.NEEDS_VALUES else 0
     updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
     if config.trainer.warmup_steps > updates > 0:
         less = " less critic.warmup_steps" if waits else ""
@@ -135,7 +127,7 @@ def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
-    """Sampling leaves more than one token to draw."""
+    """Require more than one token to draw from."""
     s = config.sampler
     if s.temperature == 0 or s.top_k == 1:
         yield (
@@ -148,9 +140,9 @@ def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Advantages that compare the answers of a group need more than one."""
+    """Require several answers per group for advantages that compare them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    compares = name in COMPARED_IN_GROUP and not _ignores_rewards(config)
+    compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
     if a.group_size == 1 and compares:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
@@ -161,7 +153,7 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def tokens_have_different_advantages(config: Config) -> Iterator[str]:
-    """Advantages that compare tokens need tokens that differ.
+    """Require tokens that differ for advantages that compare tokens.
 
     They are all alike in one answer that is rewarded as a whole and undiscounted.
     """
@@ -172,7 +164,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
         return  # single tokens may be rewarded, or nothing is
     alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
     undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1
-    if alone and undiscounted and name in ("discounted", *CENTERED_IN_STEP):
+    if alone and undiscounted and name in ("discounted", *facts.CENTERED_IN_STEP):
         where = "group" if name == "discounted" else "step"
         more = "" if name == "discounted" else " or groups_per_step"
         yield (
@@ -184,7 +176,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def each_minibatch_has_answers(config: Config) -> Iterator[str]:
-    """A step has no fewer answers than minibatches."""
+    """Require at least as many answers in a step as minibatches."""
     a = config.algorithm
     answers = a.groups_per_step * a.group_size
     if a.minibatches > answers:
@@ -197,7 +189,7 @@ def each_minibatch_has_answers(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def dynamic_sampling_keeps_some_groups(config: Config) -> Iterator[str]:
-    """Rewards of a group can differ only if it has several answers."""
+    """Require several answers per group for dynamic sampling, which compares their rewards."""
     a = config.algorithm
     if a.dynamic_sampling and a.group_size < 2:
         yield (
@@ -208,7 +200,7 @@ def dynamic_sampling_keeps_some_groups(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
-    """Groups are not dropped by rewards that nothing is learnt from."""
+    """Require rewards to be learnt from if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
     if dynamic and _ignores_rewards(config):
         yield (
@@ -219,7 +211,7 @@ def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def a_teacher_has_weight(config: Config) -> Iterator[str]:
-    """A teacher that is loaded is learnt from."""
+    """Require a positive coefficient for a teacher that is loaded."""
     if _distils(config) and config.teacher.coefficient == 0:
         yield (
             f"teacher.coefficient=0 learns nothing from teacher.source={config.teacher.source}. "
@@ -229,9 +221,9 @@ def a_teacher_has_weight(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def the_critics_warmup_ends(config: Config) -> Iterator[str]:
-    """The policy learns for some steps after the critic's warm-up."""
+    """Require steps for the policy after the critic's warm-up."""
     waits = config.critic.warmup_steps
-    if name_of(config.algorithm.advantage) == "gae" and waits >= config.run.steps:
+    if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
         yield (
             f"critic.warmup_steps ({waits}) leaves the policy none of run.steps "
             f"({config.run.steps}) to learn in. Lower it, or raise run.steps."
@@ -240,7 +232,7 @@ def the_critics_warmup_ends(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
-    """The supervised term of the loss shares the policy's temperature."""
+    """Require temperature 1 with a supervised term in the loss."""
     temperature = config.sampler.temperature
     supervised = config.algorithm.supervised_coefficient
     if supervised and temperature != 1.0:

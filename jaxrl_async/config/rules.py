@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sys import float_info
 from typing import Any
 
+from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config import learning_rules
 from jaxrl_async.config.rule import RuleBook, as_text
 from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
@@ -26,7 +27,7 @@ rule = RuleBook()
 
 @rule("run")
 def only_rl_is_replayed(config: Config) -> Iterator[str]:
-    """A schedule is recorded where several threads run: in run.job=rl."""
+    """Require run.job=rl for a replay: only its threads are recorded."""
     run = config.run
     if run.replay_schedule is not None and run.job != "rl":
         yield (
@@ -37,7 +38,7 @@ def only_rl_is_replayed(config: Config) -> Iterator[str]:
 
 @rule("run")
 def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
-    """A recording starts with the run, so a replay cannot start at a checkpoint."""
+    """Require a replay not to start at a checkpoint: a recording starts with its run."""
     if config.run.replay_schedule is not None and config.run.resume:
         yield (
             "run.replay_schedule starts where the recording starts, and run.resume starts at a "
@@ -47,7 +48,7 @@ def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
 
 @rule("mesh")
 def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
-    """Decoding has no sequence length to divide."""
+    """Require no context axis in a sampler: decoding has no sequence length to divide."""
     context = config.mesh.sampler.context
     if context > 1:
         yield (
@@ -59,7 +60,7 @@ def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
 
 @rule("mesh")
 def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
-    """Trainer and sampler that share devices have the same number of them."""
+    """Require a colocated trainer and sampler to have the same number of devices."""
     mesh = config.mesh
     if mesh.colocated and mesh.trainer.num_devices != mesh.sampler.num_devices:
         yield (
@@ -71,7 +72,7 @@ def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
 
 @rule("mesh")
 def one_sampler_is_colocated(config: Config) -> Iterator[str]:
-    """The trainer's devices hold one sampler at most."""
+    """Require at most one sampler on the trainer's devices."""
     if config.mesh.colocated and config.mesh.samplers > 1:
         yield (
             f"mesh.colocated puts one sampler on the trainer's devices; mesh.samplers is "
@@ -81,7 +82,7 @@ def one_sampler_is_colocated(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def experts_belong_to_their_family(config: Config) -> Iterator[str]:
-    """Only the mixture-of-experts family has experts, and it has some."""
+    """Require experts in the mixture-of-experts family, and in no other."""
     shape = config.model.architecture
     if bool(shape.experts) != (shape.family == "qwen3_moe"):
         yield (
@@ -92,7 +93,7 @@ def experts_belong_to_their_family(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def a_token_visits_experts_that_exist(config: Config) -> Iterator[str]:
-    """A token goes through no more experts than a layer has."""
+    """Require each token to go through no more experts than a layer has."""
     shape = config.model.architecture
     if shape.experts and shape.experts_per_token > shape.experts:
         yield (
@@ -103,7 +104,7 @@ def a_token_visits_experts_that_exist(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def query_heads_share_kv_heads_evenly(config: Config) -> Iterator[str]:
-    """Each key-value head serves the same number of query heads."""
+    """Require each key-value head to serve the same number of query heads."""
     shape = config.model.architecture
     if shape.heads % shape.kv_heads:
         yield (
@@ -114,7 +115,7 @@ def query_heads_share_kv_heads_evenly(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def a_head_has_an_even_width(config: Config) -> Iterator[str]:
-    """Rotary embeddings rotate pairs of a head's components."""
+    """Require an even head width: rotary embeddings rotate pairs of components."""
     width = config.model.architecture.head_dim
     if width % 2:
         yield (
@@ -125,7 +126,7 @@ def a_head_has_an_even_width(config: Config) -> Iterator[str]:
 
 @rule("teacher")
 def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
-    """teacher.top_of=student has an effect only where the loss looks at some likeliest tokens."""
+    """Require the loss to compare likeliest tokens if the student chooses them."""
     teacher = config.teacher
     if teacher.top_of == "student" and (teacher.form != "loss" or not teacher.top_k):
         yield (
@@ -137,7 +138,7 @@ def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
 
 @rule("teacher")
 def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
-    """teacher.path is given exactly where teacher.source=path."""
+    """Require teacher.path exactly if teacher.source=path."""
     teacher = config.teacher
     if (teacher.source == "path") != (teacher.path is not None):
         yield (
@@ -148,7 +149,7 @@ def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
 
 @rule("reward")
 def a_reward_function_takes_one_weight(config: Config) -> Iterator[str]:
-    """The only argument of a reward function is its weight, a finite number."""
+    """Require that a reward function has no argument but its weight, a finite number."""
     for choice in each_of(config.reward.function):
         given = arguments_of(choice)
         if given.keys() - {"weight"} or not _is_number(given.get("weight", 1.0)):
@@ -165,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 @rule("reward")
 def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
-    """No function stands twice in the list, and `none` stands alone."""
+    """Require each function at most once in the list, and `none` only by itself."""
     names = [name_of(choice) for choice in each_of(config.reward.function)]
     if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
         yield (
@@ -176,7 +177,7 @@ def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
 
 @rule("reward")
 def something_gives_rewards(config: Config) -> Iterator[str]:
-    """There is a function or a reward model."""
+    """Require a reward function or a reward model."""
     if not config.reward.weights and config.reward.model is None:
         yield (
             f"reward.function={as_text(config.reward.function)} leaves no reward at all. Set "
@@ -187,7 +188,7 @@ def something_gives_rewards(config: Config) -> Iterator[str]:
 
 @rule("reference")
 def the_reference_moves_in_one_way(config: Config) -> Iterator[str]:
-    """Either refreshes or a moving average."""
+    """Require either refreshes or a moving average, not both."""
     if config.reference.refresh_every and config.reference.ema:
         yield (
             "reference.refresh_every and reference.ema are two ways to move the reference. Keep "
@@ -197,7 +198,7 @@ def the_reference_moves_in_one_way(config: Config) -> Iterator[str]:
 
 @rule("data")
 def a_source_of_records_has_a_file(config: Config) -> Iterator[str]:
-    """data.source=jsonl comes with the file."""
+    """Require a file with data.source=jsonl."""
     if config.data.source == "jsonl" and not config.data.jsonl.path:
         yield "data.jsonl.path is needed with data.source=jsonl: give the file of records."
 
@@ -207,7 +208,7 @@ def a_source_of_records_has_a_file(config: Config) -> Iterator[str]:
 
 @rule()
 def a_step_can_be_filled(config: Config) -> Iterator[str]:
-    """Where rollouts wait, the gate admits the groups of a whole step."""
+    """Require that the gate admits the groups of a whole step, if rollouts wait."""
     if config.staleness.when_too_old == "wait":
         problem = never_fills_a_step(
             config.staleness.max_staleness,
@@ -221,7 +222,7 @@ def a_step_can_be_filled(config: Config) -> Iterator[str]:
 
 @rule()
 def dropping_leaves_rollouts_a_chance(config: Config) -> Iterator[str]:
-    """With staleness 0 every group under way at an update would be dropped."""
+    """Require that not every group under way at an update is dropped."""
     section = config.staleness
     if section.when_too_old == "drop" and section.max_staleness == 0:
         yield (
@@ -234,7 +235,7 @@ def dropping_leaves_rollouts_a_chance(config: Config) -> Iterator[str]:
 
 @rule()
 def an_adapting_staleness_has_room(config: Config) -> Iterator[str]:
-    """The staleness target can take more than one value."""
+    """Require more than one possible value of the staleness target."""
     section = config.staleness
     if section.adapt != "none" and config.lowest_limit >= section.max_staleness:
         yield (
@@ -248,7 +249,7 @@ def an_adapting_staleness_has_room(config: Config) -> Iterator[str]:
 
 @rule()
 def a_selection_has_a_choice(config: Config) -> Iterator[str]:
-    """Another order than the strict one needs groups to choose among."""
+    """Require groups to choose among for any selection but the strict one."""
     select = config.buffer.select
     if select != "strict" and config.buffer.reuse == 1 and not config.staleness.lookahead:
         yield (
@@ -262,7 +263,7 @@ def a_selection_has_a_choice(config: Config) -> Iterator[str]:
 
 @rule()
 def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
-    """The longest prompt is shorter than the longest sequence."""
+    """Require the longest prompt to be shorter than the longest sequence."""
     if config.data.max_prompt_tokens >= config.sampler.max_length:
         yield (
             f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) leaves no room for an "
@@ -273,7 +274,7 @@ def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
 
 @rule()
 def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
-    """A packed row is at least as long as a sequence."""
+    """Require a packed row to be at least as long as a sequence."""
     if config.row_length < config.sampler.max_length:
         yield (
             f"trainer.row_length ({config.row_length}) is shorter than sampler.max_length "
@@ -283,7 +284,7 @@ def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
 
 @rule()
 def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
-    """A row is cut into two equal parts for each device of the context axis."""
+    """Require a row to divide into two equal parts per device of the context axis."""
     context = config.mesh.trainer.context
     if context > 1 and config.row_length % (2 * context):
         yield (
@@ -295,7 +296,7 @@ def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
 
 @rule()
 def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
-    """One pass takes one row at least."""
+    """Require a micro-batch of at least one row."""
     if config.trainer.micro_batch_tokens < config.row_length:
         yield (
             f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than one "
@@ -308,7 +309,7 @@ def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
 
 @rule()
 def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
-    """Records without answers are only for runs that need none."""
+    """Require answers in the records if a setting needs them."""
     jsonl = config.data.jsonl
     if config.data.source != "jsonl" or jsonl.answer_field is not None:
         return
@@ -329,7 +330,7 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
 
 @rule()
 def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
-    """A warm start is supervised training, which run.job=sft is itself."""
+    """Require no warm start with run.job=sft, which is supervised training itself."""
     if config.run.job == "sft" and config.warm_start.steps:
         yield (
             f"run.job=sft is supervised training itself; warm_start.steps "
@@ -342,7 +343,7 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 
 @rule()
 def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
-    """Rounded weights differ from the trainer's by more than the usual tolerance."""
+    """Require a tolerance that the rounding of 8-bit weights does not exceed."""
     weights = config.weights
     if weights.eight_bits and weights.probe and weights.probe_tolerance < 0.01:
         yield (
@@ -355,7 +356,7 @@ def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
 
 @rule()
 def rounding_needs_bfloat16_weights(config: Config) -> Iterator[str]:
-    """Weights in float32 are not rounded."""
+    """Require weights in bfloat16 if their rounding is chosen."""
     if config.model.param_dtype == "float32" and config.trainer.rounding != "masters":
         yield (
             f"trainer.rounding={config.trainer.rounding} says how weights in bfloat16 are rounded, "
@@ -369,13 +370,13 @@ def rounding_needs_bfloat16_weights(config: Config) -> Iterator[str]:
 
 @rule()
 def every_setting_is_read(config: Config) -> Iterator[str]:
-    """No setting differs from its default without an effect; see config/unused.py."""
+    """Require every setting that differs from its default to have an effect; see unused.py."""
     yield from unused_settings(config).refused
 
 
 @rule()
 def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
-    """reward.function_weight weighs the function against a reward model."""
+    """Require a reward model against which the function is weighed."""
     reward = config.reward
     if reward.model is None and reward.function_weight != 1:
         yield (
@@ -386,10 +387,12 @@ def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
 
 @rule()
 def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
-    """With gdpo all other weights of rewards are 1."""
+    """Require all other weights of rewards to be 1 with gdpo."""
     reward = config.reward
     weights = (reward.function_weight, reward.model_weight, *reward.weights.values())
-    if name_of(config.algorithm.advantage) == "gdpo" and any(weight != 1 for weight in weights):
+    if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
+        weight != 1 for weight in weights
+    ):
         yield (
             "algorithm.advantage=gdpo weighs the parts of the reward itself. Set "
             "reward.function_weight, model_weight and the functions' weights to 1, and gdpo's: "
@@ -399,7 +402,7 @@ def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
 
 @rule()
 def shaping_by_length_can_act(config: Config) -> Iterator[str]:
-    """Answers can be as long as those that a shaping by length acts on."""
+    """Require that answers can be as long as those that a shaping by length acts on."""
     longest = config.sampler.max_new_tokens
     for choice in config.algorithm.shaping:
         name, given = name_of(choice), arguments_of(choice)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
     AlgorithmSection,
@@ -35,8 +36,6 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that may stand there for any job, too."""
-WITHOUT_RATIO = ("gpg",)
-"""Losses without a ratio: unless something is corrected, algorithm.anchor has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def _refers(config: Config) -> bool:
 
 
 def _has_critic(config: Config) -> bool:
-    return name_of(config.algorithm.advantage) == "gae"
+    return name_of(config.algorithm.advantage) in facts.NEEDS_VALUES
 
 
 def _distils(config: Config) -> bool:
@@ -175,7 +174,7 @@ OF_PREFERENCES = (
     ),
     Use(
         ("preference.reference",),
-        lambda c: name_of(c.preference.loss) not in ("simpo", "orpo"),
+        lambda c: name_of(c.preference.loss) not in facts.WITHOUT_REFERENCE,
         "a preference.loss that compares with it",
     ),
 )
@@ -307,7 +306,7 @@ OF_LOSS_AND_REWARD = (
     Use(
         ("algorithm.anchor",),
         lambda c: (
-            name_of(c.algorithm.loss) not in WITHOUT_RATIO
+            name_of(c.algorithm.loss) not in facts.WITHOUT_RATIO
             or c.algorithm.correction not in (None, "none")
         ),
         "another algorithm.loss or a correction",

@@ -62,6 +62,8 @@ class Sampler:
     done; one that is still open when the program ends is closed.
     """
 
+    has_logprobs: bool = True  # see ports.Replica
+
     def __init__(
         self,
         policy: Policy | tuple[ModelSpec, Params],

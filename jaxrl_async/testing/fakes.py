@@ -181,8 +181,8 @@ class ScriptedWeights:
         self.lived.append(version)
 
     def leave(self) -> None:
-        """See ports.WeightSource: nobody waits here."""
+        """Implement ports.WeightSource: nobody waits here."""
 
     def rejoin(self) -> "ScriptedWeights":
-        """See ports.WeightSource: the next sampler goes on in the script."""
+        """Implement ports.WeightSource: the next sampler goes on in the script."""
         return self

@@ -85,14 +85,12 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 
     def fault(parts: Parts) -> None:
         def strike() -> None:
-            thread = threading.current_thread()
-            samplers: Sequence[Any] = parts.sampler.samplers
-            sampler = next(s for s in samplers if s.lifetime.thread is thread)
-            limits = parts.sampler._limits
-            parts.sampler._limits = replace(limits, hang_s=notice_s)
-            while not sampler.lifetime.closed:
+            fleet = parts.sampler.fleet
+            limits = fleet.limits
+            fleet.limits = replace(limits, hang_s=notice_s)
+            while fleet.seats[index].at_work:
                 time.sleep(0.01)
-            parts.sampler._limits = limits
+            fleet.limits = limits
             threading.Event().wait(LONG_S)
 
         _at_block(hits, index, strike)(parts)
@@ -117,18 +115,28 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
 
 
 def completions_are_nan(hits: Hits) -> Fault:
-    """Make a completion's log-probs NaN, in any sampler."""
+    """Log-probs that are NaN, from any replica and its successors."""
+
+    def spoil(answer: Any) -> None:
+        if not answer.cancelled() and answer.exception() is None and hits.strikes():
+            answer.result().logprobs[:] = np.nan
+
+    def spoiled(replica: Any) -> Any:
+        kind = type(replica)
+
+        def broken(requests: Any) -> Any:
+            answers = kind.start_many(replica, requests)
+            for answer in answers:
+                answer.add_done_callback(spoil)  # called before the router's own
+            return answers
+
+        replica.start_many = broken
+        replica.successor = lambda: spoiled(kind.successor(replica))
+        return replica
 
     def fault(parts: Parts) -> None:
-        router: Any = parts.sampler
-        answered = router._answered
-
-        def broken(index: int, job: Any, inner: Any) -> None:
-            if not inner.cancelled() and inner.exception() is None and hits.strikes():
-                inner.result().logprobs[:] = np.nan
-            answered(index, job, inner)
-
-        router._answered = broken
+        for replica in parts.sampler.samplers:
+            spoiled(replica)
 
     return fault
 
@@ -230,9 +238,9 @@ def transfer_tears(hits: Hits) -> Fault:
 
 def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        end: Any = parts.channel._ends[-1]
-        move = end.move
-        end.move = lambda held: strike(lambda: move(held)) if hits.strikes() else move(held)
+        link: Any = parts.channel.links[-1]
+        move = link.move
+        link.move = lambda cast: strike(lambda: move(cast)) if hits.strikes() else move(cast)
 
     return fault
 

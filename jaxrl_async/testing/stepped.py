@@ -138,8 +138,7 @@ class _Running:
 class MemorySampler:
     """A ports.Generate that draws `block` tokens for each of `places` requests per round().
 
-    A token's version is that of the weights at the start of its round. Running requests can be
-    saved.
+    A token's version is that of the weights its round began with. Running requests can be saved.
     """
 
     seed = 0
@@ -160,7 +159,7 @@ class MemorySampler:
         self.running: list[_Running] = []
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """See ports.Generate."""
+        """Implement ports.Generate."""
         loop = asyncio.get_running_loop()
         futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
         for given, future in zip(requests, futures, strict=True):
@@ -173,7 +172,7 @@ class MemorySampler:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.Generate."""
+        """Implement ports.Generate."""
         return tuple(
             Partial(
                 request=one.request,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.config.learning_rules import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
+from jaxrl_async.config.function_facts import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
 from jaxrl_async.config.rules import RULES, check_rules
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
@@ -101,7 +101,7 @@ def test_settings_that_would_silently_do_nothing_are_refused(overrides, told, re
 NOTHING_LEARNT = [
     *(
         (["algorithm.group_size=1", f"algorithm.advantage={name}"], "all advantages would be 0")
-        for name in COMPARED_IN_GROUP
+        for name in sorted(COMPARED_IN_GROUP)
     ),
     (["algorithm.group_size=1", "teacher.source=self"], "for distillation alone teacher.rewards=0"),
     (["sampler.temperature=0"], "leave one token to draw"),
@@ -146,7 +146,7 @@ NOTHING_LEARNT = [
             ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", f"algorithm.advantage={n}"],
             "blows the KL of a group of equal rewards up",
         )
-        for n in DIVIDED_IN_GROUP
+        for n in sorted(DIVIDED_IN_GROUP)
     ),
 ]
 

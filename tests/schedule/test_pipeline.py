@@ -38,6 +38,7 @@ from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
 from jaxrl_async.types import SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "10000"))
 """Explored by the main test; set it higher for a night."""
@@ -172,18 +173,19 @@ class World:
         self.buffer.restore(was, self.version)
         self.transfers, self.staged = [], [0] * setup.samplers
         self.channel = make_channel(
-            [lambda p, i=i: self.push(p, i) for i in range(setup.samplers)],
+            [FunctionLink(lambda p, i=i: self.push(p, i)) for i in range(setup.samplers)],
             on_live=self.buffer.set_live,
             version=self.version,
             clock=self.clock,
         )
+        self.sources = [Watched(self.channel.subscribe(), self, i) for i in range(setup.samplers)]
         self.samplers = [
             make_sampler(
-                Watched(self.channel.subscribe(), self, i),
+                end,
                 length=lambda r: 1 + chance(*r.key, len(r.token_ids), of=MAX_TOKENS),
                 version=self.version,
             )
-            for i in range(setup.samplers)
+            for end in self.sources
         ]
         generate = Dealt(self.samplers) if setup.samplers > 1 else self.samplers[0]
         self.generate, self.fail_next, self.dead = generate, False, False
@@ -398,8 +400,8 @@ class World:
 
     def arrived(self, index):
         """Whether weights are there for this sampler to take."""
-        staged = self.channel._ends[index].staged
-        return staged is not None and staged.update.params["w"].ready
+        update = self.sources[index].under_way
+        return update is not None and update.params["w"].ready
 
     def arrive(self):
         next(t for t in self.transfers if not t.ready).ready = True
@@ -551,6 +553,10 @@ class Watched:
     def live(self, version):
         self.end.live(version)
 
+    @property
+    def under_way(self):
+        return self.end.under_way
+
 
 class TwoTurns:
     """Some prompts are answered twice, the second time after a while."""
@@ -674,30 +680,63 @@ class AdmitsWhilePaused(ReplayBuffer):
         pass
 
 
-class LiveTooEarly(WeightChannel):
+class BrokenEnd:
+    """A subscription that breaks a rule."""
+
+    def __init__(self, end):
+        self.end, self.again = end, None
+        self.channel_ends = []  # all of its channel's
+
+    @property
+    def under_way(self):
+        return self.again or self.end.under_way
+
+    def poll(self, *, wait=False):
+        return self.end.poll(wait=wait)
+
+    def live(self, version):
+        self.end.live(version)
+
+
+class LiveTooEarly(BrokenEnd):
     """Live once the first of the samplers has the weights."""
 
-    def _set_live(self, by, version):
-        for each in self._ends:
-            each.live_version = version
-        super()._set_live(by, version)
+    def live(self, version):
+        for end in self.channel_ends:
+            end.live(version)
 
 
-class TakenTwice(WeightChannel):
-    def _poll(self, by, wait):
-        sent = by._end.staged
-        update = super()._poll(by, wait)
-        if update is not None and update.version % 3 == 0:
-            by._end.staged = sent
+class TakenTwice(BrokenEnd):
+    def poll(self, *, wait=False):
+        again, self.again = self.again, None
+        update = again or self.end.poll(wait=wait)
+        if again is None and update is not None and update.version % 3 == 0:
+            self.again = update
         return update
 
 
-class NeverWaits(WeightChannel):
-    """Takes weights that have not arrived."""
+class NeverWaits(BrokenEnd):
+    """Gives weights that have not arrived."""
 
-    def _poll(self, by, wait):
-        sent, by._end.staged = by._end.staged, None
-        return None if sent is None else sent.update
+    def poll(self, *, wait=False):
+        return self.end.under_way
+
+
+def channel_with(kind):
+    """A channel whose subscriptions are of this kind."""
+
+    class Broken(WeightChannel):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.given = []
+
+        def subscribe(self):
+            self.given.append(super().subscribe())
+            end = kind(self.given[-1])
+            end.channel_ends = self.given
+            return end
+
+    return Broken
 
 
 class DrawsWithOldWeights(MemorySampler):
@@ -738,11 +777,14 @@ def test_the_invariants_find_broken_parts(broken):
         name
         for name, kind in (
             ("buffer", ReplayBuffer),
-            ("channel", WeightChannel),
+            ("channel", BrokenEnd),
             ("sampler", MemorySampler),
         )
         if issubclass(broken, kind)
     )
+
+    if part == "channel":
+        broken = channel_with(broken)
 
     @settings(FEWER, derandomize=True, database=None, phases=[Phase.generate])
     @given(setups(), SCHEDULES)

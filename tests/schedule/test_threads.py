@@ -12,6 +12,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 STEPS = 60
 LIMIT_S = 20.0
@@ -41,7 +42,7 @@ def test_threads_make_their_steps_within_the_bound_and_all_end(max_staleness, lo
     buffer = ReplayBuffer(
         BufferSettings(groups_per_step=per_step, max_staleness=max_staleness, lookahead=lookahead)
     )
-    channel = WeightChannel(lambda p: p, on_live=buffer.set_live, num_samplers=samplers)
+    channel = WeightChannel([FunctionLink(lambda p: p)] * samplers, on_live=buffer.set_live)
     errors, staleness, trained, bursts, done = [], [], [], [], threading.Event()
 
     def rollouts():

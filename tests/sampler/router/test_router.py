@@ -13,6 +13,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 
 def on_device(index: int, **wishes: object) -> Sampler:
@@ -69,7 +70,8 @@ def test_a_router_is_a_generate_with_cancellation(router) -> None:
 def test_each_sampler_swaps_on_its_own_and_live_means_all() -> None:
     live: list[int] = []
     channel = WeightChannel(
-        [lambda p, d=d: jax.device_put(p, d) for d in jax.devices()[:2]], on_live=live.append
+        [FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in jax.devices()[:2]],
+        on_live=live.append,
     )
     router = Router([on_device(i, weights=channel.subscribe()) for i in range(2)])
     router.start()
