@@ -16,7 +16,7 @@ from jaxrl_async.algorithms.corrections import (
     default_correction,
 )
 from jaxrl_async.algorithms.losses import token_inputs
-from jaxrl_async.algorithms.objective import make_recipe, policy_objective
+from jaxrl_async.algorithms.objective import make_recipe, policy_loss
 from jaxrl_async.algorithms.preflight import own_advantage, tiny_inputs, tiny_step
 from jaxrl_async.algorithms.shaping import shape, shaping
 from jaxrl_async.config import schema
@@ -106,7 +106,7 @@ def effective_weights(
     def loss(logprobs: jax.Array) -> jax.Array:
         weights = jnp.asarray(alike, jnp.float32)
         moved = x._replace(policy_logprobs=logprobs)
-        return policy_objective(recipe, moved, weights, jnp.int32(1))[0]
+        return policy_loss(recipe, moved, weights, jnp.int32(1))[0]
 
     return [float(-g / advantage) for g in jax.grad(loss)(policy).ravel()]
 

@@ -32,9 +32,12 @@ from jaxrl_async.algorithms.shaping import Shaped, ShapingFn, shape
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
-from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.distill import teacher_advantages
-from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.flops import forward_flops
+from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
+from jaxrl_async.trainer.objectives.critic_objective import CriticData
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import (
     Pair,
@@ -46,9 +49,8 @@ from jaxrl_async.trainer.pack import (
     unpacked,
     with_advantages,
 )
-from jaxrl_async.trainer.step import TrainStep, forward_flops
 from jaxrl_async.trainer.token_columns import Routing
-from jaxrl_async.trainer.update import TrainState
+from jaxrl_async.trainer.update import Frozen, TrainState, Update
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class Companions:
     reference: Any = None  # parameters at the start of the run
     teacher: Any = None  # parameters at the start of the run
     teacher_pass: LogprobPass | None = None
-    critic: CriticStep | None = None
+    critic: Critic | None = None
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # worked answers to mix in
 
@@ -87,7 +89,7 @@ class Learner:
 
     def __init__(
         self,
-        step: TrainStep,
+        step: Update[PolicyObjective],
         state: TrainState,
         *,
         algorithm: schema.AlgorithmSection,
@@ -108,6 +110,8 @@ class Learner:
         beforehand."""
         companions = companions or Companions()
         self._step, self.state, self._with = step, state, companions
+        self._objective = step.objective
+        self._probe = ProbePass(step.objective.spec, step.settings)
         self._algorithm, self._advantage, self._shapings = algorithm, advantage, shapings
         self._teacher = teacher or schema.TeacherSection()
         self._moves = reference or schema.ReferenceSection()
@@ -116,7 +120,7 @@ class Learner:
         self._offloads = offload_reference
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
-        self.coefficients: Coefficients = step.recipe.coefficients
+        self.coefficients: Coefficients = step.objective.recipe.coefficients
         self._needs_covariance = needs_covariance(algorithm.loss)
         self._takes_reference = takes_reference(algorithm, offloads=offload_reference)
         self._missed = 0  # most mini-batches that a step could not make
@@ -165,8 +169,8 @@ class Learner:
         return self.state.params
 
     def probe(self, token_ids: IntArray) -> Any:
-        """The policy's log-probs of a fixed sequence, as TrainStep.logprobs."""
-        return self._step.logprobs(self.state.params, token_ids)
+        """The policy's log-probs of a fixed sequence, as logprob_pass.ProbePass."""
+        return self._probe(self.state.params, token_ids)
 
     # ---- one step
 
@@ -203,7 +207,7 @@ class Learner:
             Part(batch, columns, found.get("values"), returns), version, device_lock
         )
         passes = len(found.keys() - {"last_values"})  # which come with the values
-        stats["train/flops"] += passes * forward_flops(self._step.spec, batch)
+        stats["train/flops"] += passes * forward_flops(self._objective.spec, batch)
         self._after(stats, version)
         return {**shaped.counts, **told, **gap, **stats}
 
@@ -262,7 +266,7 @@ class Learner:
                 **{n: getattr(batch, n) for n in names_of(Source.PACK) if COLUMNS[n].in_loss},
             }
         )
-        return np.asarray(self._step.recipe.kl(x), np.float32)
+        return np.asarray(self._objective.recipe.kl(x), np.float32)
 
     def _advised(
         self, batch: PackedBatch, found: Mapping[str, FloatArray]
@@ -313,13 +317,10 @@ class Learner:
         warming = critic is not None and version < self._critic_warmup
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
         looked_up = "reference_logprobs" in step.columns
-        how: dict[str, Any] = {
-            "version": version,
-            "coefficients": self.coefficients,
-            "reference_params": None if looked_up else self.reference,
-            "teacher_params": self.teacher if whole_teacher else None,
-            "device_lock": device_lock,
-        }
+        frozen = Frozen(
+            reference=None if looked_up else self.reference,
+            teacher=self.teacher if whole_teacher else None,
+        )
         algorithm = self._algorithm
         missing = 0
         for epoch in range(algorithm.epochs):
@@ -329,20 +330,24 @@ class Learner:
                 done = epoch * algorithm.minibatches + index * algorithm.minibatches / many
                 if not warming:
                     at = self._asked(version - self._first_step) + done
+                    data = PolicyData(part.batch, part.columns, version, self.coefficients)
                     self.state, stats = self._step.update(
-                        self.state, part.batch, columns=part.columns, at=at, **how
+                        self.state, data, frozen, device_lock=device_lock, at=at
                     )
                     reports.append(stats)
                 if critic is not None and part.returns is not None:
                     assert part.values is not None and self.critic_state is not None
-                    self.critic_state, stats = critic.update(
-                        self.critic_state, part.batch, part.values, part.returns,
-                        weights=part.critic_weights, device_lock=device_lock,
+                    of_part = CriticData(part.batch, part.values, part.returns, part.critic_weights)
+                    self.critic_state, stats = critic.step.update(
+                        self.critic_state,
+                        of_part,
+                        device_lock=device_lock,
                         at=self._asked(version) + done,
-                    )  # fmt: skip
+                    )
                     of_critic.append(stats)
         if warming:
-            told = self._step.measure(self.state.params, step.batch, columns=step.columns, **how)
+            data = PolicyData(step.batch, step.columns, version, self.coefficients)
+            told = self._step.measure(self.state.params, data, frozen, device_lock=device_lock)
             reports.append({**told, "train/skipped": 0.0, "train/flops": 0.0})
         self._tell_of_missing(missing)
         retries = sum(r.get("faults/oom_retries", 0.0) for r in (*reports, *of_critic))
@@ -376,7 +381,7 @@ class Learner:
             return 1, iter([step])
         dealt = deal(step.batch, self._algorithm.minibatches, seed)
         times = len(dealt)
-        step = step._replace(columns=step.columns | self._step.weights(step.batch, times))
+        step = step._replace(columns=step.columns | self._objective.weights(step.batch, times))
         if step.returns is not None:
             step = step._replace(critic_weights=token_mean(step.batch) * np.float32(times))
         parts = (_part_at(step, places_of(step.batch, sequences)) for sequences in dealt)
@@ -422,7 +427,7 @@ class Learner:
         moves = self._moves
         if self.reference is not None:
             stats["policy/kl_coefficient"] = float(self.coefficients.kl)
-        if self._step.recipe.has_entropy:
+        if self._objective.recipe.has_entropy:
             stats["policy/entropy_coefficient"] = float(self.coefficients.entropy)
         if not stats.get("critic/warming"):
             self._steer(stats)
