@@ -31,17 +31,16 @@ from common import (
     spread,
 )
 
-from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
-from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
-from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
 from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
@@ -173,11 +172,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
     )
     watch = Watch(sampler)
     learner = Learner(
-        step,
-        state,
-        algorithm=config.algorithm,
-        advantage=advantage.resolve(config.algorithm.advantage),
-        row_length=config.row_length,
+        step, state, LearnerSettings(algorithm=config.algorithm, row_length=config.row_length)
     )
     trainer = Trainer(
         learner=learner,
@@ -189,9 +184,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),
-        total_steps=steps,
-        eval_every=0,
-        probe=probe,
+        settings=TrainerSettings(total_steps=steps, eval_every=0, probe=probe),
     )
     player = threading.Thread(target=lambda: asyncio.run(rollouts.run()), name="rollouts")
     sampler.start()

@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(words[0], overrides)
         if "--print-config" in flags:
             importlib.import_module("jaxrl_async.run.start").check_names(config)
-            whole = importlib.import_module("jaxrl_async.algorithms.trial").with_correction(config)
+            whole = importlib.import_module("jaxrl_async.algorithms.preflight").with_correction(
+                config
+            )
             print(dump(whole), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.

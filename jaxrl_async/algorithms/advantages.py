@@ -17,11 +17,13 @@ sequence look at its return: its reward plus the sum of what its tokens earned.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Share, Whole, rule
+from jaxrl_async.config import function_facts
 from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, StopReason
@@ -61,7 +63,29 @@ class StepAdvantages:
 
 AdvantageFn = Callable[..., StepAdvantages]  # (StepData, **settings) -> StepAdvantages
 
-advantage: Registry[AdvantageFn] = Registry("advantage", "algorithm.advantage")
+
+class AdvantageFacts(NamedTuple):
+    """What an advantage estimator declares."""
+
+    level: Literal["token", "sequence"] | None = "sequence"
+    """Whether each token gets a number of its own, or all of an episode the same. None: not known,
+    so that a KL in the rewards is taken off the sequences' rewards: at both levels an estimator
+    must look at token_rewards (`returns_of` adds them up)."""
+    needs: tuple[str, ...] = ()  # values: of a critic
+    compared_in_group: bool = False  # 0 for a group of one, whatever its tokens earned
+    divided_in_group: bool = False  # by the spread or the mean of the group's rewards
+    centered_in_step: bool = False  # 0 for a step of one answer, undiscounted
+    part_weights: str | None = None  # the argument that weighs the parts of the reward
+
+
+advantage: Registry[AdvantageFn, AdvantageFacts] = Registry(
+    "advantage", "algorithm.advantage", AdvantageFacts, assumed=AdvantageFacts(level=None)
+)
+
+
+def needs_critic(choice: Choice) -> bool:
+    """Whether the chosen estimator needs a critic's values."""
+    return "values" in advantage.facts(choice).needs
 
 
 def step_data(
@@ -88,7 +112,7 @@ def reinforce(data: StepData) -> StepAdvantages:
     return _per_sequence(data, returns_of(data))
 
 
-@advantage
+@advantage(compared_in_group=True, divided_in_group=True)
 def group_normalized(
     data: StepData, *, epsilon: Above0 = 1e-6, floor: AtLeast0 = 0.0
 ) -> StepAdvantages:
@@ -101,7 +125,7 @@ def group_normalized(
     return _per_sequence(data, [_standardized(r, epsilon, floor) for r in returns_of(data)])
 
 
-@advantage
+@advantage(compared_in_group=True)
 def group_mean(data: StepData) -> StepAdvantages:
     """r_i - mean(r): Dr. GRPO, without the division that favours very easy and very hard prompts.
 
@@ -110,7 +134,7 @@ def group_mean(data: StepData) -> StepAdvantages:
     return _per_sequence(data, [_centered(r) for r in returns_of(data)])
 
 
-@advantage
+@advantage(compared_in_group=True)
 def kimi(data: StepData) -> StepAdvantages:
     """r_i - mean(r): Kimi k1.5, eq. 3, whose empirical mean stands for tau log Z.
 
@@ -121,7 +145,7 @@ def kimi(data: StepData) -> StepAdvantages:
     return group_mean(data)
 
 
-@advantage
+@advantage(compared_in_group=True)
 def rloo(data: StepData) -> StepAdvantages:
     """r_i - mean of the other members' rewards = G / (G - 1) * (r_i - mean(r)).
 
@@ -131,7 +155,7 @@ def rloo(data: StepData) -> StepAdvantages:
     return _per_sequence(data, [_centered(r) * len(r) / max(len(r) - 1, 1) for r in returns])
 
 
-@advantage
+@advantage(compared_in_group=True)
 def opo(data: StepData) -> StepAdvantages:
     """r_i - sum_j l_j r_j / sum_j l_j, l the drawn tokens: the baseline of least variance.
 
@@ -141,7 +165,7 @@ def opo(data: StepData) -> StepAdvantages:
     return _per_sequence(data, [_centered(r, weights=_lengths(g)) for g, r in pairs])
 
 
-@advantage
+@advantage(compared_in_group=True, divided_in_group=True)
 def maxrl(data: StepData) -> StepAdvantages:
     """(r_i - mean(r)) / mean(r), 0 where no reward is above 0: hard prompts weigh 1 / pass rate.
 
@@ -151,7 +175,7 @@ def maxrl(data: StepData) -> StepAdvantages:
     return _per_sequence(data, [_centered(r) / _positive(r.mean()) for r in returns_of(data)])
 
 
-@advantage
+@advantage(compared_in_group=True)
 @rule(
     "k must be at most algorithm.group_size, and what a downsample keeps",
     lambda k, group_size: k <= group_size,
@@ -179,7 +203,7 @@ def _pass_at_k(right: NDArray[np.bool_], k: int) -> Doubles:
     return np.asarray(np.where(right, all_wrong, all_wrong - others_wrong) / sigma, np.float64)
 
 
-@advantage
+@advantage(compared_in_group=True, divided_in_group=True)
 @rule("lowest must be at most highest", lambda lowest, highest: lowest <= highest)
 def grpo_lead(
     data: StepData,
@@ -210,7 +234,7 @@ def grpo_lead(
 # ---- over the batch
 
 
-@advantage
+@advantage(level="token", centered_in_step=True)
 def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """Return-to-go of token rewards and the sequence's, normalised over all tokens of the step.
 
@@ -220,7 +244,7 @@ def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) 
     return _drawn(data, _normalized(_to_go(data, gamma), epsilon))
 
 
-@advantage
+@advantage(compared_in_group=True)
 def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """r_i - mean(r) in the group, then normalised over all tokens of the step.
 
@@ -234,7 +258,7 @@ def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdva
     return _drawn(data, _normalized(values, epsilon))
 
 
-@advantage
+@advantage(compared_in_group=True, divided_in_group=True, part_weights="weights")
 def gdpo(
     data: StepData, *, weights: Mapping[str, Finite] | None = None, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
@@ -257,14 +281,17 @@ def gdpo(
 
 
 def check_weights(choice: Choice, parts: Collection[str]) -> None:
-    """Raise ConfigError where gdpo weighs a part that the reward has not. parts: those it has."""
-    if name_of(choice) != "gdpo":
+    """Raise ConfigError where the estimator weighs a part that the reward has not. parts: those it
+    has."""
+    argument = advantage.facts(choice).part_weights
+    if argument is None:
         return
     known = {*(parts or {"reward"}), "shaping", "tokens"}
-    unknown = sorted(set(arguments_of(choice).get("weights") or {}) - known)
+    unknown = sorted(set(arguments_of(choice).get(argument) or {}) - known)
     if unknown:
+        name = name_of(choice)
         raise ConfigError(
-            f"algorithm.advantage: advantage 'gdpo': the reward has no part {unknown[0]!r} (it "
+            f"algorithm.advantage: advantage {name!r}: the reward has no part {unknown[0]!r} (it "
             f"has: {', '.join(sorted(known))}). Correct its weights."
         )
 
@@ -281,7 +308,7 @@ def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[st
 # ---- one number per token
 
 
-@advantage
+@advantage(level="token", divided_in_group=True)
 def discounted(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
@@ -295,7 +322,7 @@ def discounted(
     return _drawn(data, [_normalized([of_group], epsilon)[0] for of_group in returns])
 
 
-@advantage
+@advantage(level="token", centered_in_step=True)
 def discounted_batch(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
@@ -303,7 +330,7 @@ def discounted_batch(
     return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
 
 
-@advantage
+@advantage(level="token", needs=("values",))
 def gae(
     data: StepData,
     *,
@@ -349,6 +376,13 @@ def gae(
     ]
     done = _drawn(data, _normalized(raw, epsilon) if whiten else raw)
     return StepAdvantages(advantages=done.advantages, returns=_drawn(data, returns).advantages)
+
+
+advantage.check_known(function_facts.NEEDS_VALUES, lambda facts: "values" in facts.needs)
+advantage.check_known(function_facts.COMPARED_IN_GROUP, lambda facts: facts.compared_in_group)
+advantage.check_known(function_facts.DIVIDED_IN_GROUP, lambda facts: facts.divided_in_group)
+advantage.check_known(function_facts.CENTERED_IN_STEP, lambda facts: facts.centered_in_step)
+advantage.check_known(function_facts.WEIGHS_PARTS, lambda facts: facts.part_weights is not None)
 
 
 def _bootstrapped(data: StepData) -> list[Doubles]:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.registry import Above0, Registry
+from jaxrl_async.algorithms.registry import Above0, NoFacts, Registry
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 AggregateFn = Callable[
     ..., FloatArray
 ]  # (PackedBatch, **settings) -> [rows, length], 0 outside the mask
 
-aggregate: Registry[AggregateFn] = Registry("aggregate", "algorithm.aggregate")
+aggregate: Registry[AggregateFn, NoFacts] = Registry("aggregate", "algorithm.aggregate", NoFacts)
 
 
 @aggregate

@@ -15,10 +15,10 @@ anchor=proximal; with behavior each token keeps its own ratio times weights.
 A list of corrections: `combined`. Its order does not matter: factors multiply, and the importance
 weight (w, with anchor=proximal) is that of the one in the list that bounds it. Each correction is
 
-    BOUNDING    gives w a bound and is the importance weight; one in a list
-    REJECTING   keeps or drops by w: a factor of 1 or 0. Where nothing bounds w, it is w at this
+    bounds      gives w a bound and is the importance weight; one in a list
+    rejects     keeps or drops by w: a factor of 1 or 0. Where nothing bounds w, it is w at this
                 level (masked importance sampling)
-    FILTERS     have nothing to do with w; with anchor=proximal and nothing else, w is left out
+    filters     has nothing to do with w; with anchor=proximal and nothing else, w is left out
 """
 
 import math
@@ -33,7 +33,6 @@ from pydantic import Field
 
 from jaxrl_async.algorithms.losses import (
     MAX_LOG_RATIO,
-    OPEN_RATIO,
     TokenInputs,
     bounded_difference,
     mismatch,
@@ -49,7 +48,6 @@ from jaxrl_async.algorithms.registry import (
 )
 from jaxrl_async.algorithms.segments import sequence_any, sequence_mean, sequence_sum
 from jaxrl_async.config.schema import AlgorithmSection, Choice, Choices, each_of, name_of
-from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 
 Level = Literal["token", "sequence", "geometric"]
@@ -65,24 +63,29 @@ class Correction(NamedTuple):
 
 CorrectionFn = Callable[..., Correction]  # (TokenInputs, **settings) -> Correction
 
-correction: Registry[CorrectionFn] = Registry("correction", "algorithm.correction")
 
-BOUNDING = ("truncate", "band", "truncate_token", "tis", "seq_tis")
-REJECTING = ("mask", "reject", "mis", "seq_mis", "geo_mis", "icepop")
-FILTERS = ("none", "opsm", "age_limit", "age_decay")
-LEVELS = {"seq_tis": "sequence", "seq_mis": "sequence", "geo_mis": "geometric"}
-"""Levels of those that have no argument for it, where it is not token."""
+class CorrectionFacts(NamedTuple):
+    """What a correction declares."""
+
+    role: Literal["bounds", "rejects", "filters"] = "rejects"  # see above
+    level: Level | None = "token"
+    """Whose w it looks at, unless an argument `level` says so. None: not known."""
+    may_grow: bool = False  # whether its factor may exceed 1
+
+
+correction: Registry[CorrectionFn, CorrectionFacts] = Registry(
+    "correction", "algorithm.correction", CorrectionFacts, assumed=CorrectionFacts(level=None)
+)
 
 
 def weighs(choices: Choices | None) -> bool:
     """Whether any of the chosen corrections carries an importance weight."""
-    return any(name_of(choice) not in FILTERS for choice in _listed(choices or "none"))
+    return any(correction.facts(c).role != "filters" for c in _listed(choices or "none"))
 
 
 def default_correction(loss: Choice, anchor: str) -> str:
     """What a loss asks for where algorithm.correction is null; a user's own, as OPEN_RATIO."""
-    name = name_of(loss)
-    asked = OPEN_RATIO if is_own(name) else getattr(token_loss[name], "asked", OPEN_RATIO)
+    asked = token_loss.facts(loss).correction
     return asked.proximal if anchor == "proximal" else asked.behavior
 
 
@@ -127,14 +130,15 @@ def _listed(choices: Choices) -> list[Choice]:
 def _place_of_weight(listed: Sequence[Choice], anchor: str) -> int:
     """Where in the list the correction stands whose log_ratio counts."""
     names = [name_of(choice) for choice in listed]
-    bounds = [i for i, name in enumerate(names) if name in BOUNDING]
+    roles = [correction.facts(choice).role for choice in listed]
+    bounds = [i for i, role in enumerate(roles) if role == "bounds"]
     if len(bounds) > 1:
         raise ConfigError(
             f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each say what the "
             "importance weight is at most, and there is one. Keep one of them, and reject or mask "
             "beside it."
         )
-    others = [i for i, name in enumerate(names) if name not in (*BOUNDING, *FILTERS)]
+    others = [i for i, role in enumerate(roles) if role == "rejects"]
     levels = sorted({level_of(listed[i]) for i in others})
     if not bounds and len(levels) > 1 and anchor == "proximal":
         raise ConfigError(
@@ -146,25 +150,24 @@ def _place_of_weight(listed: Sequence[Choice], anchor: str) -> int:
 
 
 def level_of(choice: Choice) -> str:
-    """Level of a correction's importance weight; the name itself of a user's own."""
-    name = name_of(choice)
-    if is_own(name):
+    """Return the level of a correction's importance weight; its name where that is not known."""
+    name, facts = name_of(choice), correction.facts(choice)
+    if facts.level is None:
         return name
     given = {} if isinstance(choice, str) else choice[name] or {}
-    named = LEVELS.get(name, "token")
-    return str((defaults_of(correction[name]) | given).get("level", named))
+    return str((defaults_of(correction[name]) | given).get("level", facts.level))
 
 
 # --- the menu: what to do, at which level ---------------------------------------------------------
 
 
-@correction
+@correction(role="filters")
 def none(x: TokenInputs) -> Correction:
     """1 everywhere, and no importance weight either."""
     return _filter(x, jnp.ones(x.mask.shape, jnp.float32))
 
 
-@correction
+@correction(role="bounds")
 def truncate(x: TokenInputs, *, cap: AtLeast1 = 2.0, level: Level = "token") -> Correction:
     """min(w, cap) / w: the corrected weight is min(w, cap). cap >= 1.
 
@@ -177,7 +180,7 @@ def truncate(x: TokenInputs, *, cap: AtLeast1 = 2.0, level: Level = "token") -> 
     return _correct(x, jnp.exp(-jnp.maximum(excess, 0.0)), excess > 0, logs)
 
 
-@correction
+@correction(role="rejects")
 def mask(
     x: TokenInputs, *, low: Share = 0.0, cap: AtLeast1 = 2.0, level: Level = "token"
 ) -> Correction:
@@ -191,7 +194,7 @@ def mask(
     return _correct(x, jnp.where(outside, 0.0, 1.0), outside, logs)
 
 
-@correction
+@correction(role="bounds", may_grow=True)
 def band(
     x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "token"
 ) -> Correction:
@@ -204,7 +207,7 @@ def band(
     return _correct(x, jnp.exp(clipped - logs), _outside(logs, low, high), logs)
 
 
-@correction
+@correction(role="rejects")
 def reject(
     x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "geometric"
 ) -> Correction:
@@ -221,7 +224,7 @@ def reject(
 # --- named settings of it -------------------------------------------------------------------------
 
 
-@correction
+@correction(role="bounds")
 def truncate_token(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """min(1, cap / w): `truncate` at level token.
 
@@ -231,37 +234,37 @@ def truncate_token(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     return truncate(x, cap=cap)
 
 
-@correction
+@correction(role="bounds")
 def tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Truncated importance sampling: `truncate` at level token."""
     return truncate(x, cap=cap)
 
 
-@correction
+@correction(role="rejects")
 def mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Masked importance sampling: `mask` at level token, from above."""
     return mask(x, cap=cap)
 
 
-@correction
+@correction(role="bounds", level="sequence")
 def seq_tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Truncated importance sampling of whole sequences: `truncate` at level sequence."""
     return truncate(x, cap=cap, level="sequence")
 
 
-@correction
+@correction(role="rejects", level="sequence")
 def seq_mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
     """Masked importance sampling of whole sequences: `mask` at level sequence."""
     return mask(x, cap=cap, level="sequence")
 
 
-@correction
+@correction(role="rejects", level="geometric")
 def geo_mis(x: TokenInputs, *, low: Share = 0.99, cap: AtLeast1 = 1.01) -> Correction:
     """Sequences whose geometric mean of w leaves a narrow band are out, whatever their length."""
     return mask(x, low=low, cap=cap, level="geometric")
 
 
-@correction
+@correction(role="rejects")
 def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correction:
     """Tokens are masked on both sides: 1 where low <= w <= cap, else 0.
 
@@ -274,7 +277,7 @@ def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correcti
 # --- filters --------------------------------------------------------------------------------------
 
 
-@correction
+@correction(role="filters")
 def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     """0 where A < 0 and the mean over the sequence of log(behavior / policy) exceeds delta, nats.
 
@@ -286,13 +289,13 @@ def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     return _filter(x, jnp.where(far & (x.advantages < 0), 0.0, 1.0))
 
 
-@correction
+@correction(role="filters")
 def age_limit(x: TokenInputs, *, max_age: Annotated[int, Field(ge=0)] = 4) -> Correction:
     """0 for tokens drawn more than max_age versions ago, else 1: each token by its own version."""
     return _filter(x, jnp.where(_ages(x) > max_age, 0.0, 1.0))
 
 
-@correction
+@correction(role="filters")
 def age_decay(x: TokenInputs, *, half_life: Above0 = 4.0) -> Correction:
     """0.5^(age / half_life): a token counts half as much for each half_life versions of age."""
     return _filter(x, jnp.exp2(-_ages(x) / half_life))

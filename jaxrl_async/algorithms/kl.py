@@ -6,21 +6,37 @@ the true divergence in expectation, k1's is 0, and k3's is that of KL(other || p
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.algorithms.losses import MAX_LOG_RATIO, TokenInputs, bounded_difference
 from jaxrl_async.algorithms.registry import Registry
+from jaxrl_async.config import function_facts
+from jaxrl_async.config.schema import Choice
 
 KLFn = Callable[
     ..., Array
 ]  # (TokenInputs, **settings) -> [rows, length] float32, 0 outside the mask
 
-kl: Registry[KLFn] = Registry("kl estimator", "algorithm.kl")
+
+class KLFacts(NamedTuple):
+    """What a KL estimator declares."""
+
+    needs: tuple[str, ...] = ("reference_logprobs",)  # fields of TokenInputs
+    has_gradient: bool = True  # False: its expected gradient is 0, so that it is no loss
 
 
-@kl
+kl: Registry[KLFn, KLFacts] = Registry("kl estimator", "algorithm.kl", KLFacts)
+
+
+def is_whole(choice: Choice) -> bool:
+    """Whether the chosen estimator compares distributions over the whole vocabulary."""
+    return "reference_divergence" in kl.facts(choice).needs
+
+
+@kl(has_gradient=False)
 def k1(x: TokenInputs) -> Array:
     """d: unbiased, of either sign."""
     return _from_reference(x)
@@ -49,11 +65,15 @@ def unbiased(x: TokenInputs) -> Array:
     return ratio * k3_of(_from_reference(x))
 
 
-@kl
+@kl(needs=("reference_divergence",))
 def full(x: TokenInputs) -> Array:
     """The divergence over the whole vocabulary at each token, which the caller computed: exact."""
     assert x.reference_divergence is not None, "the full KL needs the reference's distribution"
     return jnp.where(x.mask, x.reference_divergence, 0.0)
+
+
+kl.check_known(function_facts.WHOLE_VOCABULARY, lambda f: "reference_divergence" in f.needs)
+kl.check_known(function_facts.WITHOUT_GRADIENT, lambda f: not f.has_gradient)
 
 
 def next_coefficient(

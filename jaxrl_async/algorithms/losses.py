@@ -11,7 +11,7 @@ own, and any loss here can be decoupled.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,14 @@ from jaxrl_async.algorithms.registry import (
     Above0,
     AtLeast0,
     AtLeast1,
+    NoFacts,
     Registry,
     Share,
     UpTo1,
     rule,
 )
 from jaxrl_async.algorithms.segments import sequence_mean, sequence_sum
+from jaxrl_async.config import function_facts
 
 MAX_LOG_RATIO = 40.0
 """Bound on |log ratio|, nats, so that a ratio and its square are finite in float32.
@@ -88,9 +90,6 @@ class TokenLoss(NamedTuple):
 
 TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 
-token_loss: Registry[TokenLossFn] = Registry("token loss", "algorithm.loss")
-supervised_loss: Registry[TokenLossFn] = Registry("supervised loss", "run.job")
-
 
 class DefaultCorrections(NamedTuple):
     """The correction of a loss where algorithm.correction is null, by algorithm.anchor."""
@@ -108,14 +107,39 @@ NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
 """The loss does without importance weights, whatever drew the token."""
 
 
-def asks_for(asked: DefaultCorrections) -> Callable[[TokenLossFn], TokenLossFn]:
-    """Say of the loss below which correction goes with it by default."""
+class LossFacts(NamedTuple):
+    """What a token loss declares."""
 
-    def attach(function: TokenLossFn) -> TokenLossFn:
-        function.__dict__["asked"] = asked
-        return function
+    correction: DefaultCorrections = OPEN_RATIO  # where algorithm.correction is null
+    needs: tuple[str, ...] = ()  # fields of TokenInputs that are made only for those who ask
+    ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
+    gradient_of: Literal["token", "sequence"] = "token"
+    """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""
 
-    return attach
+
+token_loss: Registry[TokenLossFn, LossFacts] = Registry(
+    "token loss", "algorithm.loss", LossFacts, assumed=LossFacts(needs=("covariance_rank",))
+)
+supervised_loss: Registry[TokenLossFn, NoFacts] = Registry("supervised loss", "run.job", NoFacts)
+
+
+def masked_loss(function: TokenLossFn) -> TokenLossFn:
+    """Return a user's loss in the form of those here: a TokenLoss, and nothing outside the mask.
+
+    What lies outside reaches the function as 0 and gives no loss. The function may return the loss
+    alone: [rows, length].
+    """
+
+    def masked(x: TokenInputs) -> TokenLoss:
+        clean = x._replace(
+            policy_logprobs=jnp.where(x.mask, x.policy_logprobs, 0.0),
+            advantages=jnp.where(x.mask, x.advantages, 0.0),
+        )
+        result: TokenLoss | Array = function(clean)
+        loss, clipped = result if isinstance(result, tuple) else (result, jnp.zeros_like(x.mask))
+        return TokenLoss(jnp.where(x.mask, loss, 0.0), x.mask & clipped)
+
+    return masked
 
 
 def log_ratio(x: TokenInputs) -> Array:
@@ -145,7 +169,6 @@ def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 @rule("dual_clip must be 0 or above 1", lambda dual_clip: dual_clip == 0 or dual_clip > 1)
 def ppo_clip(
     x: TokenInputs, *, clip_low: UpTo1 = 0.2, clip_high: Above0 = 0.2, dual_clip: AtLeast0 = 0.0
@@ -166,8 +189,7 @@ def ppo_clip(
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence", gradient_of="sequence")
 def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r).
 
@@ -181,8 +203,7 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence")
 def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """As gspo, with s_t = stop_gradient(s) policy / stop_gradient(policy): gradient -s A_t.
 
@@ -195,8 +216,7 @@ def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e
     return _masked(x, -objective, clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(ratio_of="sequence", gradient_of="sequence")
 def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4) -> TokenLoss:
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
@@ -210,8 +230,7 @@ def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4)
     return _masked(x, -ratio * advantages, bounded != logs)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg.
 
@@ -225,7 +244,6 @@ def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> To
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss:
     """-r A; 0 where A > 0 and policy - anchor > high, or A < 0 and policy - anchor < -low.
 
@@ -238,7 +256,6 @@ def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> TokenLoss:
     """-r A; 0 where A > 0, r > 1 and D > high, or A < 0, r < 1 and D > low.
 
@@ -251,7 +268,6 @@ def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> Token
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def ipo(
     x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2, penalty: AtLeast0 = 1e-3
 ) -> TokenLoss:
@@ -264,8 +280,7 @@ def ipo(
     return TokenLoss(inner.loss + penalty * log_ratio(x) ** 2, inner.clipped)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(needs=("covariance_rank",))
 def clip_cov(
     x: TokenInputs,
     *,
@@ -286,8 +301,7 @@ def clip_cov(
     return _masked(x, -objective, clipped | selected)
 
 
-@token_loss
-@asks_for(OPEN_RATIO)
+@token_loss(needs=("covariance_rank",))
 def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> TokenLoss:
     """-r A, + penalty |log r| for the share of tokens with the largest covariance (see clip_cov).
 
@@ -302,7 +316,6 @@ def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> Tok
 
 
 @token_loss
-@asks_for(OPEN_RATIO)
 def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = policy / anchor: gradient -r A d log policy.
 
@@ -312,15 +325,13 @@ def reinforce(x: TokenInputs) -> TokenLoss:
     return _score(x, jnp.exp(log_ratio(x)), jnp.zeros_like(x.mask))
 
 
-@token_loss
-@asks_for(NO_RATIO)
+@token_loss(correction=NO_RATIO)
 def gpg(x: TokenInputs) -> TokenLoss:
     """-A log policy, whatever drew the token: no ratio. GPG, Chu et al. 2025 (arXiv:2504.02546)."""
     return _score(x, jnp.ones(x.mask.shape, jnp.float32), jnp.zeros_like(x.mask))
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def cispo(x: TokenInputs, *, clip_low: Share = 1.0, clip_high: AtLeast0 = 4.0) -> TokenLoss:
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: no token is dropped.
 
@@ -331,8 +342,7 @@ def cispo(x: TokenInputs, *, clip_low: Share = 1.0, clip_high: AtLeast0 = 4.0) -
     return _score(x, weights, weights != ratio)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND)
 def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     """-stop_gradient(min(r, rho)) A log policy.
 
@@ -343,8 +353,7 @@ def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     return _score(x, jnp.minimum(ratio, rho), ratio > rho)
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND, ratio_of="sequence")
 def topr(x: TokenInputs) -> TokenLoss:
     """-w A log policy; w = 1 where A >= 0, else stop_gradient(min(R, 1)), R the sequence's ratio.
 
@@ -357,8 +366,7 @@ def topr(x: TokenInputs) -> TokenLoss:
     return _score(x, weights, negative & (logs > 0))
 
 
-@token_loss
-@asks_for(OWN_BOUND)
+@token_loss(correction=OWN_BOUND, ratio_of="sequence")
 def vespo(
     x: TokenInputs,
     *,
@@ -385,6 +393,8 @@ def cross_entropy(x: TokenInputs) -> TokenLoss:
     """-log policy: maximum likelihood of the given tokens."""
     return TokenLoss(jnp.where(x.mask, -x.policy_logprobs, 0.0), jnp.zeros_like(x.mask))
 
+
+token_loss.check_known(function_facts.WITHOUT_RATIO, lambda facts: facts.correction == NO_RATIO)
 
 # --- parts ----------------------------------------------------------------------------------------
 

@@ -15,14 +15,14 @@ from jax import Array
 
 from jaxrl_async.algorithms.aggregate import mean_of
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
-from jaxrl_async.algorithms.entropy import clipped_entropy_bonus, entropy_bonus
-from jaxrl_async.algorithms.kl import KLFn, k3_of, kl
+from jaxrl_async.algorithms.kl import KLFn, is_whole, k3_of, kl
 from jaxrl_async.algorithms.losses import (
     TokenInputs,
     TokenLoss,
     TokenLossFn,
     cross_entropy,
     log_ratio,
+    masked_loss,
     mismatch,
     token_loss,
 )
@@ -32,9 +32,9 @@ from jaxrl_async.algorithms.offpolicy_metrics import (
     divergence_by_lag,
     off_policy_measures,
 )
-from jaxrl_async.algorithms.preflight import own_loss
 from jaxrl_async.algorithms.segments import first_tokens
 from jaxrl_async.config import schema
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.metrics.metric import Mean, merge, metric_of
 
 
@@ -74,15 +74,16 @@ def make_recipe(
     algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None = None
 ) -> Recipe:
     """The functions that the configuration names. ConfigError with the nearest known name."""
+    loss = token_loss.resolve(algorithm.loss)
     distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
     return Recipe(
-        loss=own_loss(token_loss.resolve(algorithm.loss), algorithm),
+        loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),
         kl=kl.resolve(algorithm.kl),
         coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
         anchor=algorithm.anchor,
         kl_in_loss=algorithm.kl_in == "loss",
-        whole_kl=schema.name_of(algorithm.kl) == "full",
+        whole_kl=is_whole(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,
@@ -169,6 +170,42 @@ def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, A
     proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
     token = recipe.loss(x._replace(anchor_logprobs=proximal))
     return token, corrected.truncated, corrected.weights * jnp.exp(corrected.log_ratio)
+
+
+# ---- the entropy bonus
+
+
+def entropy_bonus(x: TokenInputs) -> Array:
+    """Return the policy's entropy at each token, nats; 0 outside the mask."""
+    return jnp.where(x.mask, x.entropy, 0.0)
+
+
+def clipped_entropy_bonus(x: TokenInputs, *, bound: float) -> Array:
+    """Return the entropy where it is below `bound`, nats; 0 elsewhere and outside the mask."""
+    return jnp.where(x.mask & (x.entropy < bound), x.entropy, 0.0)
+
+
+def next_entropy_coefficient(
+    coefficient: float, measured: float, *, target: float, step: float
+) -> float:
+    """Return coefficient + step where the measured entropy is below the target, - step above; >= 0.
+
+    Skywork-OR1, He et al. 2025 (arXiv:2505.22312), adaptive entropy control: starts at 0.
+    """
+    if measured == target:
+        return coefficient
+    return max(coefficient + (step if measured < target else -step), 0.0)
+
+
+def active_entropy_coefficient(coefficient: float, measured: float, *, target: float) -> float:
+    """Return the coefficient that the step uses: 0 while the entropy is above the target.
+
+    Skywork-OR1 (arXiv:2505.22312): alpha_k = c_k 1[e_k <= target].
+    """
+    return coefficient if measured <= target else 0.0
+
+
+# ---- given answers, reports
 
 
 def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:

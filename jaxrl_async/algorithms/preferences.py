@@ -15,6 +15,7 @@ from pydantic import Field
 
 from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Registry
+from jaxrl_async.config import function_facts
 from jaxrl_async.errors import ConfigError
 
 MAX_MEAN_LOGPROB = -1e-6
@@ -44,7 +45,16 @@ class PairLoss(NamedTuple):
 
 PreferenceLossFn = Callable[..., PairLoss]  # (PairInputs, **settings) -> PairLoss
 
-preference_loss: Registry[PreferenceLossFn] = Registry("preference loss", "preference.loss")
+
+class PreferenceFacts(NamedTuple):
+    """What a preference loss declares."""
+
+    needs: tuple[str, ...] = ("reference",)  # and baseline: what is made for it beforehand
+
+
+preference_loss: Registry[PreferenceLossFn, PreferenceFacts] = Registry(
+    "preference loss", "preference.loss", PreferenceFacts
+)
 
 
 @preference_loss
@@ -87,7 +97,7 @@ def _ipo(chosen: Array, rejected: Array, beta: float) -> PairLoss:
     return PairLoss(loss, beta * chosen, beta * rejected)
 
 
-@preference_loss
+@preference_loss(needs=("reference", "baseline"))
 def kto(
     x: PairInputs,
     *,
@@ -111,7 +121,7 @@ def kto(
     return PairLoss(loss / 2, beta * chosen, beta * rejected)
 
 
-@preference_loss
+@preference_loss(needs=())
 def simpo(x: PairInputs, *, beta: Above0 = 2.0, gamma: AtLeast0 = 1.0) -> PairLoss:
     """-log s(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma); needs no reference.
 
@@ -122,7 +132,7 @@ def simpo(x: PairInputs, *, beta: Above0 = 2.0, gamma: AtLeast0 = 1.0) -> PairLo
     return PairLoss(-jax.nn.log_sigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-@preference_loss
+@preference_loss(needs=())
 def orpo(x: PairInputs, *, beta: Above0 = 0.1) -> PairLoss:
     """-m_w - beta log s(log odds(m_w) - log odds(m_l)), m the mean log-prob of an answer's tokens
     and log odds(m) = m - log(1 - exp m); needs no reference.
@@ -147,6 +157,11 @@ def bradley_terry(
     return PairLoss(-jax.nn.log_sigmoid(difference), chosen_rewards, rejected_rewards)
 
 
+preference_loss.check_known(
+    function_facts.WITHOUT_REFERENCE, lambda facts: "reference" not in facts.needs
+)
+
+
 def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
     """kto's z0: max(0, mean log-ratio of answers to prompts that they do not belong to).
 
@@ -158,12 +173,12 @@ def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
 
 def needs_reference(loss: PreferenceLossFn) -> bool:
     """Whether a resolved loss compares with a frozen reference."""
-    return _unbound(loss) not in (simpo, orpo)
+    return "reference" in preference_loss.facts_of(loss).needs
 
 
 def needs_baseline(loss: PreferenceLossFn) -> bool:
     """Whether a resolved loss needs kl_baseline; such a one learns from a single answer, too."""
-    return _unbound(loss) is kto
+    return "baseline" in preference_loss.facts_of(loss).needs
 
 
 def log_ratios(x: PairInputs) -> tuple[Array, Array]:
@@ -199,10 +214,6 @@ def summed(
     }
     sums = {"train/loss": loss, "train/tokens": jnp.sum(chosen_lengths + rejected_lengths)}
     return loss, jax.lax.stop_gradient(Totals(sums, means, {}, {}))
-
-
-def _unbound(loss: PreferenceLossFn) -> PreferenceLossFn:
-    return getattr(loss, "func", loss)
 
 
 def _mean(total: Array, lengths: Array) -> Array:

@@ -1,4 +1,6 @@
-"""Functions from the user's own file, tried on a tiny batch before the run starts.
+"""Everything that the algorithm names, tried on a tiny batch before anything is trained.
+
+A user's own functions are tried harder, for shapes, dtypes and gradients:
 
     algorithm: {loss: my_file.py:my_loss}          or   {my_file.py:my_loss: {strength: 0.5}}
 
@@ -6,11 +8,13 @@
         ratio = jnp.exp(log_ratio(x))
         return -strength * ratio * x.advantages
 
-What lies outside x.mask is thrown away; averaging is algorithm.aggregate's. A TokenLoss may be
-returned as well, which also says which tokens were clipped. The field names and shapes of
-TokenInputs are documented at the class (algorithms/losses.py).
+What it gives outside x.mask is thrown away, and algorithm.aggregate averages. It may return a
+TokenLoss instead, which also says which tokens were clipped. The fields of TokenInputs are
+documented at the class (algorithms/losses.py).
 """
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,56 +22,156 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.advantages import AdvantageFn, StepAdvantages, StepData
-from jaxrl_async.algorithms.losses import TokenInputs, TokenLoss, TokenLossFn, token_inputs
+from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, needs_critic
+from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.algorithms.corrections import correction, correction_of, default_correction
+from jaxrl_async.algorithms.kl import is_whole
+from jaxrl_async.algorithms.losses import TokenInputs, masked_loss, token_inputs, token_loss
+from jaxrl_async.algorithms.objective import make_recipe, policy_loss
+from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 SHAPE = (2, 6)
+"""Rows and length of the tiny batch."""
+RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
+"""Ratios policy / behavior at which a warning reports effective weights."""
+
+log = logging.getLogger(__name__)
 
 
-def own_loss(function: TokenLossFn, algorithm: schema.AlgorithmSection) -> TokenLossFn:
-    """The loss as it is, or, of a user's file, masked, and tried for shape, dtype and gradient.
+def with_correction(config: schema.Config) -> schema.Config:
+    """Return the configuration with algorithm.correction filled in, for whoever reads it later.
 
-    Raises ConfigError.
+    Raise ConfigError on an unknown loss.
     """
-    name = schema.name_of(algorithm.loss)
-    if not is_own(name):
-        return function
-
-    def masked(x: TokenInputs) -> TokenLoss:
-        clean = x._replace(
-            policy_logprobs=jnp.where(x.mask, x.policy_logprobs, 0.0),
-            advantages=jnp.where(x.mask, x.advantages, 0.0),
-        )
-        given: Any = function(clean)
-        loss, clipped = given if isinstance(given, tuple) else (given, jnp.zeros_like(x.mask))
-        return TokenLoss(jnp.where(x.mask, loss, 0.0), x.mask & clipped)
-
-    _try_loss(f"algorithm.loss = {name!r}", function, masked, tiny_inputs(algorithm))
-    return masked
+    algorithm = config.algorithm
+    if config.run.job != "rl":
+        return config
+    used = algorithm.model_copy(update={"correction": correction_of(algorithm)})
+    return config.model_copy(update={"algorithm": used})
 
 
-def _try_loss(where: str, function: TokenLossFn, masked: TokenLossFn, x: TokenInputs) -> None:
+def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection) -> None:
+    """Try every function that the algorithm names.
+
+    Raise ConfigError where one is unknown, refuses its arguments or fails. Warn where a correction
+    bends a loss that needs none.
+    """
+    recipe = make_recipe(algorithm, teacher)
+    try_own_loss(algorithm)
+    x, step = tiny_inputs(algorithm), tiny_step()
+    _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
+    used = correction_of(algorithm)
+    _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
+    for choice in algorithm.shaping:
+        function = shaping.resolve(choice, group_size=algorithm.group_size)
+        _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
+    left = kept_group_size(algorithm.shaping, algorithm.group_size)
+    try_advantage(algorithm.advantage, group_size=left)
+    aggregate.resolve(algorithm.aggregate)
+    if bends(algorithm):
+        log.warning(bending_warning(algorithm))
+
+
+def _try(key: str, choice: schema.Choices, call: Callable[[], Any]) -> None:
+    """Call; raise ConfigError naming the setting where that fails."""
     try:
-        given: Any = jax.eval_shape(function, x)
+        call()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} = {choice!r} fails on a tiny batch: {_first_line(error)}. Correct its "
+            "arguments."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"
+
+
+# ---- a correction that bends a loss
+
+
+def bends(algorithm: schema.AlgorithmSection) -> bool:
+    """Return whether a correction bounds the importance weight of a loss that needs no bound."""
+    used = schema.each_of(correction_of(algorithm))
+    wanted = default_correction(algorithm.loss, algorithm.anchor)
+    return wanted == "none" and any(correction.facts(c).role == "bounds" for c in used)
+
+
+def bending_warning(algorithm: schema.AlgorithmSection) -> str:
+    """Say in numbers what algorithm.correction does to a loss that needs none."""
+    by_default = algorithm.model_copy(update={"correction": None})
+    kept, bent = (
+        ", ".join(f"{w:.3g}" for w in effective_weights(a, RATIOS)) for a in (by_default, algorithm)
+    )
+    return (
+        f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
+        f"algorithm.correction={correction_of(algorithm)} is set: at policy / behavior = "
+        f"{', '.join(f'{r:g}' for r in RATIOS)} a token of advantage 1 weighs {bent}, without it "
+        f"{kept}. Set algorithm.correction=null for that."
+    )
+
+
+def effective_weights(
+    algorithm: schema.AlgorithmSection, ratios: Sequence[float], advantage: float = 1.0
+) -> list[float]:
+    """Return -d loss / d log policy / advantage for sequences of one token.
+
+    Args:
+        algorithm: what is differentiated, without its KL term.
+        ratios: policy / behavior of each sequence's token. With anchor=proximal the proximal
+            policy is the one that learns.
+        advantage: of each token.
+    """
+    behavior = np.full((len(ratios), 1), -5.0, np.float32)
+    policy = jnp.asarray(behavior + np.log(ratios)[:, None], jnp.float32)
+    ones = np.ones(behavior.shape)
+    x = token_inputs(
+        {
+            "policy_logprobs": policy,
+            "behavior_logprobs": behavior,
+            "advantages": advantage * ones,
+            "proximal_logprobs": policy if algorithm.anchor == "proximal" else None,
+            **dict.fromkeys(("mask", "versions", "entropy", "covariance_rank"), ones),
+        }
+    )
+    recipe = make_recipe(algorithm.model_copy(update={"kl_coefficient": 0.0}))
+
+    def loss(logprobs: jax.Array) -> jax.Array:
+        weights = jnp.asarray(ones, jnp.float32)
+        moved = x._replace(policy_logprobs=logprobs)
+        return policy_loss(recipe, moved, weights, jnp.int32(1))[0]
+
+    return [float(-g / advantage) for g in jax.grad(loss)(policy).ravel()]
+
+
+# ---- a user's loss
+
+
+def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
+    """Try a loss of a user's file for shape, dtype and gradient. Raise ConfigError."""
+    if not is_own(schema.name_of(algorithm.loss)):
+        return
+    where = f"algorithm.loss = {schema.name_of(algorithm.loss)!r}"
+    function, x = token_loss.resolve(algorithm.loss), tiny_inputs(algorithm)
+    try:
+        result: Any = jax.eval_shape(function, x)
     except Exception as error:
         raise ConfigError(
             f"{where} fails on a batch of {list(SHAPE)} tokens: {_first_line(error)}. It is "
-            "called as loss(x) inside jit, x being a trainer.losses.TokenInputs: use jax.numpy."
+            "called as loss(x) inside jit, x being an algorithms.losses.TokenInputs: use "
+            "jax.numpy."
         ) from error
-    loss = given[0] if isinstance(given, tuple) and given else given
-    if getattr(loss, "shape", None) != SHAPE or not jnp.issubdtype(loss.dtype, jnp.floating):
-        told = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-        raise ConfigError(
-            f"{where} must give one float per token, float32{list(SHAPE)} here, not {told}. Do not "
-            "average: that is algorithm.aggregate's."
-        )
+    _check_loss_shape(where, result[0] if isinstance(result, tuple) and result else result)
 
     def total(logprobs: jax.Array) -> jax.Array:
-        return masked(x._replace(policy_logprobs=logprobs)).loss.sum()
+        return masked_loss(function)(x._replace(policy_logprobs=logprobs)).loss.sum()
 
     value, gradient = jax.value_and_grad(total)(x.policy_logprobs)
     if not (np.isfinite(value) and np.isfinite(gradient).all()):
@@ -82,10 +186,21 @@ def _try_loss(where: str, function: TokenLossFn, masked: TokenLossFn, x: TokenIn
         )
 
 
+def _check_loss_shape(where: str, loss: Any) -> None:
+    """Raise ConfigError unless a loss is one float per token."""
+    if getattr(loss, "shape", None) == SHAPE and jnp.issubdtype(loss.dtype, jnp.floating):
+        return
+    given = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+    raise ConfigError(
+        f"{where} must give one float per token, float32{list(SHAPE)} here, not {given}. Do not "
+        "average: that is algorithm.aggregate's."
+    )
+
+
 def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
-    """Every field that a loss may look at with this algorithm, with tokens that are not learnt."""
+    """Make every field that a loss may look at with this algorithm; some tokens are masked."""
     refers = algorithm.kl_coefficient > 0
-    whole = schema.name_of(algorithm.kl) == "full"
+    whole = is_whole(algorithm.kl)
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
 
@@ -106,32 +221,36 @@ def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
             "ages": rng.integers(0, 4, SHAPE),
             "reference_divergence": near(0.5) ** 2 if refers and whole else None,
             "covariance_rank": rng.random(SHAPE),
-            "anchor_logprobs": None,  # the objective puts it in, with algorithm.anchor=proximal
+            "anchor_logprobs": None,  # the objective sets it, with algorithm.anchor=proximal
             "teacher_divergence": None,  # a term of its own, which no loss looks at
         }
     )
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+# ---- a user's advantage
 
 
-def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
-    """The estimator, of a user's file tried on two groups. Raises ConfigError."""
-    name = schema.name_of(choice)
-    if not is_own(name):
-        return function
-    where, data = f"algorithm.advantage = {name!r}", tiny_step()
+def try_advantage(choice: schema.Choice, *, group_size: int) -> None:
+    """Try an estimator of a user's file on two groups; of any other only check its arguments.
+
+    group_size: episodes of a group that the shapings leave. Raise ConfigError.
+    """
+    function = advantage.resolve(choice, group_size=group_size)
+    if not is_own(schema.name_of(choice)):
+        return
+    where = f"algorithm.advantage = {schema.name_of(choice)!r}"
+    data = tiny_step(with_values=needs_critic(choice))
     try:
         given = function(data)
     except Exception as error:
         raise ConfigError(
             f"{where} fails on two groups of three episodes: {_first_line(error)}. It is "
-            "called as advantage(data), data being a trainer.advantages.StepData."
+            "called as advantage(data), data being an algorithms.advantages.StepData."
         ) from error
     if not isinstance(given, StepAdvantages):
         raise ConfigError(
-            f"{where} must give a trainer.advantages.StepAdvantages, not {type(given).__name__}."
+            f"{where} must give an algorithms.advantages.StepAdvantages, not "
+            f"{type(given).__name__}."
         )
     shapes = [[np.shape(a) for a in of_group] for of_group in given.advantages]
     wanted = [[e.token_ids.shape for e in g.episodes] for g in data.groups]
@@ -142,11 +261,11 @@ def own_advantage(function: AdvantageFn, choice: schema.Choice) -> AdvantageFn:
         )
     if not all(np.isfinite(a).all() for of_group in given.advantages for a in of_group):
         raise ConfigError(f"{where} gives numbers that are not finite on two small groups.")
-    return function
 
 
-def tiny_step() -> StepData:
-    """Two groups of three episodes, one of them with different rewards."""
+def tiny_step(*, with_values: bool = False) -> StepData:
+    """Make two groups of three episodes, one with different rewards; with_values adds a critic's
+    values, all 0."""
     drawn = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),
@@ -166,4 +285,11 @@ def tiny_step() -> StepData:
         )
         for number, of_group in enumerate(rewards)
     )
-    return StepData(groups=groups, rewards=rewards)
+    if not with_values:
+        return StepData(groups=groups, rewards=rewards)
+    return StepData(
+        groups=groups,
+        rewards=rewards,
+        values=tuple((np.zeros(4, np.float32),) * 3 for _ in groups),
+        last_values=tuple(np.zeros(3) for _ in groups),
+    )

@@ -1,15 +1,19 @@
 """Names for functions: what a configuration can choose from, and what a contract test runs over.
 
-A function's keyword-only arguments are its settings. Each says its range in its type, and what
-must hold between several of them is a rule:
+A function's keyword-only arguments are its settings. Each has its range in its type. A rule states
+what must hold between several of them, and facts state what the rest of the code must know:
 
     @shaping
     @rule("low must be below high", lambda low, high: low < high)
     def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped: ...
 
-    def aipo(x: TokenInputs, *, rho: Annotated[float, Field(ge=1)] = 4.0) -> TokenLoss: ...
+    @token_loss(needs=("covariance_rank",))
+    def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> TokenLoss: ...
 
-A user's own function may leave both out, and types, too.
+A user's own function may leave out all of these, and types too. It states facts with `declare`:
+
+    @declare(level="token", needs=("values",))
+    def my_advantage(data: StepData) -> StepAdvantages: ...
 """
 
 import difflib
@@ -17,18 +21,30 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    overload,
+)
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
-from jaxrl_async.config.schema import Choice
+from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+Facts = TypeVar("Facts")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """Any number: below 0, too."""
@@ -67,23 +83,98 @@ def rules_of(function: Callable[..., Any]) -> list[Rule]:
     return list(getattr(function, "rules", ()))
 
 
-class Registry(Generic[F]):
+def declare(**facts: Any) -> Callable[[F], F]:
+    """Attach facts to the function below; which there are says the record of its registry."""
+
+    def attach(function: F) -> F:
+        function.__dict__["facts"] = facts
+        return function
+
+    return attach
+
+
+def is_absent(choice: Choice) -> bool:
+    """Whether a choice names a function of a user's file that is not on this machine."""
+    name = name_of(choice)
+    return is_own(name) and not Path(name.rpartition(":")[0]).is_file()
+
+
+class NoFacts(NamedTuple):
+    """Facts about functions of which nothing has to be known."""
+
+
+class Registry(Generic[F, Facts]):
     """Functions of one kind and one signature, by name; used as the decorator that registers them.
 
     Keyword-only arguments are a function's settings: `resolve({"ppo_clip": {"clip_high": 0.28}})`
     gives the function with them bound. Iterating gives the names.
     """
 
-    def __init__(self, kind: str, setting: str) -> None:
-        """kind: what one such function is called; setting: the key that chooses it."""
+    def __init__(
+        self, kind: str, setting: str, facts: Callable[..., Facts], assumed: Facts | None = None
+    ) -> None:
+        """Make an empty registry.
+
+        Args:
+            kind: what one such function is called.
+            setting: the key that chooses it.
+            facts: the record of what a function declares; each fact has a default.
+            assumed: the facts of a user's function that declares none. None: the defaults.
+        """
         self.kind, self.setting = kind, setting
+        self._make_facts = facts
+        self._assumed = facts() if assumed is None else assumed
         self._functions: dict[str, F] = {}
 
-    def __call__(self, function: F) -> F:
-        name = function.__name__
-        assert name not in self._functions, f"{self.kind} {name!r} is registered twice"
-        self._functions[name] = function
-        return function
+    @overload
+    def __call__(self, function: F) -> F: ...
+
+    @overload
+    def __call__(self, **facts: Any) -> Callable[[F], F]: ...
+
+    def __call__(self, function: F | None = None, **facts: Any) -> F | Callable[[F], F]:
+        """Register the function below, as `@registry` or, with its facts, `@registry(...)`."""
+
+        def register(function: F) -> F:
+            name = function.__name__
+            assert name not in self._functions, f"{self.kind} {name!r} is registered twice"
+            self._functions[name] = declare(**facts)(function)
+            self.facts(name)  # raises ConfigError on an unknown fact
+            return function
+
+        return register if function is None else register(function)
+
+    def facts(self, choice: Choice) -> Facts:
+        """Return what the chosen function declares.
+
+        For a user's function that declares nothing, or whose file is on another machine, return
+        what is assumed of one. Raise ConfigError on an unknown name or fact.
+        """
+        return self._assumed if is_absent(choice) else self.facts_of(self[name_of(choice)])
+
+    def facts_of(self, function: F) -> Facts:
+        """Return what a function declares, be it with settings bound; as `facts`."""
+        bare = getattr(function, "func", function)
+        declared = getattr(bare, "facts", None)
+        if declared is None:
+            return self._assumed
+        known = list(inspect.signature(self._make_facts).parameters)
+        if wrong := [fact for fact in declared if fact not in known]:
+            raise ConfigError(
+                f"{self.setting}: {self.kind} {bare.__name__!r} declares {wrong[0]!r}"
+                f"{_nearest(wrong[0], known)} (it can declare: {', '.join(known) or 'nothing'})."
+            )
+        return self._make_facts(**declared)
+
+    def check_known(self, names: Collection[str], fact: Callable[[Facts], bool]) -> None:
+        """Raise TypeError unless the fact holds for exactly these of the registered functions."""
+        declared = {name for name in self if fact(self.facts(name))}
+        if declared != set(names):
+            differing = sorted(declared ^ set(names))
+            raise TypeError(
+                f"{self.kind}: config/function_facts.py says otherwise of {differing} than where "
+                "they are registered"
+            )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)

@@ -12,7 +12,7 @@ Below them: which groups have a signal at all.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from pydantic import Field
 
 from jaxrl_async.algorithms.advantages import Doubles, StepData, returns_of, step_data
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
+from jaxrl_async.config.schema import Choice, arguments_of
 from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
 
 T = TypeVar("T")
@@ -36,7 +37,20 @@ class Shaped:
 
 ShapingFn = Callable[..., Shaped]  # (Shaped, **settings) -> Shaped
 
-shaping: Registry[ShapingFn] = Registry("shaping", "algorithm.shaping")
+
+class ShapingFacts(NamedTuple):
+    """What a shaping declares."""
+
+    group_size: str | None = None  # the argument that says how many episodes of a group it keeps
+
+
+shaping: Registry[ShapingFn, ShapingFacts] = Registry("shaping", "algorithm.shaping", ShapingFacts)
+
+
+def kept_group_size(choices: Sequence[Choice], group_size: int) -> int:
+    """Return how many episodes of a group of `group_size` these shapings leave at most."""
+    named = [(shaping.facts(choice).group_size, arguments_of(choice)) for choice in choices]
+    return min([group_size, *(given[name] for name, given in named if name is not None)])
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
@@ -157,7 +171,7 @@ def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
 # ---- episodes
 
 
-@shaping
+@shaping(group_size="keep")
 @rule(
     "keep must be below algorithm.group_size, or nothing is left out",
     lambda keep, group_size: keep < group_size,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.spec import ModelSpec, num_weights
@@ -19,10 +20,9 @@ from jaxrl_async.plan.programs import (
     bytes_per_device,
     check,
     holds_reference,
-    looks_before,
-    looks_up_reference,
     lowered,
     parameters,
+    pass_columns_of,
     places_of,
     runs_reference,
     spec_of,
@@ -437,11 +437,11 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
 def _notes(config: schema.Config) -> tuple[str, ...]:
     """Parts of the run that the plan leaves out."""
     left_out = {
-        "the critic's update": schema.name_of(config.algorithm.advantage) == "gae",
+        "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": looks_before(config),
+        "the pass for proximal log-probs": "proximal_logprobs" in pass_columns_of(config),
         "the reward model's pass": config.reward.model is not None,
-        "the reference's own pass": looks_up_reference(config),
+        "the reference's own pass": "reference_logprobs" in pass_columns_of(config),
     }
     missing = [name for name, there in left_out.items() if there]
     return (f"not planned: {', '.join(missing)}.",) if missing else ()

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
+from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
@@ -36,7 +37,7 @@ from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
-from jaxrl_async.trainer.learner import needs_covariance, takes_proximal, takes_reference
+from jaxrl_async.trainer.credit import pass_columns
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.update import Frozen, Update
 
@@ -90,6 +91,7 @@ def check(config: schema.Config) -> None:
             "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
             "outside of the gradient, or teacher.source=none."
         )
+    try_own_loss(config.algorithm)
 
 
 def spec_of(config: schema.Config) -> ModelSpec:
@@ -221,22 +223,19 @@ def holds_reference(config: schema.Config) -> bool:
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
 
 
-def looks_up_reference(config: schema.Config) -> bool:
-    """Whether the reference's log-probs are taken before the updates, and not in them."""
-    offloads = "reference" in config.trainer.offload
-    return config.algorithm.kl_coefficient > 0 and takes_reference(
-        config.algorithm, offloads=offloads
+def pass_columns_of(config: schema.Config) -> frozenset[str]:
+    """Return the columns that passes make before the updates, as the Learner's."""
+    return pass_columns(
+        config.algorithm,
+        refers=config.algorithm.kl_coefficient > 0,
+        offloads="reference" in config.trainer.offload,
     )
 
 
 def runs_reference(config: schema.Config) -> bool:
-    """Whether the gradient runs the reference."""
-    return config.algorithm.kl_coefficient > 0 and not looks_up_reference(config)
-
-
-def looks_before(config: schema.Config) -> bool:
-    """Whether the policy's own log-probs are taken before the updates."""
-    return takes_proximal(config.algorithm, refers=config.algorithm.kl_coefficient > 0)
+    """Return whether the gradient runs the reference."""
+    refers = config.algorithm.kl_coefficient > 0
+    return refers and "reference_logprobs" not in pass_columns_of(config)
 
 
 def micro_batch(
@@ -244,20 +243,18 @@ def micro_batch(
 ) -> DeviceBatch:
     """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
-    there = {
+    others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
-        "proximal_logprobs": looks_before(config),
-        "reference_logprobs": looks_up_reference(config),
-        "covariance_rank": needs_covariance(config.algorithm.loss),
         "kept": keeps_masks(config),
         "expert_ids": config.algorithm.keep_routing,
     }
+    there = pass_columns_of(config) | {name for name, is_there in others.items() if is_there}
     of_token: dict[str, tuple[int, ...]] = {"kept": (-(-spec.vocab // 8),)}
     if config.algorithm.keep_routing:
         routing = routing_of(spec)
         of_token["expert_ids"] = (routing.layers, routing.chosen)
         dtypes["expert_ids"] = routing.dtype
-    names = [n for n in DeviceBatch._fields if not COLUMNS[n].optional or there.get(n)]
+    names = [n for n in DeviceBatch._fields if not COLUMNS[n].optional or n in there]
     shape = (step.micro_rows, config.row_length)
     columns: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(

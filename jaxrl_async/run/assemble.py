@@ -16,17 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_async.algorithms.advantages import advantage, check_weights
+from jaxrl_async.algorithms.advantages import check_weights, needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.algorithms.preflight import own_advantage
-from jaxrl_async.algorithms.shaping import has_signal, shaping
-from jaxrl_async.algorithms.trial import check_algorithm, with_correction
+from jaxrl_async.algorithms.preflight import check_algorithm, with_correction
+from jaxrl_async.algorithms.shaping import has_signal
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import loads
-from jaxrl_async.config.schema import Config, FaultsSection, name_of
+from jaxrl_async.config.schema import Config, FaultsSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
@@ -92,13 +91,14 @@ from jaxrl_async.scorers.reward_model import (
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import Companions, Learner, copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.optimizer import optimizer_bytes
-from jaxrl_async.trainer.trainer import Outlets, Trainer, probe_tokens
+from jaxrl_async.trainer.token_columns import SamplerColumns
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
 from jaxrl_async.trainer.update import TrainState, Update
 from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -366,17 +366,19 @@ def assemble(
         learner=learner,
         source=shared or gate,
         publisher=channel,
-        pacing=make_pacing(config),
         outlets=outlets,
-        total_steps=config.run.steps,
-        version=version,
-        resumed=numbers,
-        eval_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        max_skipped_steps=config.trainer.max_skipped_steps,
-        probe=probe,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=probe,
+        ),
         device_lock=device_lock,
     )
+    if numbers is not None:
+        trainer.restore(version, numbers)
     watchdog = Watchdog(
         lambda: reading(trainer, sampler, rollouts, buffer, channel, (scorer, judge), envs),
         limit_s=config.faults.watchdog_s,
@@ -672,7 +674,7 @@ def make_learner(
     """The policy's update with everything that learns or advises beside it. Raises ConfigError."""
     algorithm, teacher = config.algorithm, config.teacher
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
-    warming = config.critic.warmup_steps if name_of(algorithm.advantage) == "gae" else 0
+    warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
@@ -696,22 +698,20 @@ def make_learner(
         **_teacher(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
-    return Learner(
-        step,
-        state,
+    settings = LearnerSettings(
         algorithm=algorithm,
-        advantage=own_advantage(advantage.resolve(algorithm.advantage), algorithm.advantage),
-        shapings=tuple(shaping.resolve(choice) for choice in algorithm.shaping),
         row_length=config.row_length,
-        companions=companions,
         teacher=teacher,
         reference=config.reference,
-        critic_warmup=config.critic.warmup_steps,
-        mask_vocab=policy.spec.vocab if keep_mask else None,
-        routing=routing_of(policy.spec) if algorithm.keep_routing else None,
         offload_reference="reference" in config.trainer.offload,
+        critic_warmup=config.critic.warmup_steps,
+        sampler_columns=SamplerColumns(
+            mask_vocab=policy.spec.vocab if keep_mask else None,
+            routing=routing_of(policy.spec) if algorithm.keep_routing else None,
+        ),
         seed=config.run.seed,
     )
+    return Learner(step, state, settings, companions)
 
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
@@ -855,8 +855,8 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
-    """A critic exists exactly where the advantage is gae."""
-    if name_of(config.algorithm.advantage) != "gae":
+    """A critic exists exactly where the advantage needs its values."""
+    if not needs_critic(config.algorithm.advantage):
         return {}
     section, spec = config.critic, policy.spec
     if section.path is None:

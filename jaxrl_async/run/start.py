@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxrl_async.algorithms.preferences import preference_loss
-from jaxrl_async.algorithms.trial import check_algorithm
+from jaxrl_async.algorithms.preflight import check_algorithm
+from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
-from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
@@ -32,21 +31,16 @@ def check_names(config: Config) -> None:
         return
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
     for choice in each_of(config.reward.function):
-        if name_of(choice) != "none" and not _is_absent(choice):
+        if name_of(choice) != "none" and not is_absent(choice):
             find_reward(name_of(choice))
 
 
 def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
     """The same with the default in place of each function whose file is not here."""
     fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
-    absent = [f for f in fields if any(map(_is_absent, each_of(getattr(algorithm, f))))]
+    absent = [f for f in fields if any(map(is_absent, each_of(getattr(algorithm, f))))]
     defaults = AlgorithmSection()
     return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
-
-
-def _is_absent(choice: Any) -> bool:
-    name = name_of(choice)
-    return is_own(name) and not Path(name.rpartition(":")[0]).is_file()
 
 
 def check_paths(config: Config) -> None:

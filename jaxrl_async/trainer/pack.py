@@ -1,4 +1,4 @@
-"""Token sequences into fixed rows and back out in micro-batches: NumPy, pure, deterministic.
+"""Token sequences into fixed rows, and rows into micro-batches: NumPy, pure, deterministic.
 
 sequences  AAAAA BBB CCCC DD        rows of 8   AAAAABBB
                                                 CCCCDD..      '.' is padding, segment 0
@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.token_columns import Routing, sequence_bits, sequence_experts
+from jaxrl_async.trainer.token_columns import (
+    NO_SAMPLER_COLUMNS,
+    SamplerColumns,
+    sequence_bits,
+    sequence_experts,
+)
 from jaxrl_async.types import (
     NOT_DRAWN,
     BoolArray,
@@ -49,29 +54,30 @@ class TrainSequence:
 def pack(
     sequences: Sequence[TrainSequence],
     row_length: int,
-    mask_vocab: int | None = None,
-    routing: Routing | None = None,
+    sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
 ) -> PackedBatch:
     """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
 
-    sequence_ids are places in `sequences`; so are group_ids where a sequence names no group.
-    mask_vocab: size of the vocabulary where sampling masks are to be packed; None: they are not.
-    routing: what expert ids look like where they are to be packed; None: they are not. Raises
-    DataError where a sequence is longer than a row or learns its first token, and where its masks
-    or expert ids do not fit.
+    sequence_ids are indices into `sequences`; so are group_ids where a sequence names no group.
+    Raise DataError where a sequence is longer than a row or learns its first token, and where its
+    sampling masks or expert ids do not fit.
+
+    Args:
+        sequences: what is packed.
+        row_length: tokens in a row.
+        sampler_columns: what is packed of the sampler's choices.
     """
     for index, sequence in enumerate(sequences):
         _check(index, sequence, row_length)
-    rows = _first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
-    layout = _layout(mask_vocab, routing)
-    batch = _empty(len(rows), row_length, layout)
+    rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
+    batch = _empty(len(rows), row_length, _layout(sampler_columns))
     for row, members in enumerate(rows):
         start = 0
         for segment, index in enumerate(members, 1):
             sequence = sequences[index]
             end = start + len(sequence.token_ids)
             columns = _columns(sequence, index, segment)
-            columns |= _optional_columns(sequence, mask_vocab, routing)
+            columns |= _sampler_columns(sequence, sampler_columns)
             for name, values in columns.items():
                 getattr(batch, name)[row, start:end] = values
             start = end
@@ -84,14 +90,18 @@ def pack_groups(
     row_length: int,
     masks: Sequence[Sequence[BoolArray]] | None = None,
     pairs: Sequence[Pair] = (),
-    mask_vocab: int | None = None,
-    routing: Routing | None = None,
+    sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
 ) -> PackedBatch:
-    """Pack every episode of every group, in order; advantages: per group and episode `[length]`.
+    """Pack every episode of every group, in order. Raise DataError as `pack` does.
 
-    advantages: None leaves them 0, for `with_advantages`. masks: per group and episode `[length]`,
-    what is to be learnt; None: all that was drawn. pairs: worked answers after the episodes.
-    mask_vocab, routing: as in `pack`.
+    Args:
+        groups: the episodes.
+        advantages: an array [length] per group and episode. None: 0 everywhere.
+        row_length: tokens in a row.
+        masks: the tokens that are learnt, an array [length] per group and episode. None: all that
+            the policy drew.
+        pairs: worked answers, packed after the episodes.
+        sampler_columns: as in `pack`.
     """
     masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
     if advantages is None:
@@ -113,7 +123,7 @@ def pack_groups(
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
     sequences += [replace(s, supervised=True) for s in alone]
-    return pack(sequences, row_length, mask_vocab, routing)
+    return pack(sequences, row_length, sampler_columns)
 
 
 def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
@@ -122,6 +132,7 @@ def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
 
 
 def _of_pair(pair: Pair) -> TrainSequence:
+    """Return a worked answer as a sequence that no policy drew."""
     token_ids, mask = pair
     return TrainSequence(
         token_ids=token_ids,
@@ -133,103 +144,26 @@ def _of_pair(pair: Pair) -> TrainSequence:
     )
 
 
-def unpacked(batch: PackedBatch, values: NDArray[Any]) -> list[NDArray[Any]]:
-    """[rows, length] of a batch back to its sequences, in their order: [length] each."""
-    at = _places(batch)
-    counts = np.bincount(batch.sequence_ids.ravel()[at])
-    return np.split(values.ravel()[at], np.cumsum(counts)[:-1])
+def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Return the indices in each row: longest first, each into the first row with room.
 
-
-def with_advantages(batch: PackedBatch, advantages: Sequence[Sequence[FloatArray]]) -> PackedBatch:
-    """The same batch with other advantages: per group and episode `[length]`, in pack's order."""
-    flat = np.concatenate([a for of_group in advantages for a in of_group])
-    values = np.zeros(batch.mask.shape, np.float32)
-    values.ravel()[_places(batch)[: len(flat)]] = flat
-    return replace(batch, advantages=np.where(batch.mask, values, np.float32(0)))
-
-
-def _places(batch: PackedBatch) -> NDArray[np.int64]:
-    """Flat indices of real tokens, sequence by sequence."""
-    ids = batch.sequence_ids.ravel()
-    return np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
-
-
-def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
-    """The sequences to learn from in `parts` random parts, as many in each, or one more.
-
-    A part takes one of the `parts` longest answers, one of the next, and so on: tokens balance, and
-    a sequence is as likely in one part as in another, whatever its length. (verl deals equal
-    numbers in the step's order, TRL after a shuffle.) Worked answers are dealt alike, apart. Fewer
-    parts where there are fewer sequences; one that learns nothing is in none, unless all do.
-
-    seed: numbers that key the shuffle. Gives sequence_ids, sorted.
+    Of two of the same length the first comes first.
     """
-    num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
-    own, worked = (
-        np.bincount(batch.sequence_ids[mask], minlength=num_sequences)
-        for mask in (batch.mask, batch.supervised)
-    )
-    kinds = [lengths for lengths in (own, worked) if lengths.any()]
-    if not kinds:
-        return [np.arange(num_sequences)]
-    parts = min(parts, int(np.count_nonzero(kinds[0])))
-    rng = np.random.default_rng(list(seed))
-    dealt = [_dealt(lengths, parts, rng) for lengths in kinds]
-    return [np.sort(np.concatenate(of_part)) for of_part in zip(*dealt, strict=True)]
-
-
-def _dealt(
-    lengths: NDArray[np.int64], parts: int, rng: np.random.Generator
-) -> list[NDArray[np.int64]]:
-    """Places of lengths above 0. What cannot be dealt evenly is drawn by lot, so that no length is
-    in the larger parts more often."""
-    there = rng.permutation(np.flatnonzero(lengths))
-    left, even = np.split(there, [len(there) % parts])
-    even = even[np.argsort(-lengths[even], kind="stable")]
-    dealt = list(rng.permuted(even.reshape(-1, parts), axis=1).T)
-    for part, place in zip(rng.permutation(parts), left, strict=False):
-        dealt[part] = np.append(dealt[part], place)
-    return dealt
-
-
-def places_of(batch: PackedBatch, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the tokens of some sequences of a batch lie in it, packed into rows of their own.
-
-    Flat places [rows, length]; -1 for padding. `repacked` and `moved` follow them.
-    """
-    at = _places(batch)
-    counts = np.bincount(batch.sequence_ids.ravel()[at])
-    own = np.split(at, np.cumsum(counts)[:-1])
-    length = batch.token_ids.shape[1]
-    rows = _first_fit_decreasing([int(counts[s]) for s in sequences], length)
-    places = np.full((len(rows), length), -1, np.int64)
-    for row, members in zip(places, rows, strict=True):
-        tokens = np.concatenate([own[sequences[m]] for m in members])
-        row[: len(tokens)] = tokens
-    return places
-
-
-def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDArray[Any]:
-    """[rows, length, ...] of a batch at the places that `places_of` gives; `fill` in padding."""
-    found = values.reshape(-1, *values.shape[2:])[places]
-    found[places < 0] = fill
-    return found
-
-
-def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
-    """The batch of some of its sequences alone, which keep their sequence_ids and group_ids."""
-    columns: dict[str, Any] = {
-        c.name: moved(getattr(batch, c.name), places, c.fill)
-        for c in PACKED
-        if getattr(batch, c.name) is not None
-    }
-    starts = (columns["positions"] == 0) & (places >= 0)
-    columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)
-    return PackedBatch(**columns)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(index)
+        room[row] -= length
+    return rows
 
 
 def fits(group: EpisodeGroup, row_length: int) -> bool:
-    """Whether every episode of the group fits a row."""
+    """Return whether every episode of the group fits a row."""
     return all(len(e.token_ids) <= row_length for e in group.episodes)
 
 
@@ -247,7 +181,7 @@ def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
 
 
 def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
-    """Parts of exactly `rows` rows, the last one filled up; at least one."""
+    """Return parts of exactly `rows` rows, the last filled up with `fill`; at least one."""
     parts = [array[at : at + rows] for at in range(0, max(len(array), 1), rows)]
     missing = rows - len(parts[-1])
     parts[-1] = np.concatenate([parts[-1], np.full((missing, *array.shape[1:]), fill, array.dtype)])
@@ -255,6 +189,7 @@ def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
 
 
 def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
+    """Raise DataError where a sequence does not fit a row or learns its first token."""
     length = len(sequence.token_ids)
     if length > row_length:
         raise DataError(
@@ -268,23 +203,8 @@ def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
         )
 
 
-def _first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Indices in each row: longest first, ties by index, each into the first row with room."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(row_length)
-        rows[row].append(index)
-        room[row] -= length
-    return rows
-
-
 def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any]:
-    """One sequence as values of PackedBatch's fields; what is not learnt is cleared."""
+    """Return one sequence's part of the other columns; what is not learnt is cleared."""
     mask = sequence.mask
     return {
         "token_ids": sequence.token_ids,
@@ -300,30 +220,31 @@ def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any
     }
 
 
-def _layout(mask_vocab: int | None, routing: Routing | None) -> dict[str, Any]:
-    """The optional fields that a batch has: the shape of each token's part, and its number type."""
-    layout: dict[str, Any] = {}
-    if mask_vocab is not None:
-        layout["kept"] = (-(-mask_vocab // 8),), np.uint8
-    if routing is not None:
+def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape behind [rows, length] and the dtype of each of the sampler's columns."""
+    layout: dict[str, tuple[tuple[int, ...], Any]] = {}
+    if columns.mask_vocab is not None:
+        layout["kept"] = (-(-columns.mask_vocab // 8),), np.uint8
+    if columns.routing is not None:
+        routing = columns.routing
         layout["expert_ids"] = (routing.layers, routing.chosen), routing.dtype
     return layout
 
 
-def _optional_columns(
-    sequence: TrainSequence, mask_vocab: int | None, routing: Routing | None
-) -> dict[str, Any]:
+def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[str, Any]:
+    """Return one sequence's part of the sampler's columns. Raise DataError if it does not fit."""
     columns: dict[str, Any] = {}
     drawn = sequence.mask if sequence.drawn is None else sequence.drawn
-    if mask_vocab is not None:
-        columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, mask_vocab)
-    if routing is not None:
+    if wanted.mask_vocab is not None:
+        columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, wanted.mask_vocab)
+    if wanted.routing is not None:
         length = len(sequence.token_ids)
-        columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, routing)
+        columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)
     return columns
 
 
-def _empty(rows: int, length: int, layout: dict[str, Any]) -> PackedBatch:
+def _empty(rows: int, length: int, layout: dict[str, tuple[tuple[int, ...], Any]]) -> PackedBatch:
+    """Return a batch of padding."""
     shapes = {c.name: ((), c.dtype) for c in PACKED if not c.optional} | layout
     return PackedBatch(
         **{

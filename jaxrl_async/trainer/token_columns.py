@@ -18,6 +18,16 @@ class Routing(NamedTuple):
     dtype: Any  # of their ids: model.moe.id_dtype
 
 
+class SamplerColumns(NamedTuple):
+    """What is packed of the sampler's choices beside the tokens."""
+
+    mask_vocab: int | None = None  # size of the vocabulary of sampling masks; None: none are packed
+    routing: Routing | None = None  # of expert ids; None: none are packed
+
+
+NO_SAMPLER_COLUMNS = SamplerColumns()
+
+
 def sequence_bits(
     kept: KeptTokens | None, token_ids: IntArray, drawn: BoolArray, vocab: int
 ) -> NDArray[np.uint8]:

@@ -11,6 +11,7 @@ Live(version) <────────────── WeightChannel <──�
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
 STOP_S = 0.5
-"""How often a trainer that waits for groups looks whether it is to stop, seconds."""
+"""How often a trainer that waits for groups checks whether it must stop, seconds."""
 MAX_FAILED_SAVES = 3
 """Checkpoints in a row that may fail."""
 LIVE_TIMEOUT_S = 600.0
@@ -49,9 +50,20 @@ class Outlets:
     should_hurry: Callable[[], bool] = lambda: False  # stopping, with no time to evaluate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How long a trainer learns, and what it does how often."""
+
+    total_steps: int  # versions to make
+    eval_every: int = 10  # versions; 0: only the first and the last
+    save_every: int = 0  # versions; 0: only the last
+    max_skipped_steps: int = 3  # non-finite ones in a row that stop the run
+    pacing: Bounds | None = None  # of the buffer's staleness limit; None: it stays as it is
+    probe: IntArray | None = None  # tokens whose log-probs go with the weights; None: none do
+
+
 class Trainer:
-    """Learns until `total_steps` versions are made, somebody asks for a stop, or nothing is
-    finite."""
+    """Learns until `total_steps` versions are made, a stop is requested, or nothing is finite."""
 
     def __init__(
         self,
@@ -59,34 +71,28 @@ class Trainer:
         learner: Learner,
         source: GroupSource,
         publisher: Publisher,
-        pacing: Bounds | None = None,
         outlets: Outlets,
-        total_steps: int,
-        version: int = 0,
-        resumed: Mapping[str, int] | None = None,
-        eval_every: int = 10,
-        save_every: int = 0,
-        max_skipped_steps: int = 3,
-        probe: IntArray | None = None,
-        device_lock: Any = NO_DEVICE_LOCK,
+        settings: TrainerSettings,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """resumed: `numbers` of the trainer that saved this version; null: a new run."""
+        """Build the trainer of a new run; `restore` continues a saved one."""
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
-        self.version, self._total_steps = version, total_steps
-        self._eval_every, self._save_every = eval_every, save_every
-        self._max_skipped, self._skipped_in_row = max_skipped_steps, 0
+        self._settings, self.version, self._skipped_in_row = settings, 0, 0
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._torn = False  # whether an update that failed has left weights of no version
-        self._probe, self._device_lock, self._clock = probe, device_lock, clock
-        self._saved_version = -1 if resumed is None else version
+        self._device_lock, self._clock = device_lock, clock
+        self._saved_version = -1
         self.doing, self.since = "starting", clock()  # for the watchdog
-        self._pacing, self._pace = pacing, Pace(limit=pacing.highest if pacing else 0)
-        if resumed is not None:
-            self._skipped_in_row = resumed["skipped"]
-            if pacing is not None:
-                self._pace = Pace(limit=resumed["limit"], rest=resumed["rest"])
+        self._pace = Pace(limit=settings.pacing.highest if settings.pacing else 0)
+
+    def restore(self, version: int, numbers: Mapping[str, int]) -> None:
+        """Continue from a saved version and its `numbers`, before `run`."""
+        self.version = self._saved_version = version
+        self._skipped_in_row = numbers["skipped"]
+        if self._settings.pacing is not None:
+            self._pace = Pace(limit=numbers["limit"], rest=numbers["rest"])
 
     def run(self) -> None:
         """Make one version after another.
@@ -102,11 +108,11 @@ class Trainer:
         if due and not in_a_hurry:
             self._now("evaluating")
             self._outlets.report(self.version, self._outlets.evaluate(), ())
-        if self._save_every:
+        if self._settings.save_every:
             self._save()  # the warm start, if nothing else
         self._source.resume()
         try:
-            while self.version < self._total_steps and not self._outlets.should_stop():
+            while self.version < self._settings.total_steps and not self._outlets.should_stop():
                 self._one_step()
         except Closed:
             if not self._outlets.should_stop():
@@ -115,7 +121,7 @@ class Trainer:
             self._save(last=True)
 
     def numbers(self) -> dict[str, int]:
-        """What a checkpoint keeps of the trainer, beside learner and version."""
+        """Return what a checkpoint keeps of the trainer, beside learner and version."""
         pace = {"limit": self._pace.limit, "rest": self._pace.rest}
         return {**pace, "skipped": self._skipped_in_row}
 
@@ -128,7 +134,7 @@ class Trainer:
         self._now("learning")
         values = self._learn(draw)
         trained = self._clock()
-        last = self.version == self._total_steps or self._outlets.should_stop()
+        last = self.version == self._settings.total_steps or self._outlets.should_stop()
         evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
         if evaluates:  # nothing new starts until the evaluation has run on exactly this version
             self._source.pause()
@@ -146,21 +152,21 @@ class Trainer:
             "time/wait_data_s": draw.waited_s,
             "time/train_s": trained - start - draw.waited_s,
             "time/publish_s": published - trained,
-            **self._told_of_saves(),
+            **self._save_report(),
             "trainer/idle_share": 1.0 - (trained - start - draw.waited_s) / step_s,
         }
         self._outlets.report(self.version, values, draw.groups)
-        if self._save_every and self.version % self._save_every == 0:
+        if self._settings.save_every and self.version % self._settings.save_every == 0:
             self._save()
         if evaluates and not last:
             self._source.resume()
         self._stop_if_lost()
 
     def _evaluation_is_due(self) -> bool:
-        return self._eval_every > 0 and self.version % self._eval_every == 0
+        return self._settings.eval_every > 0 and self.version % self._settings.eval_every == 0
 
     def _draw(self) -> Draw | None:
-        """The next step's groups; None where somebody asks for a stop meanwhile."""
+        """Return the next step's groups; None if a stop is requested meanwhile."""
         waited_s = 0.0
         while not self._outlets.should_stop():
             start = self._clock()
@@ -173,9 +179,9 @@ class Trainer:
         return None
 
     def _learn(self, draw: Draw) -> dict[str, float]:
-        """One update from the groups drawn: metrics of the data and of the step.
+        """Make one version from the groups drawn; return metrics of the data and of the step.
 
-        Where it fails, the groups go back, and weights that were changed half are not saved.
+        If that fails, the groups go back to the source, and half-changed weights are never saved.
         """
         before = self.learner.params
         try:
@@ -192,11 +198,11 @@ class Trainer:
         return values
 
     def _adapt(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Set the buffer's limit by the effective sample size; nothing without pacing."""
-        if self._pacing is None:
+        """Set the buffer's limit by the effective sample size, if it is paced."""
+        if self._settings.pacing is None:
             return {}
         self._pace = next_pace(
-            self._pace, stats.get("offpolicy/ess_share", float("nan")), self._pacing
+            self._pace, stats.get("offpolicy/ess_share", float("nan")), self._settings.pacing
         )
         self._source.set_limit(self._pace.limit)
         return {"staleness/limit": float(self._pace.limit)}
@@ -208,13 +214,16 @@ class Trainer:
         self._publisher.wait_taken()  # outside the turn: a sampler that waits for it does not poll
         with self._device_lock:
             logprobs = None
-            if self._probe is not None:
-                logprobs = self.learner.probe(self._probe)
+            if self._settings.probe is not None:
+                logprobs = self.learner.probe(self._settings.probe)
             self._publisher.publish(self.version, self.learner.params, logprobs)
 
     def _save(self, *, last: bool = False) -> None:
-        """A checkpoint of this version. One that fails, which is often told by the one after it, is
-        counted; several in a row, or the last one, end the run."""
+        """Save a checkpoint of this version.
+
+        A failed save is counted; often only the next save reports it. Several in a row, or the
+        last one, end the run.
+        """
         if self._saved_version == self.version:
             return
         if self._torn:
@@ -241,14 +250,14 @@ class Trainer:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start
 
-    def _told_of_saves(self) -> dict[str, float]:
-        """Of the save after the step before; nothing where there was none."""
+    def _save_report(self) -> dict[str, float]:
+        """Return the metrics of the save since the last report; none if there was none."""
         save_s, self._save_s = self._save_s, 0.0
         failed = {"checkpoint/failed": 1.0} if self._failed_saves and save_s else {}
         return {"time/save_s": save_s, **failed} if save_s else {}
 
     def _stop_if_lost(self) -> None:
-        if self._skipped_in_row >= self._max_skipped:
+        if self._skipped_in_row >= self._settings.max_skipped_steps:
             raise TrainingError(
                 f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the "
                 "last made "
@@ -259,11 +268,13 @@ class Trainer:
 
 
 def _is_gone(params: Any) -> bool:
-    """Whether an update has taken the memory of these weights."""
+    """Return whether an update has taken the memory of these weights."""
     return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))
 
 
 def probe_tokens(vocab: int, length: int) -> IntArray:
-    """The fixed sequence that trainer and sampler compare log-probs on: [length] int32, spread
-    over ids."""
+    """Return the fixed sequence that trainer and sampler compare log-probs on.
+
+    [length] int32, spread over all token ids.
+    """
     return ((np.arange(length, dtype=np.int64) * 7919 + 1) % vocab).astype(np.int32)

@@ -1,16 +1,26 @@
-"""A user's own functions: run as given where they are right, refused at the start where not."""
+"""What the algorithm names is tried before the run: whatever is registered passes as it is, a
+user's own functions where they are right."""
+
+import inspect
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.algorithms.advantages import advantage
-from jaxrl_async.algorithms.losses import ppo_clip
+from jaxrl_async.algorithms.advantages import AdvantageFacts, advantage
+from jaxrl_async.algorithms.corrections import correction
+from jaxrl_async.algorithms.losses import ppo_clip, token_loss
 from jaxrl_async.algorithms.objective import make_recipe
-from jaxrl_async.algorithms.preflight import own_advantage, tiny_inputs
+from jaxrl_async.algorithms.preflight import check_algorithm, tiny_inputs, try_advantage
+from jaxrl_async.algorithms.shaping import shaping
 from jaxrl_async.config import schema
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import AlgorithmSection, TeacherSection
 from jaxrl_async.errors import ConfigError
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+ARGUMENTS = {"max_tokens": 8, "cache_tokens": 2, "low": 0, "high": 1, "keep": 2}
 LOSSES = """
 import jax, jax.numpy as jnp
 from jaxrl_async.algorithms.losses import log_ratio, TokenLoss
@@ -76,7 +86,7 @@ def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(ow
 )
 def test_a_wrong_one_is_refused_with_the_reason(own, name, why):
     with pytest.raises(ConfigError, match=why):
-        recipe(own(name))
+        check_algorithm(AlgorithmSection(loss=own(name)), TeacherSection())
 
 
 def test_an_unknown_argument_or_file_is_refused(own):
@@ -90,14 +100,65 @@ def test_a_users_advantage_is_tried_too(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from jaxrl_async.algorithms.advantages import StepAdvantages, group_mean\n"
+        "from jaxrl_async.algorithms.registry import declare\n"
         "def right(data): return group_mean(data)\n"
+        "@declare(level='token', needs=('values',))\n"
+        "def critical(data): return group_mean(data) if data.values else None\n"
         "def short(data): return StepAdvantages(advantages=group_mean(data).advantages[:1])\n"
         "def number(data): return 1.0\n"
     )
-    choice = f"{file}:right"
-    function = advantage.resolve(choice)
-    assert own_advantage(function, choice) is function
+    for name in ("right", "critical"):
+        try_advantage(f"{file}:{name}", group_size=8)
+    assert advantage.facts(f"{file}:right") == AdvantageFacts(level=None)
+    assert advantage.facts(f"{file}:critical") == AdvantageFacts(level="token", needs=("values",))
     for name, why in (("short", "one number per token"), ("number", "StepAdvantages, not float")):
-        choice = f"{file}:{name}"
         with pytest.raises(ConfigError, match=why):
-            own_advantage(advantage.resolve(choice), choice)
+            try_advantage(f"{file}:{name}", group_size=8)
+
+
+# ---- whatever is registered
+
+
+def with_arguments(function, name):
+    """The choice of a function with something for each argument that has no default."""
+    needed = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    ]
+    return {name: {key: ARGUMENTS[key] for key in needed}} if needed else name
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_shipped_configurations_pass(path):
+    config = load(path, ["data.jsonl.path=x"] if path.stem == "gsm8k" else [])
+    check_algorithm(config.algorithm, config.teacher)
+
+
+@pytest.mark.parametrize(
+    ("field", "registry"),
+    [("loss", token_loss), ("correction", correction), ("shaping", shaping)],
+    ids=["loss", "correction", "shaping"],
+)
+def test_whatever_is_registered_passes(field, registry):
+    for name in sorted(registry):
+        choice = with_arguments(registry[name], name)
+        algorithm = AlgorithmSection(**{field: (choice,) if field == "shaping" else choice})
+        check_algorithm(algorithm, TeacherSection())
+
+
+def test_pass_at_k_needs_k_answers_that_a_downsample_keeps():
+    """Before, k was quietly what was kept."""
+    shapings = ({"downsample": {"keep": 4}},)
+    with pytest.raises(ConfigError, match=r"what a downsample keeps; k is 6, group_size is 4"):
+        check_algorithm(
+            AlgorithmSection(shaping=shapings, advantage={"pass_at_k": {"k": 6}}), TeacherSection()
+        )
+    check_algorithm(AlgorithmSection(shaping=shapings, advantage="pass_at_k"), TeacherSection())
+
+
+def test_a_shaping_of_the_users_that_fails_is_told_with_its_error(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def wild(shaped):\n    return shaped.nothing\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.shaping = .*wild.* AttributeError: "):
+        check_algorithm(AlgorithmSection(shaping=(f"{file}:wild",)), TeacherSection())

@@ -1,17 +1,17 @@
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import pytest
 from pydantic import Field
 
-from jaxrl_async.algorithms.registry import AtLeast0, Registry, rule
+from jaxrl_async.algorithms.registry import AtLeast0, NoFacts, Registry, rule
 from jaxrl_async.errors import ConfigError
 
 
 @pytest.fixture
 def shapes() -> Registry:
-    registry: Registry = Registry("shape", "draw.shape")
+    registry: Registry = Registry("shape", "draw.shape", NoFacts)
 
     @registry
     def circle(x: float, *, radius: float = 1.0, sides: int = 0) -> float:
@@ -118,7 +118,7 @@ def test_rules_hold_between_arguments_and_with_what_is_known_of_the_run(shapes):
 )
 def test_a_typed_argument_gets_what_yaml_can_say_in_its_type(kind, value, bound):
     """YAML has no tuples and no paths."""
-    registry = Registry("shape", "draw.shape")
+    registry = Registry("shape", "draw.shape", NoFacts)
 
     def typed(x, *, given):
         return given
@@ -143,7 +143,7 @@ def test_a_typed_argument_gets_what_yaml_can_say_in_its_type(kind, value, bound)
     ids=str,
 )
 def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, told):
-    registry = Registry("shape", "draw.shape")
+    registry = Registry("shape", "draw.shape", NoFacts)
 
     def typed(x, *, given):
         return given
@@ -157,3 +157,63 @@ def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, told)
 
 def test_a_function_without_types_takes_what_it_is_given(shapes):
     assert shapes.resolve({"free": {"anything": [1], "odd": "x"}})(3.0) == 3.0
+
+
+# ---- facts
+
+
+class ShapeFacts(NamedTuple):
+    corners: int = 0
+    needs: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def figures() -> Registry:
+    registry: Registry = Registry("figure", "draw.figure", ShapeFacts, ShapeFacts(corners=-1))
+
+    @registry
+    def dot(x: float) -> float:
+        return x
+
+    @registry(corners=3)
+    def triangle(x: float, *, side: AtLeast0 = 1.0) -> float:
+        return x * side
+
+    return registry
+
+
+def test_a_function_declares_its_facts_where_it_is_registered(figures):
+    assert figures.facts("dot") == ShapeFacts()
+    assert figures.facts({"triangle": {"side": 2.0}}) == ShapeFacts(corners=3)
+    assert figures.facts_of(figures.resolve({"triangle": {"side": 2.0}})).corners == 3
+
+
+def test_an_unknown_fact_is_refused_with_the_nearest(figures):
+    with pytest.raises(ConfigError, match=r"'star' declares 'corner'; did you mean 'corners'\?"):
+
+        @figures(corner=5)
+        def star(x: float) -> float:
+            return x
+
+
+def test_a_users_function_declares_its_own_facts_or_has_those_assumed(figures, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxrl_async.algorithms.registry import declare\n"
+        "@declare(corners=4)\n"
+        "def square(x): return x\n"
+        "def blob(x): return x\n"
+        "@declare(edges=4)\n"
+        "def wrong(x): return x\n"
+    )
+    assert figures.facts(f"{file}:square").corners == 4
+    assert figures.facts(f"{file}:blob").corners == -1
+    assert figures.facts(f"{tmp_path / 'elsewhere.py'}:square").corners == -1
+    with pytest.raises(ConfigError, match=r"declares 'edges'.*it can declare: corners, needs"):
+        figures.facts(f"{file}:wrong")
+
+
+def test_what_the_configuration_knows_must_be_what_is_declared(figures):
+    figures.check_known({"triangle"}, lambda facts: facts.corners > 0)
+    with pytest.raises(TypeError, match=r"otherwise of \['dot', 'triangle'\]"):
+        figures.check_known({"dot"}, lambda facts: facts.corners > 0)

@@ -1,7 +1,7 @@
 """Small mistakes in the objective's formulas, one at a time, that the tests of values must catch.
 
-Each is a text that occurs once in a file of jaxrl_async/trainer, and what it is replaced by. Where
-the code has changed, take the same mistake in its new words; where it is gone, another one.
+Each is a text that occurs once in a file of jaxrl_async/algorithms, and what it is replaced by.
+Where the code has changed, take the same mistake in its new words; where it is gone, another one.
 """
 
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
@@ -75,11 +75,11 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
 }
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "advantages": ("trainer/test_advantages.py", "contract/test_advantages.py"),
-    "corrections": ("trainer/test_corrections.py",),
-    "losses": ("trainer/test_losses.py",),
-    "aggregate": ("trainer/test_aggregate.py", "contract/test_aggregates.py"),
-    "kl": ("trainer/test_kl.py",),
-    "shaping": ("trainer/test_shaping.py",),
+    "advantages": ("algorithms/test_advantages.py", "contract/test_advantages.py"),
+    "corrections": ("algorithms/test_corrections.py",),
+    "losses": ("algorithms/test_losses.py",),
+    "aggregate": ("algorithms/test_aggregate.py", "contract/test_aggregates.py"),
+    "kl": ("algorithms/test_kl.py",),
+    "shaping": ("algorithms/test_shaping.py",),
 }
 """Where each file's values are tested; no other test is asked."""

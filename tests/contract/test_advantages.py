@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms.advantages import StepData, advantage, step_data
-from jaxrl_async.config.schema import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 NAMES = sorted(advantage)
@@ -88,7 +88,7 @@ def test_a_group_of_one_gives_nothing_and_is_finite(name):
     assert (only == 0).all()
 
 
-def test_the_configuration_knows_which_give_nothing_to_a_group_of_one_whatever_its_tokens_earned():
+def test_it_is_declared_which_give_nothing_to_a_group_of_one_whatever_its_tokens_earned():
     """Beside a larger group, and with a reward for one of its tokens."""
     lone, others = group_of([2.0]), group_of([1.0, 0.0], 1)
     earned = np.linspace(0, 1, len(lone.episodes[0].token_ids)).astype(np.float32)
@@ -96,17 +96,40 @@ def test_the_configuration_knows_which_give_nothing_to_a_group_of_one_whatever_i
     data = dataclasses.replace(data, token_rewards=((earned,), (None, None)))
     nothing = {n for n in NAMES if (advantage[n](data).advantages[0][0] == 0).all()}
     # centred in its group and then over the step, it is minus the step's mean, which is rarely 0
-    assert nothing | {"reinforce_pp_baseline", "gdpo"} == set(COMPARED_IN_GROUP)
+    compared = {n for n in NAMES if advantage.facts(n).compared_in_group}
+    assert nothing | {"reinforce_pp_baseline", "gdpo"} == compared
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_configuration_knows_which_blow_small_differences_up(name):
+def test_it_is_declared_which_blow_small_differences_up(name):
     """Rewards that differ by 1e-4, beside a group where they differ by 1: as for a KL in them."""
     small, large = group_of([1e-4, 0.0, 2e-4]), group_of([1.0, 0.0, 0.0], 1)
     of_small = advantage[name](step_of(small, large)).advantages[0]
     blown = max(np.abs(a).max() for a in of_small) > 0.5
     others = {"reinforce_pp", "reinforce_pp_baseline", "discounted_batch", "gae"}  # over the step
-    assert blown == (name in DIVIDED_IN_GROUP) or name in others
+    assert blown == advantage.facts(name).divided_in_group or name in others
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_of_sequences_gives_all_tokens_of_an_episode_the_same(name):
+    groups = group_of([1.0, 0.0, 0.5]), group_of([0.0, 1.0], 1)
+    rng = np.random.default_rng(0)
+    earned = [[rng.random(len(e.token_ids), np.float32) for e in g.episodes] for g in groups]
+    data = dataclasses.replace(step_of(*groups, value=0.3), token_rewards=tuple(map(tuple, earned)))
+    of_groups = zip(groups, advantage[name](data).advantages, strict=True)
+    pairs = [pair for g, of_group in of_groups for pair in zip(g.episodes, of_group, strict=True)]
+    same = all(len(set(a[e.drawn].tolist())) <= 1 for e, a in pairs)
+    assert same == (advantage.facts(name).level == "sequence")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_that_needs_no_critic_does_without_its_values(name):
+    data = dataclasses.replace(step_of(group_of([1.0, 0.0])), values=None)
+    if "values" in advantage.facts(name).needs:
+        with pytest.raises(ConfigError, match="needs a critic's values"):
+            advantage[name](data)
+    else:
+        advantage[name](data)
 
 
 @pytest.mark.parametrize("name", sorted(set(RELATIVE) - BINARY - OF_SCALE))

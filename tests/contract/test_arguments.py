@@ -9,7 +9,7 @@ from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
-from jaxrl_async.algorithms.losses import NO_RATIO, supervised_loss, token_loss
+from jaxrl_async.algorithms.losses import supervised_loss, token_loss
 from jaxrl_async.algorithms.preferences import preference_loss
 from jaxrl_async.algorithms.registry import (
     defaults_of,
@@ -20,7 +20,6 @@ from jaxrl_async.algorithms.registry import (
     types_of,
 )
 from jaxrl_async.algorithms.shaping import shaping
-from jaxrl_async.config.schema import WITHOUT_RATIO
 from jaxrl_async.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs/algorithms.md"
@@ -134,11 +133,6 @@ def test_a_rule_between_arguments_is_checked_with_the_defaults_and_the_runs_sett
 )
 def test_what_a_rule_just_allows_is_taken(registry, choice):
     registry.resolve(choice, group_size=8)
-
-
-def test_the_losses_without_a_ratio_are_those_that_say_so():
-    said = {name for name in token_loss if getattr(token_loss[name], "asked", None) == NO_RATIO}
-    assert said == set(WITHOUT_RATIO)
 
 
 def test_the_documentation_lists_every_argument_with_default_and_range():

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
-from jaxrl_async.algorithms.losses import TokenInputs, supervised_loss, token_loss
+from jaxrl_async.algorithms.losses import NO_RATIO, TokenInputs, supervised_loss, token_loss
 from jaxrl_async.algorithms.segments import sequence_mean
 
 POLICY = sorted(token_loss)
@@ -17,11 +17,6 @@ ANY_LOSS = [
 ]
 SHAPE = (3, 7)
 SEGMENTS = jnp.asarray([[1, 1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 0, 0]])
-
-# Exceptions, each from the formula:
-OF_SEQUENCES = {"gspo", "geo_mean"}  # gradient of a token on-policy: -mean of A over its sequence
-SUMS_SEQUENCES = OF_SEQUENCES | {"gspo_token", "topr", "vespo"}  # order changes the last bits
-MAY_GROW = {"band"}  # raises small weights to its lower bound
 
 
 def inputs(seed: int = 0, *, on_policy: bool = False) -> TokenInputs:
@@ -92,11 +87,31 @@ def test_a_loss_is_float32_and_its_flags_are_bool(function):
 def test_on_policy_gradient_is_the_policy_gradient(function):
     x = inputs(on_policy=True)
     advantages = np.asarray(x.advantages, np.float64)
-    if function.__name__ in OF_SEQUENCES:
+    if token_loss.facts_of(function).gradient_of == "sequence":
         advantages = np.array(sequence_mean(x.advantages, x.mask, x.segment_ids))
     expected = np.where(x.mask, -advantages, 0.0)
     np.testing.assert_allclose(gradient(lambda y: function(y).loss, x), expected, atol=1e-6)
     assert not np.asarray(function(x).clipped).any()
+
+
+@each_policy_loss
+def test_a_loss_declares_whether_it_has_a_ratio(function):
+    """One without it does not look at what drew the tokens."""
+    x = inputs()
+    moved = x._replace(behavior_logprobs=x.behavior_logprobs - 0.1)
+    same = bool((function(x).loss == function(moved).loss).all())
+    assert same == (token_loss.facts_of(function).correction == NO_RATIO)
+
+
+@each_policy_loss
+def test_a_loss_declares_the_columns_that_it_needs(function):
+    needs, x = token_loss.facts_of(function).needs, inputs()
+    for column in needs:
+        with pytest.raises(AssertionError, match="rank of the covariance"):
+            function(x._replace(**{column: None}))
+    others = {"reference_logprobs", "covariance_rank", "reference_divergence"} - set(needs)
+    bare = function(x._replace(**dict.fromkeys(others)))
+    np.testing.assert_array_equal(bare.loss, function(x).loss)
 
 
 @each_loss
@@ -104,7 +119,8 @@ def test_order_of_tokens_does_not_matter(function):
     x = inputs()
     order = np.random.default_rng(1).permutation(SHAPE[1])
     moved = jax.tree.map(lambda a: a[:, order], x)
-    rtol = 1e-5 if function.__name__ in SUMS_SEQUENCES else 0
+    sums = token_loss.facts_of(function).ratio_of == "sequence"  # order changes the last bits
+    rtol = 1e-5 if sums else 0
     np.testing.assert_allclose(function(moved).loss, function(x).loss[:, order], rtol=rtol)
 
 
@@ -154,7 +170,7 @@ def test_a_correction_only_shrinks_and_has_no_gradient(function):
     result = function(x)
     weights, mask = np.asarray(result.weights), np.asarray(x.mask)
     assert (weights >= 0).all() and weights.dtype == np.float32
-    assert (weights <= 1).all() or function.__name__ in MAY_GROW
+    assert (weights <= 1).all() or correction.facts_of(function).may_grow
     assert result.log_ratio.dtype == np.float32 and result.truncated.dtype == np.bool_
     assert (weights[~mask] == 1).all() and (np.asarray(result.log_ratio)[~mask] == 0).all()
     both = lambda y: function(y).weights * jnp.exp(function(y).log_ratio)  # noqa: E731

@@ -117,7 +117,7 @@ def test_the_devices_of_every_generation_can_be_arranged():
         "from jaxrl_async.plan.programs import devices_of",
         "for name in CHIPS:",
         "    where = parse_slice(f'{name}-8')",
-        "    axes = schema.Axes(fsdp=where.num_devices // 2, tensor=2)",
+        "    axes = schema.AxesSection(fsdp=where.num_devices // 2, tensor=2)",
         "    assert make_mesh(axes, devices_of(where)).size == where.num_devices",
     ]
     done = subprocess.run(

@@ -31,6 +31,7 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     policy_update,
 )
 from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
@@ -106,7 +107,7 @@ def played(params) -> dict[str, EpisodeGroup]:
 
 def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     advantages = [[e.drawn.astype(np.float32) for e in g.episodes] for g in groups]
-    return pack_groups(groups, advantages, ROW, mask_vocab=SPEC.vocab)
+    return pack_groups(groups, advantages, ROW, sampler_columns=SamplerColumns(SPEC.vocab))
 
 
 def unmasked(batch: PackedBatch) -> PackedBatch:

@@ -142,9 +142,9 @@ def test_a_run_that_fails_after_its_first_record_keeps_its_folder(tmp_path):
 
 HOLD = """
 import sys
-from jaxrl_async.config.schema import Run
+from jaxrl_async.config.schema import RunSection
 from jaxrl_async.run.folder import claimed
-with claimed(Run(dir=sys.argv[1], name="demo", overwrite=True)) as paths:
+with claimed(RunSection(dir=sys.argv[1], name="demo", overwrite=True)) as paths:
     paths.metrics.write_text("living")
     print("held", flush=True)
     sys.stdin.readline()

@@ -26,7 +26,7 @@ from jaxrl_async.run.checkpoint.rollout_state import (
 from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.trainer.trainer import Outlets, Trainer
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import Drop
 
 PER_STEP = 2
@@ -119,11 +119,10 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
         outlets=Outlets(
             evaluate=dict, report=lambda *_: None, save=save, should_stop=lambda: False
         ),
-        total_steps=total,
-        version=version,
-        save_every=1,
-        resumed=None if was is None else {"skipped": 0, "limit": 0, "rest": 0},
+        settings=TrainerSettings(total_steps=total, save_every=1),
     )
+    if was is not None:
+        trainer.restore(version, {"skipped": 0, "limit": 0, "rest": 0})
     play(buffer, version)
     error = None
     try:

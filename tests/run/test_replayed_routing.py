@@ -31,6 +31,7 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     policy_update,
 )
 from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
@@ -123,7 +124,8 @@ def groups() -> Sequence[EpisodeGroup]:
 
 def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     advantages = [[e.drawn.astype(np.float32) for e in g.episodes] for g in groups]
-    return pack_groups(groups, advantages, ROW, mask_vocab=VOCAB, routing=routing_of(SPEC))
+    columns = SamplerColumns(VOCAB, routing_of(SPEC))
+    return pack_groups(groups, advantages, ROW, sampler_columns=columns)
 
 
 def step_on(**axes: int) -> Update[PolicyObjective]:

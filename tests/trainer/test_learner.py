@@ -1,6 +1,5 @@
 """One step of learning: what each companion does to the numbers."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, gae
-from jaxrl_async.algorithms.shaping import shaping
+from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, gae
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.credit import covariance_rank
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import Companions, Learner, copied, covariance_rank
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.pack import pack_groups
+from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.types import (
     Episode,
@@ -116,17 +116,15 @@ def learner_of(
     section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})})
     of_teacher = schema.TeacherSection(**(teacher or {}))
     step = step_of(section, of_teacher)
-    return Learner(
-        step,
-        step.init(PARAMS),
+    settings = LearnerSettings(
         algorithm=section,
-        advantage=advantage.resolve(section.advantage),
         row_length=ROW,
-        companions=Companions(own_pass=PASS, **(companions or {})),
         teacher=of_teacher,
         reference=schema.ReferenceSection(**(reference or {})),
         **how,
     )
+    beside = {"own_pass": PASS, **(companions or {})}
+    return Learner(step, step.init(PARAMS), settings, Companions(**beside))
 
 
 def moved(learner: Learner, groups: list[EpisodeGroup] = GROUPS, version: int = 0) -> dict:
@@ -142,8 +140,8 @@ def apart(a: Any, b: Any) -> float:
 
 
 def test_shapings_come_before_the_advantage_and_are_counted() -> None:
-    capped = shaping.resolve({"cap": {"low": 0.0, "high": 0.5}})
-    plain, shaped = learner_of(), learner_of(shapings=(capped,))
+    capped = {"cap": {"low": 0.0, "high": 0.5}}
+    plain, shaped = learner_of(), learner_of(algorithm={"shaping": (capped,)})
     assert "shaping/capped" not in moved(plain)
     ones = sum(s.reward == 1 for g in GROUPS for s in g.scores)
     assert moved(shaped)["shaping/capped"] == ones
@@ -234,7 +232,7 @@ FROM_EARNED: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*FROM_EARNED, "own"])
+@pytest.mark.parametrize("name", [*FROM_EARNED, "by_sequence", "by_token"])
 def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
     name: str, tmp_path: Path
 ) -> None:
@@ -255,28 +253,31 @@ def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
     learner = learner_of(
         algorithm={
             **{"kl_in": "reward", "kl": "k1", "kl_coefficient": 0.3, "loss": "gpg"},
-            "advantage": f"{own}:by_sequence" if name == "own" else name,
+            "advantage": f"{own}:{name}" if name.startswith("by_") else name,
         },
         companions={"reference": copied(OTHER)},
     )
     found: list[StepAdvantages] = []
-    inner = learner._advantage
+    inner = learner.credit.advantage
 
     def noted(data: StepData) -> StepAdvantages:
         found.append(inner(data))
         return found[0]
 
-    learner._advantage = noted
+    learner.credit = replace(learner.credit, advantage=noted)
     moved(learner, groups)
     batch = pack_groups(groups, None, ROW)
     gap = PASS.logprobs(PARAMS, batch).astype(np.float64) - PASS.logprobs(OTHER, batch)
     earned = []
     for e, s in ((e, s) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)):
         place = batch.sequence_ids == len(earned)
-        values = np.asarray(s.token_rewards, np.float64) * (name != "own") - 0.3 * gap[place]
+        values = (
+            np.asarray(s.token_rewards, np.float64) * (name != "by_sequence") - 0.3 * gap[place]
+        )
         earned.append(values[e.drawn])
         earned[-1][-1] += s.reward
-    wanted = FROM_EARNED["reinforce" if name == "own" else name](earned)
+    alike = {"by_sequence": "reinforce", "by_token": "reinforce_pp"}
+    wanted = FROM_EARNED[alike.get(name, name)](earned)
     drawn = [e.drawn for g in groups for e in g.episodes]
     flat = [a for of_group in found[0].advantages for a in of_group]
     for a, mask, values in zip(flat, drawn, wanted, strict=True):
@@ -285,7 +286,12 @@ def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
 
 OWN_ADVANTAGE = """
 import numpy as np
-from jaxrl_async.algorithms.advantages import StepAdvantages
+from jaxrl_async.algorithms.advantages import StepAdvantages, reinforce_pp
+from jaxrl_async.algorithms.registry import declare
+
+@declare(level="token")
+def by_token(data):
+    return reinforce_pp(data)
 
 def by_sequence(data):
     # looks at the sequences' rewards alone
@@ -457,11 +463,11 @@ def test_what_it_saves_makes_another_one_go_on_alike() -> None:
 
 
 def test_a_step_with_nothing_to_learn_leaves_what_is_steered() -> None:
-    algorithm = {"kl_coefficient": 0.1, "kl_target": 0.01, "entropy_target": 1.0}
-    cut = functools.partial(shaping["overlong_filter"], max_tokens=0)
-    learner = learner_of(
-        algorithm=algorithm, shapings=(cut,), companions={"reference": copied(OTHER)}
-    )
+    algorithm = {
+        **{"kl_coefficient": 0.1, "kl_target": 0.01, "entropy_target": 1.0},
+        "shaping": ({"overlong_filter": {"max_tokens": 1}},),
+    }
+    learner = learner_of(algorithm=algorithm, companions={"reference": copied(OTHER)})
     before = learner.numbers()
     stats = moved(learner)
     assert stats["train/tokens"] == 0 and learner.numbers() == before
@@ -503,7 +509,9 @@ def test_worked_answers_and_sampling_masks_go_together() -> None:
     both = [
         moved(
             learner_of(
-                algorithm=settings, companions={"pairs": iter(lambda: pair, None)}, mask_vocab=size
+                algorithm=settings,
+                companions={"pairs": iter(lambda: pair, None)},
+                sampler_columns=SamplerColumns(mask_vocab=size),
             ),
             groups,
         )["train/loss"]
@@ -556,7 +564,7 @@ def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() 
         "bias": jnp.ones(1),
     }
     learner.critic_state = CRITIC.step.init(scores_of)
-    learner._advantage = looking
+    learner.credit = replace(learner.credit, advantage=looking)
     moved(learner, cut)
     (data,) = seen
     for g, values, last in zip(data.groups, data.values, data.last_values, strict=True):
@@ -579,15 +587,9 @@ def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warmin
     critic = make_critic(SPEC, settings, learning_rate=1e-2, total_steps=8 * 3)
     state = critic.step.init(critic_parts()["critic_state"].params)
     parts = {"critic": critic, "critic_state": state}
-    learner = Learner(
-        step,
-        step.init(PARAMS),
-        algorithm=section,
-        advantage=advantage.resolve("gae"),
-        row_length=ROW,
-        companions=Companions(own_pass=PASS, **parts),
-        critic_warmup=warming,
-    )
+    settings = LearnerSettings(algorithm=section, row_length=ROW, critic_warmup=warming)
+    companions = Companions(own_pass=PASS, **parts)
+    learner = Learner(step, step.init(PARAMS), settings, companions)
     rates: dict[str, list[float]] = {"train": [], "critic": []}
     both: tuple[tuple[str, Update[Any]], ...] = (("train", step), ("critic", critic.step))
     for name, of in both:
@@ -634,11 +636,12 @@ class CountedPass:
 def test_the_reference_looks_at_a_step_once(
     settings: dict[str, Any], before: int, inside: int
 ) -> None:
+    reference = copied(OTHER)
+    counted = CountedPass(reference)
     learner = learner_of(
-        algorithm={"kl_coefficient": 0.1, **settings}, companions={"reference": copied(OTHER)}
+        algorithm={"kl_coefficient": 0.1, **settings},
+        companions={"reference": reference, "own_pass": counted},
     )
-    counted = CountedPass(learner.reference)
-    learner._with = replace(learner._with, own_pass=counted)  # type: ignore[arg-type]
     real, given = learner._step.update, []
 
     def update(*args: Any, **how: Any) -> Any:
@@ -662,7 +665,8 @@ def test_a_reference_looked_up_once_says_what_it_says_in_every_update() -> None:
     for inside in (False, True):
         learner = learner_of(algorithm=settings, companions={"reference": copied(OTHER)})
         if inside:
-            learner._takes_reference = False
+            others = learner.credit.columns - {"reference_logprobs"}
+            learner.credit = replace(learner.credit, columns=others)
         told.append((moved(learner), learner.params))
     assert apart(told[0][1], told[1][1]) < 1e-5
     for key in ("policy/kl_reference", "train/loss"):

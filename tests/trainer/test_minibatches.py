@@ -8,15 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.algorithms.advantages import advantage
+from jaxrl_async.algorithms.advantages import StepData
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.learner import Learner, Part
+from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
-from jaxrl_async.trainer.pack import TrainSequence, deal, moved, pack, places_of, repacked
+from jaxrl_async.trainer.pack import TrainSequence, pack
+from jaxrl_async.trainer.step_data import (
+    PackedStep,
+    RowIndex,
+    StepRows,
+    deal,
+    moved,
+    repacked,
+)
 from jaxrl_async.types import PackedBatch
 
 VOCAB = 24
@@ -46,12 +54,14 @@ def learner_of(row_length: int, minibatches: int, **algorithm) -> Learner:
     settings = LearningSettings(mesh=MESH, trainer=trainer, row_length=row_length)
     step = policy_update(SPEC, settings, section, total_steps=9)
     return Learner(
-        step,
-        step.init(PARAMS),
-        algorithm=section,
-        advantage=advantage.resolve("group_mean"),
-        row_length=row_length,
+        step, step.init(PARAMS), LearnerSettings(algorithm=section, row_length=row_length)
     )
+
+
+def step_of(batch: PackedBatch) -> PackedStep:
+    """A step of which only the rows are looked at."""
+    data = StepData(groups=(), rewards=())
+    return PackedStep(data, StepRows(batch, {}, {}), RowIndex.of(batch))
 
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.39, 0.8, 128), 16, 4000).astype(int)
@@ -59,7 +69,7 @@ EPISODES = pack([sequence(n, i) for i, n in enumerate(LENGTHS)], 4096)
 """128 lognormal episodes, 817 tokens in the mean and 2,929 at most, in 26 rows."""
 
 
-def sequence_weights(parts: list[Part]) -> np.ndarray:
+def sequence_weights(parts: list[StepRows]) -> np.ndarray:
     """Of each episode, over all updates."""
     found = np.zeros(len(LENGTHS))
     for part in parts:
@@ -76,7 +86,7 @@ def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
     """Rows of neighbours in length, each mini-batch a mean of its own, gave the longest quarter
     1.2, 2.5 and 3.6 times the weight of the shortest."""
     learner = learner_of(4096, minibatches, aggregate=aggregate)
-    many, lazy = learner._parts(Part(EPISODES, {}), (0, 0, 0))
+    many, lazy = learner.mini_batches(step_of(EPISODES), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == many == minibatches
     whole = learner._step.objective.weights(EPISODES)["weights"][EPISODES.mask]
@@ -114,7 +124,7 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
     batch = pack([*sequences, sequence(9, 11, learns=False)], 32)
     learner = learner_of(32, 4, **algorithm)
     step = learner._step
-    _, lazy = learner._parts(Part(batch, {}), (0, 0, 0))
+    _, lazy = learner.mini_batches(step_of(batch), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == 4
     losses = [step.measure(PARAMS, PolicyData(p.batch, p.columns))["train/loss"] for p in parts]
@@ -124,7 +134,7 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
 
 def test_the_mini_batches_are_made_one_by_one():
     """All at once, each with its rows' sampling masks, were the step a second time."""
-    many, parts = learner_of(4096, 16)._parts(Part(EPISODES, {}), (0, 0, 0))
+    many, parts = learner_of(4096, 16).mini_batches(step_of(EPISODES), (0, 0, 0))
     made: list[weakref.ref] = []
     for part in parts:
         made.append(weakref.ref(part.batch.token_ids))
@@ -154,7 +164,7 @@ def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, see
     sizes = [np.isin(p, own).sum() for p in dealt]
     assert max(sizes) - min(sizes) <= 1
     for part in dealt:
-        places = places_of(batch, part)
+        places = RowIndex.of(batch).places_of(part)
         found = repacked(batch, places)
         np.testing.assert_array_equal(np.unique(found.sequence_ids[places >= 0]), part)
         for number in part:

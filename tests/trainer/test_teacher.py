@@ -11,7 +11,7 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, hidden_states, init_params
 from jaxrl_async.model.divergence import (
     FrozenPolicy,
@@ -90,9 +90,9 @@ def test_a_larger_teacher_vocabulary_is_cut_to_the_policys_rows(tmp_path, tied):
     check_advisers(config, policy.spec, policy.tokenizer)
     learner = make_learner(config, policy, SLICES, TOKENIZER)
     packed = batch()
-    teacher_pass = learner._with.teacher_pass
-    assert teacher_pass is not None and teacher_pass.spec.vocab == 24
-    found = teacher_pass.logprobs(learner.teacher, packed)
+    assert learner.credit.teacher_vocab == 24
+    found = learner.run_passes(packed).teacher
+    assert found is not None
     every = log_softmax(logits(teacher, packed)[..., :24])
     wanted = np.take_along_axis(every, packed.token_ids[..., None], -1)[..., 0]
     np.testing.assert_allclose(found[packed.mask], wanted[packed.mask], atol=1e-4)
@@ -129,13 +129,14 @@ def test_a_smaller_teacher_gives_no_advice_on_a_token_that_it_does_not_have(tmp_
     packed = batch()
     row, at = (int(i[0]) for i in np.nonzero(packed.mask))
     packed.token_ids[row, at] = 30
-    found = learner._look(packed, NO_DEVICE_LOCK)
-    advised, told = learner._advised(packed, found)
-    assert advised.advantages[row, at] == packed.advantages[row, at]
-    assert np.isfinite(advised.advantages).all() and np.isfinite(told["policy/teacher_gap"])
+    teacher_logprobs = learner.run_passes(packed).teacher
+    assert teacher_logprobs is not None
+    advised, gap = learner.credit.advised(packed, packed.advantages, teacher_logprobs)
+    assert advised[row, at] == packed.advantages[row, at]
+    assert np.isfinite(advised).all() and np.isfinite(gap)
     others = packed.mask.copy()
     others[row, at] = False
-    assert (advised.advantages != packed.advantages)[others].all()
+    assert (advised != packed.advantages)[others].all()
 
 
 def test_cutting_leaves_what_fits():
@@ -210,7 +211,8 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     config = config_of(path=path, form="loss", kind="reverse", top_k=5, top_of="student")
     learner = make_learner(config, policy, SLICES, TOKENIZER)
     packed = batch()
-    columns = learner._columns(packed, {}, NO_DEVICE_LOCK)
+    columns = learner.run_passes(packed).top_k
+    assert columns is not None
     own = log_softmax(logits(policy, packed))
     theirs = log_softmax(logits(teacher, packed)[..., :24])
     wanted_ids = np.argsort(-own[..., :24], -1)[..., :5]

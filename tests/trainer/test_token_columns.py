@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
-from jaxrl_async.trainer.token_columns import Routing, mask_bits, sequence_bits
+from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, mask_bits, sequence_bits
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
 VOCAB, ROUTING = 29, Routing(layers=3, chosen=2, dtype=np.int8)
@@ -59,8 +59,8 @@ def packed(
     **kw: Any,
 ) -> Any:
     advantages = [[np.ones(len(e.token_ids), np.float32) for e in episodes]]
-    how: dict[str, Any] = {"mask_vocab": mask_vocab, "routing": routing, **kw}
-    return pack_groups([group_of(*episodes)], advantages, 16, **how)
+    columns = SamplerColumns(mask_vocab, routing)
+    return pack_groups([group_of(*episodes)], advantages, 16, sampler_columns=columns, **kw)
 
 
 turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)

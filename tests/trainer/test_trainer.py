@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
-from jaxrl_async.trainer.trainer import Outlets, Trainer
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 
@@ -102,7 +102,9 @@ class Script:
             source=self,
             publisher=self,
             outlets=outlets,
-            **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings},
+            settings=TrainerSettings(
+                **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings}
+            ),
         )
 
 
@@ -151,7 +153,9 @@ def test_checkpoints_come_every_so_many_steps_and_once_at_the_end() -> None:
 def test_a_resumed_trainer_does_not_write_its_checkpoint_again() -> None:
     script = Script()
     numbers = script.trainer().numbers()
-    script.trainer(total_steps=4, version=2, save_every=2, eval_every=0, resumed=numbers).run()
+    trainer = script.trainer(total_steps=4, save_every=2, eval_every=0)
+    trainer.restore(2, numbers)
+    trainer.run()
     assert [e for e in script.events if e.startswith("save")] == ["save 4"]
 
 

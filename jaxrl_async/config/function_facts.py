@@ -1,0 +1,32 @@
+"""What the rules of the configuration know of registered functions, by name.
+
+The rules run before any part is imported, and config imports none. Each function declares the same
+facts where it is registered (in `algorithms`), and those modules fail to import where a set here
+says otherwise.
+"""
+
+NEEDS_VALUES = frozenset({"gae"})
+"""Advantages that need a critic's values."""
+COMPARED_IN_GROUP = frozenset(
+    {
+        "group_normalized", "group_mean", "kimi", "rloo", "opo", "maxrl", "pass_at_k", "grpo_lead",
+        "reinforce_pp_baseline", "gdpo",
+    }
+)  # fmt: skip
+"""Advantages that compare the answers to one prompt: 0 for a group of one."""
+DIVIDED_IN_GROUP = frozenset({"group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl"})
+"""Advantages that divide by the spread or the mean of a group's rewards, so that a KL in a group of
+equal rewards alone grows to advantages of full size."""
+CENTERED_IN_STEP = frozenset({"reinforce_pp", "discounted_batch"})
+"""Advantages that are 0 for a step of one answer, undiscounted, as `discounted` is for a group of
+one."""
+WEIGHS_PARTS = frozenset({"gdpo"})
+"""Advantages that weigh the parts of the reward themselves."""
+WITHOUT_RATIO = frozenset({"gpg"})
+"""Losses without a ratio: where nothing is corrected, no anchor is looked at."""
+WHOLE_VOCABULARY = frozenset({"full"})
+"""KL estimators over the whole vocabulary, which are a term of the loss alone."""
+WITHOUT_GRADIENT = frozenset({"k1"})
+"""KL estimators whose expected gradient is 0."""
+WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})
+"""Preference losses that do not compare with a reference."""

@@ -1,0 +1,196 @@
+"""Credit: what the passes found out about a step, and its rewards, become advantages.
+
+rewards ──less the KL──> estimator ──> advantages ──plus the teacher's──> rows
+values of a critic ────────^   └────> returns, for the critic
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
+from jaxrl_async.algorithms.kl import KLFn, is_whole
+from jaxrl_async.algorithms.losses import token_inputs, token_loss
+from jaxrl_async.config import schema
+from jaxrl_async.trainer.distill import teacher_advantages
+from jaxrl_async.trainer.step_data import ByGroup, PackedStep
+from jaxrl_async.types import FloatArray, PackedBatch
+
+
+class PassResults(NamedTuple):
+    """What forward passes over the step gave; [rows, length] float32. None: not taken."""
+
+    proximal: FloatArray | None = None  # log-probs of the weights at the start of the step
+    reference: FloatArray | None = None  # log-probs of the reference
+    teacher: FloatArray | None = None  # log-probs of the teacher
+    values: FloatArray | None = None  # a critic's, of the state before each token
+    last_values: FloatArray | None = None  # of the state after a sequence's last token, there
+    top_k: Columns | None = None  # teacher_ids and teacher_logprobs
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes count in the report's FLOPs: last values come with the values."""
+        counted = (self.proximal, self.reference, self.teacher, self.values)
+        return sum(result is not None for result in counted)
+
+
+def pass_columns(
+    algorithm: schema.AlgorithmSection, *, refers: bool, offloads: bool
+) -> frozenset[str]:
+    """Return the columns that are made by passes before the updates of a step.
+
+    The proximal log-probs are, where the weights move between them and their use. The reference's
+    are where the rewards need them, where each epoch would take them anew, and where the reference
+    is not on the devices.
+
+    Args:
+        algorithm: the algorithm's settings.
+        refers: whether there is a reference.
+        offloads: whether the reference lies in the host's memory.
+    """
+    in_reward = algorithm.kl_in == "reward" and refers
+    needed = {c for c in token_loss.facts(algorithm.loss).needs if COLUMNS[c].source is Source.PASS}
+    if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
+        needed.add("proximal_logprobs")
+    several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
+    if in_reward or (refers and (several_passes or offloads)):
+        needed.add("reference_logprobs")
+    return frozenset(needed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """The way from a step's rewards to what each of its tokens is to learn from."""
+
+    algorithm: schema.AlgorithmSection
+    teacher: schema.TeacherSection
+    advantage: AdvantageFn
+    kl: KLFn  # of algorithm.kl
+    columns: frozenset[str]  # as pass_columns
+    teacher_vocab: int | None = None  # tokens that the teacher knows; None: all
+
+    def __call__(
+        self, step: PackedStep, results: PassResults, kl_coefficient: float
+    ) -> tuple[PackedStep, dict[str, float]]:
+        """Return the step with advantages and the columns that losses and critic need; a report.
+
+        Args:
+            step: packed and shaped, with advantages of 0.
+            results: what the passes found out about it.
+            kl_coefficient: of the KL that is taken off the rewards.
+        """
+        data, report = self.rewarded(step, results, kl_coefficient)
+        learnt = self.advantage(data)
+        advantages = step.to_rows(learnt.advantages)
+        if results.teacher is not None:
+            advantages, gap = self.advised(step.batch, advantages, results.teacher)
+            report["policy/teacher_gap"] = gap
+        columns: Columns = {} if results.top_k is None else dict(results.top_k)
+        if results.proximal is not None:
+            columns["proximal_logprobs"] = results.proximal
+        if results.reference is not None:
+            columns["reference_logprobs"] = results.reference
+        if "covariance_rank" in self.columns:
+            assert results.proximal is not None, "the rank is of the policy's own log-probs"
+            rank = covariance_rank(results.proximal, advantages, step.batch.mask)
+            columns["covariance_rank"] = rank
+        critic: Columns = {}
+        if results.values is not None and learnt.returns is not None:
+            critic = {"values": results.values, "returns": step.to_rows(learnt.returns)}
+        return step.with_rows(advantages, columns, critic), report
+
+    def rewarded(
+        self, step: PackedStep, results: PassResults, kl_coefficient: float
+    ) -> tuple[StepData, dict[str, float]]:
+        """Return the step's data with the critic's values and less the KL; a report."""
+        data = step.data
+        if results.values is not None and results.last_values is not None:
+            last = _last_of_each(step.to_groups(results.last_values))
+            data = replace(data, values=step.to_groups(results.values), last_values=last)
+        if results.reference is None or self.algorithm.kl_in != "reward":
+            return data, {}
+        assert results.proximal is not None, "a KL in the rewards needs the policy's log-probs"
+        kl = self.divergence(step.batch, results.proximal, results.reference)
+        penalties = step.to_groups(kl_coefficient * kl)
+        return less_penalty(data, penalties, self.algorithm.advantage)
+
+    def divergence(
+        self, batch: PackedBatch, proximal: FloatArray, reference: FloatArray
+    ) -> FloatArray:
+        """Return algorithm.kl's estimate at each token, for weights at the start of the step."""
+        x = token_inputs(
+            {
+                "policy_logprobs": proximal,
+                "reference_logprobs": reference,
+                "entropy": np.zeros(batch.mask.shape),
+                **{n: getattr(batch, n) for n in names_of(Source.PACK) if COLUMNS[n].in_loss},
+            }
+        )
+        return np.asarray(self.kl(x), np.float32)
+
+    def advised(
+        self, batch: PackedBatch, advantages: FloatArray, teacher: FloatArray
+    ) -> tuple[FloatArray, float]:
+        """Mix the teacher's advantages in, as distill.teacher_advantages; [rows, length].
+
+        Returns them with the mean of log behavior - log teacher over the learnt tokens.
+        """
+        behavior = batch.behavior_logprobs
+        known = batch.mask & np.isfinite(behavior - teacher)  # a foreign sampler may give none
+        if self.teacher_vocab is not None:
+            known &= batch.token_ids < self.teacher_vocab
+        gap = -np.asarray(teacher_advantages(behavior, teacher, known))
+        mixed = self.teacher.rewards * advantages - self.teacher.coefficient * gap
+        mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
+        return mixed.astype(np.float32), mean
+
+
+def less_penalty(
+    data: StepData, penalties: ByGroup, choice: schema.Choice
+) -> tuple[StepData, dict[str, float]]:
+    """Take a penalty per token off the rewards, once; return the mean of each sequence's sum, too.
+
+    It is taken off the tokens' rewards, which every estimator looks at that declares its level, and
+    off the sequences' for any other, which may look at these alone.
+    """
+    sums = [np.array([p.sum(dtype=np.float64) for p in of_group]) for of_group in penalties]
+    flat = np.concatenate(sums)
+    report = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
+    if advantage.facts(choice).level is None:
+        rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
+        return replace(data, rewards=rewards), report
+    before = data.token_rewards or tuple((None,) * len(g) for g in penalties)
+    less = tuple(
+        tuple(-p if old is None else old - p for old, p in zip(*both, strict=True))
+        for both in zip(before, penalties, strict=True)
+    )
+    return replace(data, token_rewards=less), report
+
+
+def covariance_rank(
+    logprobs: FloatArray, advantages: FloatArray, mask: NDArray[np.bool_]
+) -> FloatArray:
+    """Rank the learnt tokens by covariance, as losses.TokenInputs.covariance_rank: 0 the largest.
+
+    (log policy - mean) (A - mean) over the learnt tokens of the step: Cui et al. 2025
+    (arXiv:2505.22617), eq. 10. Ties keep the order of the tokens. 1 outside the mask.
+    """
+    rank = np.ones(mask.shape, np.float32)
+    logs, values = logprobs[mask].astype(np.float64), advantages[mask].astype(np.float64)
+    if len(logs):
+        covariance = (logs - logs.mean()) * (values - values.mean())
+        order = np.argsort(-covariance, kind="stable")
+        places = np.empty(len(order))
+        places[order] = np.arange(len(order))
+        rank[mask] = places / len(order)
+    return rank
+
+
+def _last_of_each(values: ByGroup) -> tuple[NDArray[np.float64], ...]:
+    """Return each episode's last number; per group [episodes], 0 for an episode without tokens."""
+    return tuple(
+        np.array([v[-1] if len(v) else 0.0 for v in of_group], np.float64) for of_group in values
+    )

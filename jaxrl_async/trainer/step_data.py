@@ -1,0 +1,203 @@
+"""One step in both views: its sequences, and the rows that they are packed into.
+
+    sequences   AAAAA BBB CCCC DD      rewards, values, advantages: an array per episode
+                  │ to_rows   ^
+                  v           │ to_sequences
+    rows        AAAAABBB               what programs see: [rows, length]
+                CCCCDD..
+
+The step is packed once. One index says where the tokens of each sequence lie, and everything that
+is found out about the step joins the rows as a column.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.advantages import StepData
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source
+from jaxrl_async.algorithms.shaping import Shaped
+from jaxrl_async.trainer.pack import Pair, first_fit_decreasing, pack_groups
+from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
+from jaxrl_async.types import FloatArray, PackedBatch
+
+ByGroup = tuple[tuple[NDArray[Any], ...], ...]
+"""Per group and episode: [length]."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a step or of a part of it; host arrays [rows, length, ...]."""
+
+    batch: PackedBatch
+    columns: Columns  # the policy's, of COLUMNS
+    critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic learns
+
+    def at(self, places: NDArray[np.int64]) -> "StepRows":
+        """Return what lies at these flat places [rows, length]; -1 is padding."""
+        columns = {n: moved(c, places, COLUMNS[n].fill) for n, c in self.columns.items()}
+        critic = {name: moved(column, places) for name, column in self.critic.items()}
+        return StepRows(repacked(self.batch, places), columns, critic)
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """Where the tokens of each sequence lie in the rows of a batch."""
+
+    sequences: tuple[NDArray[np.int64], ...]  # of each its tokens' flat places, in order
+    shape: tuple[int, ...]  # rows, length
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "RowIndex":
+        """Return the index of a batch, by its sequence_ids."""
+        ids = batch.sequence_ids.ravel()
+        places = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
+        lengths = np.bincount(ids[places])
+        return cls(tuple(np.split(places, np.cumsum(lengths)[:-1])), batch.sequence_ids.shape)
+
+    def to_sequences(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return [rows, length] values as an array [length] for each sequence."""
+        flat = values.ravel()
+        return [flat[places] for places in self.sequences]
+
+    def to_rows(self, values: Sequence[FloatArray]) -> FloatArray:
+        """Return arrays [length] of the first sequences as [rows, length] float32, elsewhere 0."""
+        rows = np.zeros(self.shape, np.float32)
+        if len(values):
+            places = np.concatenate(self.sequences[: len(values)])
+            rows.ravel()[places] = np.concatenate(values)
+        return rows
+
+    def places_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the flat places [rows, length] of some sequences packed into rows of their own.
+
+        -1 is padding. `StepRows.at`, `repacked` and `moved` follow them.
+        """
+        lengths = [len(self.sequences[s]) for s in sequences]
+        rows = first_fit_decreasing(lengths, self.shape[1])
+        places = np.full((len(rows), self.shape[1]), -1, np.int64)
+        for row, members in zip(places, rows, strict=True):
+            tokens = np.concatenate([self.sequences[sequences[m]] for m in members])
+            row[: len(tokens)] = tokens
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """One step: its data by sequence, its rows, and the index between."""
+
+    data: StepData
+    rows: StepRows
+    index: RowIndex
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The packed sequences."""
+        return self.rows.batch
+
+    def to_groups(self, values: NDArray[Any]) -> ByGroup:
+        """Return [rows, length] values as an array [length] for each episode of each group."""
+        rest = iter(self.index.to_sequences(values))  # worked answers come last
+        return tuple(tuple(next(rest) for _ in g.episodes) for g in self.data.groups)
+
+    def to_rows(self, values: Sequence[Sequence[FloatArray]]) -> FloatArray:
+        """Return an array [length] per group and episode as [rows, length]; 0 outside the mask."""
+        flat = self.index.to_rows([v for of_group in values for v in of_group])
+        return np.where(self.batch.mask, flat, np.float32(0))
+
+    def with_rows(self, advantages: FloatArray, columns: Columns, critic: Columns) -> "PackedStep":
+        """Return the step with these advantages [rows, length] and columns."""
+        rows = StepRows(replace(self.batch, advantages=advantages), columns, critic)
+        return replace(self, rows=rows)
+
+
+def pack_step(
+    shaped: Shaped,
+    row_length: int,
+    *,
+    pairs: Sequence[Pair] = (),
+    sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
+) -> PackedStep:
+    """Pack a shaped step, with advantages of 0. Raise DataError as `pack` does.
+
+    Args:
+        shaped: the step's data, and which of its tokens are learnt.
+        row_length: tokens in a row.
+        pairs: worked answers, packed after the episodes.
+        sampler_columns: what is packed of the sampler's choices.
+    """
+    batch = pack_groups(
+        shaped.data.groups,
+        None,
+        row_length,
+        masks=shaped.masks,
+        pairs=pairs,
+        sampler_columns=sampler_columns,
+    )
+    return PackedStep(shaped.data, StepRows(batch, {}, {}), RowIndex.of(batch))
+
+
+def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Deal the sequences that are learnt into random parts of equal numbers, give or take one.
+
+    A part takes one of the `parts` longest answers, one of the next, and so on: tokens balance, and
+    a sequence is as likely in one part as in another, whatever its length. (verl deals equal
+    numbers in the step's order, TRL after a shuffle.) Worked answers are dealt alike, apart. There
+    are fewer parts where there are fewer sequences. A sequence that learns nothing is in no part,
+    unless all of them learn nothing.
+
+    Args:
+        batch: the whole step.
+        parts: how many are wanted.
+        seed: numbers that key the shuffle.
+
+    Returns:
+        The sequence_ids of each part, sorted.
+    """
+    num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
+    own, worked = (
+        np.bincount(batch.sequence_ids[mask], minlength=num_sequences)
+        for mask in (batch.mask, batch.supervised)
+    )
+    kinds = [lengths for lengths in (own, worked) if lengths.any()]
+    if not kinds:
+        return [np.arange(num_sequences)]
+    parts = min(parts, int(np.count_nonzero(kinds[0])))
+    rng = np.random.default_rng(list(seed))
+    dealt = [_dealt(lengths, parts, rng) for lengths in kinds]
+    return [np.sort(np.concatenate(of_part)) for of_part in zip(*dealt, strict=True)]
+
+
+def _dealt(
+    lengths: NDArray[np.int64], parts: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Deal the indices of lengths above 0. What is left over is drawn by lot, so that no length is
+    in the larger parts more often."""
+    there = rng.permutation(np.flatnonzero(lengths))
+    left, even = np.split(there, [len(there) % parts])
+    even = even[np.argsort(-lengths[even], kind="stable")]
+    dealt = list(rng.permuted(even.reshape(-1, parts), axis=1).T)
+    for part, place in zip(rng.permutation(parts), left, strict=False):
+        dealt[part] = np.append(dealt[part], place)
+    return dealt
+
+
+def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDArray[Any]:
+    """Return the values [rows, length, ...] at flat places; `fill` where a place is -1."""
+    taken = values.reshape(-1, *values.shape[2:])[places]
+    taken[places < 0] = fill
+    return taken
+
+
+def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
+    """Return the batch of some of its sequences alone, which keep sequence_ids and group_ids."""
+    columns: dict[str, Any] = {
+        c.name: moved(getattr(batch, c.name), places, c.fill)
+        for c in COLUMNS.values()
+        if c.source is Source.PACK and getattr(batch, c.name) is not None
+    }
+    starts = (columns["positions"] == 0) & (places >= 0)
+    columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)
+    return PackedBatch(**columns)
