@@ -1,4 +1,4 @@
-"""What learns: the update of the policy, all that advises or learns beside it, and the trainer."""
+"""What learns: the update of the policy, and all that advises or learns beside it."""
 
 import functools
 import logging
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
-from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Config,
@@ -28,11 +27,8 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import GroupSource
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary, reference_params
 from jaxrl_async.run.builders.initial_policy import load_policy
-from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
@@ -44,7 +40,6 @@ from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.trainer.update import TrainState, Update
 
 log = logging.getLogger(__name__)
@@ -231,42 +226,6 @@ def warm_started(
         lockstep=lockstep,
     )
     return policy.with_params(params), metrics
-
-
-def make_pacing(config: Config) -> Bounds | None:
-    """Return how the staleness target adapts; None: it is always max_staleness."""
-    section = config.staleness
-    if section.adapt == "none":
-        return None
-    return Bounds(
-        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
-    )
-
-
-def make_trainer(
-    config: Config,
-    learner: Learner,
-    source: GroupSource,
-    sampling: Sampling,
-    outlets: Outlets,
-    lock: Lock,
-) -> Trainer:
-    """Put the trainer around the learner: it draws from `source` and publishes to the samplers."""
-    return Trainer(
-        learner=learner,
-        source=source,
-        publisher=sampling.channel,
-        outlets=outlets,
-        settings=TrainerSettings(
-            total_steps=config.run.steps,
-            eval_every=config.eval.every,
-            save_every=config.checkpoint.every,
-            max_skipped_steps=config.trainer.max_skipped_steps,
-            pacing=make_pacing(config),
-            probe=sampling.probe,
-        ),
-        device_lock=lock,
-    )
 
 
 # ---- log-probs of exactly the distribution that tokens were drawn from
