@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layout import Layout
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
@@ -145,6 +144,7 @@ def sequence_attention(
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
+<<<<<<< HEAD
 def decoder_settings(
     mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
 ) -> dict[str, Any]:
@@ -154,6 +154,8 @@ def decoder_settings(
     return {"dtype": dtype, "attention": chosen, "layout": Layout(mesh), **more}
 
 
+=======
+>>>>>>> fix-run
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
     """Return why an attention cannot run on a device, and what to do; None if it can."""
     if name == "splash" and device.platform != "tpu":
