@@ -144,18 +144,6 @@ def sequence_attention(
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
-<<<<<<< HEAD
-def decoder_settings(
-    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
-) -> dict[str, Any]:
-    """Return the keyword arguments of a decoder's functions on this mesh: dtype, attention by name,
-    layout and more. Raises ConfigError as sequence_attention does."""
-    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
-    return {"dtype": dtype, "attention": chosen, "layout": Layout(mesh), **more}
-
-
-=======
->>>>>>> fix-run
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
     """Return why an attention cannot run on a device, and what to do; None if it can."""
     if name == "splash" and device.platform != "tpu":

@@ -123,57 +123,6 @@ def hidden_states(
     remat: str = "none",
     attention: SequenceAttention = reference,
 ) -> Array:
-<<<<<<< HEAD
-    """Return hidden states [B, T, D] after the final norm.
-
-    Inputs are [B, T] int32; attention is causal within a segment, segment 0 is padding.
-    """
-    arrays = (token_ids, positions, segment_ids)
-    x = token_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)
-    return x.reshape(*token_ids.shape, -1)
-
-
-def token_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> Array:
-    """Return hidden_states as tokens [B * T, D] in the order of the layout, which the attention
-    must share."""
-    states, _ = replayed_states(
-        spec, params, token_ids, positions, segment_ids, None,
-        dtype=dtype, remat=remat, attention=attention, layout=layout,
-    )  # fmt: skip
-    return states
-
-
-def replayed_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    expert_ids: Array | None,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> tuple[Array, Array | None]:
-    """Return token_states with each token routed to given experts, and in how many layers the
-    router would have chosen others, [B, T] int32.
-
-    expert_ids: [B, T, layers, k] integers, as in moe.route; -1: the router chooses for this token.
-    None: it chooses for all tokens, and nothing is counted.
-    """
-=======
     """Return the hidden states after the final norm, [B, T, D].
 
     [B, T] inputs; attention is causal within a segment, and segment 0 is padding.
@@ -189,7 +138,6 @@ def token_states(
     """Return each token's hidden state, each token sent through its given experts if it has any."""
     dtype, attention, layout = settings.dtype, settings.attention, settings.layout
     token_ids, positions, segment_ids, _, expert_ids = tokens
->>>>>>> fix-run
     B = token_ids.shape[0]
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)

@@ -68,18 +68,9 @@ def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params
 def token_scores(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-<<<<<<< HEAD
-    """Return the head's output at each token, which has seen that token: [B, T] float32; anything
-    in padding."""
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, remat=remat, attention=attention, layout=layout,
-    )  # fmt: skip
-=======
     """Return the head's number at every token, having seen it: [B, T] float32; any in padding."""
     layout = settings.layout
     hidden = token_states(spec, params, tokens, settings).hidden
->>>>>>> fix-run
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
     scores = hidden.astype(jnp.float32) @ layout.gathered(head["kernel"], ("embed",))
     scores = scores + head["bias"] if "bias" in head else scores
@@ -89,20 +80,11 @@ def token_scores(
 def token_values(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> tuple[Array, Array]:
-<<<<<<< HEAD
-    """Return the value of the state before each token, and of the state after each segment.
-
-    [B, T] inputs -> [B, T] float32 twice. The first has at t the value of the state that token t is
-    drawn in, which has seen the tokens up to t - 1; like log-probs it is 0 where a segment starts
-    and in padding. The second has the value after the last token at each segment's last token, and
-    is 0 elsewhere. Keywords as token_scores.
-=======
     """Return the value of the state that each token is drawn in, and, at each segment's last token,
     of the state after it; [B, T] float32 each.
 
     The state of token t has seen the tokens up to t - 1. The first array is placed as log-probs
     are, 0 where a segment starts and in padding; the second is 0 elsewhere.
->>>>>>> fix-run
     """
     scores = token_scores(spec, params, tokens, settings)
     after = jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
@@ -112,18 +94,9 @@ def token_values(
 def sequence_scores(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-<<<<<<< HEAD
-    """Return each segment's score at its last token, 0 elsewhere: [B, T] float32.
-
-    Keywords as token_scores.
-    """
-    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    return jnp.where(last_tokens(segment_ids), scores, 0.0)
-=======
     """Return the score of each whole segment at its last token, 0 elsewhere; [B, T] float32."""
     scores = token_scores(spec, params, tokens, settings)
     return jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
->>>>>>> fix-run
 
 
 def last_tokens(segment_ids: Array) -> Array:
