@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from common import MODELS, Row, make_params, options, parser, report
 
-from jaxrl_async.sampler.device.engine import DecodeArgs, Engine
+from jaxrl_async.sampler.device.arguments import DecodeArgs
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 
 ROWS, LIVE, BLOCK = 64, 64, 32
@@ -159,9 +161,11 @@ def best_s(work: Callable[[], Any], repeats: int, inner: int = 20) -> float:
 def decode_step(model: str, repeats: int) -> tuple[float, float]:
     """Return (seconds of a step, seconds of a block beyond its steps): medians."""
     spec, width = MODELS[model], LIVE // 32 + 2
-    engine = Engine(spec, slots=ROWS, max_length=256, pages=ROWS * width, block=BLOCK)
+    engine = Engine(
+        EngineSpec(model=spec, slots=ROWS, max_length=256, pages=ROWS * width, block=BLOCK)
+    )
     weights, state = engine.prepare(make_params(spec)), engine.init_decode_state()
-    state = state._replace(slot=state.slot._replace(max_new=jnp.full(ROWS, 10**6)))
+    state = state._replace(slot_params=state.slot_params._replace(max_new=jnp.full(ROWS, 10**6)))
     taken: dict[int, float] = {}
     for steps in (0, BLOCK):
         run = DecodeArgs(

@@ -372,7 +372,7 @@ def _noting(
         before, programs, first = loop.stats, batch.engine.num_compiled, version()
         came = play(loop, batch)
         after = loop.stats
-        steps = (after.slot_steps - before.slot_steps) // batch.engine.slots
+        steps = (after.slot_steps - before.slot_steps) // batch.engine.spec.slots
         busy_s = after.busy_s - before.busy_s
         if busy_s > 0:
             rounds.append(

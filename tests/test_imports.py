@@ -40,8 +40,12 @@ HOST_SIDE = [
     "staleness",
     "codec",
     "sampler.batch.concurrency",
-    "sampler.router.router",
-    "sampler.router.supervise",
+    "sampler.batch.sequence",
+    "sampler.batch.admission",
+    "sampler.batch.kv_pool",
+    "sampler.router",
+    "sampler.requests",
+    "sampler.stats",
     "plan.simulate",
 ]
 """Modules, and packages of which every module counts."""

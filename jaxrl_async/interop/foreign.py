@@ -1,47 +1,59 @@
-"""Somebody else's JetStream engine as our sampler: it draws, our rollouts and trainer do the rest.
+"""A foreign JetStream engine as our sampler: it draws, our rollouts and trainer do the rest.
 
-        submit_many ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
+    submit ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
-Both shapes of the contract are driven: 0.2.2 (prefill gives the prefix) and 0.3.0 (it gives the
-first token too). Such an engine tells no log-probs: completions carry NaN, which says
-that the trainer must compute them itself (and its metrics then say for how many tokens it did).
+The engine has the contract of google-jetstream 0.2.2: prefill returns the prefix, and every token
+comes out of `generate`. It gives no log-probs: completions carry NaN, and the trainer computes
+them itself (its metrics then say for how many tokens). A ForeignSampler is a ports.Replica, so
+several may stand behind a router.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
-import threading
 import time
-import weakref
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxrl_async.errors import Closed
+from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.model.decoder import Params
 from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
-from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
+from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import Room, checked_request
-from jaxrl_async.types import Completion, Partial, Request, SamplingParams, StopReason
+from jaxrl_async.sampler.requests import AnyFuture, Waiter, resolve
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.types import Completion, IntArray, Partial, Request, SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 60.0
+"""Longest wait for the thread to end, seconds; an engine that hangs is left alone."""
+LEAST_BUCKET = 16
+"""Shortest prompt that the engine compiles for, tokens; longer ones are powers of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignWeights:
+    """What the engine draws from."""
+
+    params: Params  # as the engine takes them
+    version: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A request in a slot."""
+    """A request in the queue or in a slot, and its tokens so far."""
 
     request: Request
-    future: Any
-    loop: asyncio.AbstractEventLoop
-    queued_at: float
-    started_at: float = 0.0
+    waiter: Waiter
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -52,70 +64,91 @@ class _Running:
 
     @property
     def done(self) -> bool:
-        """Whether it ended."""
+        """Whether it has ended."""
         return self.stopped or len(self.tokens) >= self.request.max_new_tokens
 
 
 class ForeignSampler:
-    """ports.Generate over any JetStream engine. One thread of its own drives the engine.
+    """A ports.Replica and ports.Generate over any JetStream engine, which a thread of its own
+    drives.
 
-    Temperature, top-k and the like are the engine's own: a request that asks for something is
-    served all the same, and a warning says so once.
+    Temperature, top-k and the like are the engine's own: a request that asks for others is served
+    all the same, with one warning. Requests cannot be saved: their random numbers are the engine's.
     """
 
     seed: int | None = None  # it continues no Partial
+    has_logprobs: bool = False  # see ports.Replica
 
     def __init__(
         self,
         engine: Any,
         *,
-        params: Any = None,
+        params: Params | None = None,
         weights: WeightSource = FIXED_WEIGHTS,
         version: int = 0,
-        to_params: Callable[[Any], Any] = lambda params: params,
+        to_params: Callable[[Params], Params] = lambda params: params,
     ) -> None:
-        """params: null: the engine's own load_params(). to_params: of what the weight source gives
-        to what the engine takes."""
-        self.engine, self.version = engine, version
-        self._params = engine.load_params() if params is None else params
-        self._weights, self._to_params = weights, to_params
-        self._gives_first = "bulk_insert" in engine_api().Engine.__abstractmethods__
-        self._queue: deque[_Running] = deque()
-        self._running: dict[int, _Running] = {}
-        self._wake, self._lock = threading.Event(), threading.Lock()
-        self._closed = False
-        self._pid = os.getpid()
-        self._state: Any = None
-        self.error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._warned = False
-        weights.attach(self._wake)
+        """Take the engine; the first request starts the thread. Raises MissingExtraError.
 
-    # ---- any thread
+        Args:
+            engine: A jetstream.engine.engine_api.Engine.
+            params: What the engine draws from. None: its own load_params().
+            weights: Where new weights come from.
+            version: Of the first weights.
+            to_params: Converts what the weight source gives to what the engine takes.
+        """
+        engine_api()
+        params = engine.load_params() if params is None else params
+        self.engine, self.weights, self._to_params = engine, weights, to_params
+        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="foreign")
+        self.loop = ForeignLoop(
+            engine,
+            self.lifetime,
+            weights,
+            to_params,
+            ForeignWeights(params=params, version=version),
+        )
+        self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
+        weights.attach(self.lifetime.wake)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that it draws from."""
+        return self.loop.drawn_from.version
+
+    @property
+    def places(self) -> int:
+        """Number of slots of the engine."""
+        return int(self.engine.max_concurrent_decodes)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that ended the thread."""
+        return self.lifetime.error
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """Ids of the requests that had a slot when the thread ended with `error`."""
+        return self.loop.blamed
+
+    def stats(self) -> SamplerStats:
+        """Return a consistent reading of the statistics: counts of steps, tokens and requests."""
+        return self.loop.stats
+
+    # ---- its life
 
     def start(self) -> None:
-        """Start the thread; done by the first request where nobody did it."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(
-                    target=serve,
-                    args=(weakref.ref(self), self._wake, ForeignSampler._go_on),
-                    name="foreign",
-                    daemon=True,
-                )
-                close_at_exit(self)
-                self._thread.start()
+        """Start the thread; the first request does it, too."""
+        self.lifetime.start()
 
     def close(self) -> None:
-        """Stop after the step under way; who still waits gets Closed. Idempotent."""
-        if os.getpid() != self._pid:
-            return  # a fork: the thread is the other process's
-        with self._lock:
-            self._closed = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._fail_all(self.error or Closed("the sampler was closed before the request was done"))
+        """Stop after the current step; requests that are not done fail with Closed. Idempotent."""
+        if self.lifetime.is_forked:
+            return  # the thread and its callers are in the other process
+        if not self.lifetime.stop(CLOSE_S):
+            log.error("the foreign engine's thread did not end within %.0f s", CLOSE_S)
+        if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
+            self.loop.fail_all(self.error or _closed_too_early())
 
     def __enter__(self) -> Self:
         return self
@@ -123,147 +156,271 @@ class ForeignSampler:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def check_waits(self) -> None:
+        """Raise RolloutError where waiting for this sampler would never end: on its own thread, or
+        in a forked process."""
+        self.lifetime.check_waits()
+
+    def abandon(self) -> None:
+        """Detach from the thread, which is dead or hung: ignore anything that it still produces,
+        and stop weight updates from waiting for it."""
+        with self.lifetime.lock:
+            self.lifetime.closed = True
+        self.lifetime.wake.set()
+        self.weights.leave()
+
+    def successor(self) -> "ForeignSampler":
+        """Return a sampler in the place of this one, which was abandoned: the same engine, the
+        newest weights, no requests. Waits for weights that are on their way.
+
+        Raises Closed and WeightsError, as the weight source does.
+        """
+        if self.error is not None:  # it holds the decode state, and there is no room for another
+            traceback.clear_frames(self.error.__traceback__)
+            self.loop.state = None
+        source = self._rejoined = (self._rejoined or self.weights).rejoin()
+        try:
+            weights, update = self.loop.drawn_from, source.poll(wait=True)
+            if update is not None:
+                params = self._to_params(update.params)
+                weights = ForeignWeights(params=params, version=update.version)
+            successor = ForeignSampler(
+                self.engine,
+                params=weights.params,
+                weights=source,
+                version=weights.version,
+                to_params=self._to_params,
+            )
+            if update is not None:
+                source.live(update.version)
+            return successor
+        except BaseException:
+            source.leave()
+            raise
+
+    # ---- requests
+
     async def submit(self, request: Request) -> Completion:
         """Complete one request."""
         return await self.submit_many([request])[0]
 
-    def progress(self) -> tuple[Partial, ...]:
-        """See ports.Generate: a foreign engine does not say."""
-        return ()
-
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> "list[asyncio.Future[Completion]]":
-        """Queue all requests at once, in order (ports.Generate). Raises RolloutError for one that
-        cannot be served, which names the field."""
-        check_here(self, self._pid)
+        """Queue all requests at once, in this order; return futures of the running event loop. See
+        ports.Generate. Raises RolloutError for one that cannot be served, which names the field."""
         loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        self._queue(requests, futures, loop)
+        return futures
+
+    def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
+        """Queue all requests at once, in this order; return futures for threads. See
+        submit_many."""
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        self._queue(requests, futures, None)
+        return futures
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as this sampler will serve them. Raises RolloutError for one that
+        cannot be served, which names the field."""
+        return [*self._checked(requests)]
+
+    def progress(self) -> tuple[Partial, ...]:
+        """Return nothing: a foreign engine's requests cannot be saved."""
+        return ()
+
+    def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
+        """Raise RolloutError: a foreign engine's requests cannot be saved."""
+        raise RolloutError(
+            f"request {request_id!r} cannot be saved: a foreign engine keeps the state of its "
+            "random numbers to itself. Use jaxrl_async.Sampler for requests that are saved."
+        )
+
+    def _checked(self, requests: Sequence[Request | Partial]) -> list[Request]:
         room = Room(max_length=self.engine.max_prefill_length + 1)
-        checked = [checked_request(r, room, answer_fits=False) for r in requests]
+        for given in requests:
+            if isinstance(given, Partial):
+                raise RolloutError(
+                    f"saved request {given.request.request_id!r} cannot be continued: a foreign "
+                    "engine has random numbers of its own. Submit its request, which begins again "
+                    "at the prompt."
+                )
+        return [checked_request(r, room, answer_fits=False) for r in requests]
+
+    def _queue(
+        self,
+        requests: Sequence[Request | Partial],
+        futures: Sequence[AnyFuture],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        """Queue all requests at once. loop: the futures' own; None: threads wait for them."""
+        self.lifetime.check_process()
         now = time.perf_counter()
         waiting = [
-            _Running(request=r, future=loop.create_future(), loop=loop, queued_at=now)
-            for r in checked
+            _Running(request=request, waiter=Waiter(queued_at=now, future=future, loop=loop))
+            for request, future in zip(self._checked(requests), futures, strict=True)
         ]
-        self.start()
-        with self._lock:
-            if self.error is not None:
-                raise self.error
-            if self._closed:
-                raise Closed("the sampler is closed")
-            self._queue.extend(waiting)
-        self._wake.set()
-        return [w.future for w in waiting]
+        self.lifetime.start()
+        with self.lifetime.lock:
+            self.lifetime.check_open("the sampler is closed")
+            self.loop.queue.extend(waiting)
+        self.lifetime.wake.set()
 
-    # ---- the thread
 
-    def _go_on(self) -> float | None:
-        """One step of the engine, and how long to sleep after it (lifetime.serve); None: it is
-        over.
+class ForeignLoop:
+    """The thread's side of a foreign sampler: the queue, the engine and its slots.
+
+    The queue is guarded by the lifetime's lock; any thread may read `stats` and call `fail_all`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        lifetime: Lifetime,
+        source: WeightSource,
+        to_params: Callable[[Params], Params],
+        weights: ForeignWeights,
+    ) -> None:
+        """Begin with these weights; to_params: see ForeignSampler."""
+        self._engine, self._lifetime, self._source = engine, lifetime, source
+        self._to_params, self.drawn_from = to_params, weights
+        self.queue: deque[_Running] = deque()
+        self._running: dict[int, _Running] = {}  # by slot
+        self.state: Any = None  # the engine's decode state, made by the thread
+        self.stats = SamplerStats()
+        self.blamed: frozenset[str] = frozenset()
+        self._warned = False
+
+    def step(self) -> float | None:
+        """Play one step of the engine; return how long to sleep after it (Lifetime), None at
+        the end.
 
         consumes      requests, weights
-        waits for     self._wake when there is nothing to do
-        produces      completions into futures
-        on failure    a prompt that the engine does not prefill fails alone; else every waiter gets
-                      the exception; `error` keeps it
+        waits for     lifetime.wake, only when idle
+        produces      completions into the waiters' futures
+        on failure    a prompt that the engine cannot prefill fails alone; any other exception fails
+                      all requests, and `ForeignSampler.error` keeps it
         """
         try:
-            if self._closed:
+            if self._lifetime.closed:
+                self.fail_all(self._lifetime.error or _closed_too_early())
                 return None
-            if self._state is None:
-                self._state = self.engine.init_decode_state()
+            if self.state is None:
+                self.state = self._engine.init_decode_state()
             self._take_weights()
             self._drop_cancelled()
             self._fill()
             if self._running:
-                self._step()
+                self._generate()
+            self.stats = replace(self.stats, in_flight=len(self._running), waiting=len(self.queue))
         except BaseException as error:
-            with self._lock:
-                self.error, self._closed = error, True
+            self.blamed = frozenset(r.request.request_id for r in self._running.values())
+            self._lifetime.fail(error)
             log.error("the foreign engine stopped: %s", error)
-            self._fail_all(error)
+            self.fail_all(error)
             return None
-        return 0.0 if self._running or self._queue or self._closed else math.inf
+        return 0.0 if self._running or self.queue or self._lifetime.closed else math.inf
+
+    def fail_all(self, error: BaseException) -> None:
+        """Answer all requests with this error."""
+        with self._lifetime.lock:
+            waiting = [*self.queue, *self._running.values()]
+            self.queue.clear()
+            self._running.clear()
+        resolve([(running.waiter, error) for running in waiting])
 
     def _take_weights(self) -> None:
-        update = self._weights.poll(wait=not self._running)
-        if update is not None:
-            self._params, self.version = self._to_params(update.params), update.version
-            self._weights.live(update.version)
+        """Swap to new weights if some have arrived."""
+        update = self._source.poll(wait=not self._running)
+        if update is None:
+            return
+        params = self._to_params(update.params)
+        self.drawn_from = ForeignWeights(params=params, version=update.version)
+        self.stats = replace(self.stats, swaps=self.stats.swaps + 1)
+        self._source.live(update.version)
 
     def _drop_cancelled(self) -> None:
-        for slot in [s for s, r in self._running.items() if r.future.cancelled()]:
+        """Free the slots of requests whose callers no longer wait."""
+        slots = [s for s, r in self._running.items() if r.waiter.gave_up]
+        for slot in slots:
             del self._running[slot]
-        with self._lock:
-            self._queue = deque(r for r in self._queue if not r.future.cancelled())
+        with self._lifetime.lock:
+            queued = len(self.queue)
+            self.queue = deque(r for r in self.queue if not r.waiter.gave_up)
+            cancelled = queued - len(self.queue) + len(slots)
+        self.stats = replace(self.stats, cancelled=self.stats.cancelled + cancelled)
 
     def _fill(self) -> None:
-        """Requests into free slots, oldest first."""
-        for slot in range(self.engine.max_concurrent_decodes):
+        """Put requests into free slots, oldest first."""
+        for slot in range(self._engine.max_concurrent_decodes):
             if slot in self._running:
                 continue
-            with self._lock:
-                if not self._queue:
+            with self._lifetime.lock:
+                if not self.queue:
                     return
-                running = self._queue.popleft()
-            running.started_at = time.perf_counter()
+                running = self.queue.popleft()
+            running.waiter.started_at = time.perf_counter()
             self._warn_of(running.request)
-            prefilled = self._prefill(running)
-            if prefilled is not None:
-                self._insert(slot, running, *prefilled)
+            try:
+                prefix = self._engine.prefill(
+                    params=self.drawn_from.params,
+                    padded_tokens=jax.numpy.asarray(self._padded(running.request.token_ids)),
+                    true_length=len(running.request.token_ids),
+                )
+            except Exception as error:
+                self._fail_alone(running, error)
+                continue
+            self._running[slot] = running
+            self.state = self._engine.insert(prefix, self.state, slot=slot)
+            prefilled = self.stats.prefill_tokens + len(running.request.token_ids)
+            self.stats = replace(self.stats, prefill_tokens=prefilled)
 
-    def _prefill(self, running: _Running) -> tuple[Any, Any] | None:
-        """The prefix, and the first token where the engine gives it; None: it raised, and this
-        request alone has failed."""
-        tokens = running.request.token_ids
-        bucket = 16
-        while bucket < len(tokens):
+    def _padded(self, token_ids: IntArray) -> IntArray:
+        """Pad a prompt to a length that is compiled for."""
+        bucket = LEAST_BUCKET
+        while bucket < len(token_ids):
             bucket *= 2
-        padded = np.zeros(min(bucket, self.engine.max_prefill_length), np.int32)
-        padded[: len(tokens)] = tokens
-        try:
-            result = self.engine.prefill(
-                params=self._params,
-                padded_tokens=jax.numpy.asarray(padded),
-                true_length=len(tokens),
-            )
-        except Exception as error:
-            log.error("request %s failed, alone: %s", running.request.request_id, error)
-            _give(running, error)
-            return None
-        return result if self._gives_first else (result, None)
+        padded = np.zeros(min(bucket, self._engine.max_prefill_length), np.int32)
+        padded[: len(token_ids)] = token_ids
+        return padded
 
-    def _insert(self, slot: int, running: _Running, prefix: Any, first: Any) -> None:
-        self._state = self.engine.insert(prefix, self._state, slot=slot)
-        self._running[slot] = running
-        if first is not None:
-            self._add(running, first.convert_to_numpy(), 0)
-            self._finish([slot])
+    def _fail_alone(self, running: _Running, error: Exception) -> None:
+        """Answer a request whose prompt the engine did not prefill."""
+        log.error("request %s failed, alone: %s", running.request.request_id, error)
+        self.stats = replace(self.stats, failed=self.stats.failed + 1)
+        resolve([(running.waiter, error)])
 
-    def _step(self) -> None:
-        """One `generate`; what ended leaves its slot."""
-        self._state, result = self.engine.generate(self._params, self._state)
+    def _generate(self) -> None:
+        """Draw the next tokens of every slot, and answer the requests that have ended."""
+        self.state, result = self._engine.generate(self.drawn_from.params, self.state)
         result = result.convert_to_numpy()
-        for slot, running in self._running.items():
-            self._add(running, result, slot)
-        self._finish(list(self._running))
+        drawn = sum(self._add(running, result, slot) for slot, running in self._running.items())
+        now = time.perf_counter()
+        done = {slot: running for slot, running in self._running.items() if running.done}
+        for slot in done:
+            del self._running[slot]
+        self.stats = replace(
+            self.stats,
+            blocks=self.stats.blocks + 1,
+            generated_tokens=self.stats.generated_tokens + drawn,
+            requests_done=self.stats.requests_done + len(done),
+            truncated=self.stats.truncated + sum(not r.stopped for r in done.values()),
+        )
+        resolve([(running.waiter, _completion(running, now)) for running in done.values()])
 
-    def _add(self, running: _Running, result: Any, slot: int) -> None:
-        """A slot's new tokens, as far as the request wants them."""
-        found = result.get_result_at_slot(slot)
-        for token, valid in zip(found.tokens[0], found.valid[0], strict=True):
+    def _add(self, running: _Running, result: Any, slot: int) -> int:
+        """Add a slot's new tokens, as many as the request wants; return how many."""
+        before = len(running.tokens)
+        in_slot = result.get_result_at_slot(slot)
+        for token, valid in zip(in_slot.tokens[0], in_slot.valid[0], strict=True):
             if valid and not running.done:
                 running.tokens.append(int(token))
-                running.versions.append(self.version)
-
-    def _finish(self, slots: Sequence[int]) -> None:
-        now = time.perf_counter()
-        for slot in slots:
-            if self._running[slot].done:
-                running = self._running.pop(slot)
-                _give(running, _completion(running, now))
+                running.versions.append(self.drawn_from.version)
+        return len(running.tokens) - before
 
     def _warn_of(self, request: Request) -> None:
+        """Warn once that the engine samples by its own settings."""
         if not self._warned and request.sampling != SamplingParams():
             self._warned = True
             log.warning(
@@ -272,38 +429,21 @@ class ForeignSampler:
                 request.sampling,
             )
 
-    def _fail_all(self, error: BaseException) -> None:
-        with self._lock:
-            waiting = [*self._queue, *self._running.values()]
-            self._queue.clear()
-            self._running.clear()
-        for running in waiting:
-            _give(running, error)
+
+def _closed_too_early() -> Closed:
+    return Closed("the sampler was closed before the request was done")
 
 
 def _completion(running: _Running, now: float) -> Completion:
-    n = len(running.tokens)
+    """Return the answer to a request that has ended."""
+    waiter, n = running.waiter, len(running.tokens)
+    started = now if waiter.started_at is None else waiter.started_at
     return Completion(
         request_id=running.request.request_id,
         token_ids=np.array(running.tokens, np.int32),
         logprobs=np.full(n, np.nan, np.float32),
         versions=np.array(running.versions, np.int32),
         stop=StopReason.EOS if running.stopped else StopReason.LENGTH,
-        queued_s=running.started_at - running.queued_at,
-        latency_s=now - running.queued_at,
+        queued_s=started - waiter.queued_at,
+        latency_s=now - waiter.queued_at,
     )
-
-
-def _give(running: _Running, result: Completion | BaseException) -> None:
-    """Set the future on its own loop."""
-
-    def put() -> None:
-        if running.future.done():
-            return
-        if isinstance(result, BaseException):
-            running.future.set_exception(result)
-        else:
-            running.future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        running.loop.call_soon_threadsafe(put)

@@ -1,15 +1,15 @@
-"""Our engine as a JetStream Engine: a real subclass, made when jetstream is installed (extra
-[jetstream]).
+"""Our engine as a subclass of JetStream's Engine, for who has jetstream (extra [jetstream]).
 
-The core neither imports nor installs the archived package; this module is its one door. The
-contract is
-that of google-jetstream 0.2.2: prefill gives the prefix only, and every token comes out of
-`generate`.
+The core neither imports nor installs the archived package; this module is its one door. The classes
+here stand without it: `make_engine` binds them to JetStream's base classes when it is called. The
+contract is that of google-jetstream 0.2.2: prefill returns the prefix only, and every token comes
+from `generate`.
 """
 
 import importlib
 import sys
 import types
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,27 +21,30 @@ from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import check_positions
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.batch import Sequence_, ask_of
-from jaxrl_async.sampler.device.engine import (
+from jaxrl_async.sampler.batch.prefill import slot_params_of
+from jaxrl_async.sampler.batch.sequence import LiveRequest
+from jaxrl_async.sampler.device.arguments import (
     DecodeArgs,
     DecodeState,
-    Engine,
+    EngineWeights,
     InsertArgs,
     PrefillArgs,
     Prefix,
 )
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import AnyArray, mix_of
 from jaxrl_async.types import Request, SamplingParams
 
 PAGE_TOKENS = 32
-"""Tokens in a page. JetStream knows no pages: each slot has its own for good."""
+"""Tokens in a page. JetStream knows no pages: each slot keeps the same ones forever."""
 STAND_IN = {"seqio": (), "seqio.vocabularies": ("Vocabulary", "SentencePieceVocabulary")}
-"""What jetstream names of seqio, which would bring TensorFlow: two classes, used as annotations."""
+"""The two classes of seqio that jetstream's annotations name; seqio would bring TensorFlow."""
 
 
 @lru_cache(maxsize=1)
 def engine_api() -> Any:
-    """jetstream.engine.engine_api. Raises MissingExtraError where it is absent or of another
+    """Import jetstream.engine.engine_api. Raises MissingExtraError if it is missing or has another
     contract."""
     try:
         importlib.import_module("seqio")
@@ -57,14 +60,14 @@ def engine_api() -> Any:
         ) from None
     if "bulk_insert" in api.Engine.__abstractmethods__:
         raise MissingExtraError(
-            "this jetstream has the 0.3.0 contract (prefill gives the first token). Install "
+            "this jetstream has the 0.3.0 contract (prefill returns the first token). Install "
             "google-jetstream==0.2.2."
         )
     return api
 
 
 def _stand_in_for_seqio() -> None:
-    """Empty classes under seqio's names, so that jetstream's annotations resolve."""
+    """Register empty classes under seqio's names, so that jetstream's annotations resolve."""
     for name, classes in STAND_IN.items():
         module = types.ModuleType(name)
         for class_name in classes:
@@ -72,7 +75,7 @@ def _stand_in_for_seqio() -> None:
         sys.modules[name] = module
 
 
-class State(NamedTuple):
+class SlotStates(NamedTuple):
     """Our decode state, and what JetStream leaves to the engine to remember of each slot."""
 
     core: DecodeState
@@ -81,11 +84,151 @@ class State(NamedTuple):
     drawn: jax.Array  # [S] int32
 
 
-class Prefilled(NamedTuple):
+class PrefilledPrompt(NamedTuple):
     """A prefilled prompt."""
 
     core: Prefix
     length: int
+
+
+class JaxrlEngine:
+    """JetStream's Engine in terms of ours; see make_engine."""
+
+    def __init__(
+        self, core: Engine, policy: Policy, template: Request, seed: int, tokenizer: Any
+    ) -> None:
+        """template: sampling, stop tokens and max_new_tokens of every request. tokenizer: ours, or
+        None."""
+        self._core, self._policy, self._seed, self._tokenizer = core, policy, seed, tokenizer
+        self._template, self._inserted = template, 0
+        slots, width = core.spec.slots, core.spec.num_pages(core.spec.max_length)
+        # An upper bound of each slot's length, so that no length is read back from the device.
+        self._longest = np.zeros(slots, np.int64)
+        self._tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
+
+    def load_params(self, *args: Any, **kwargs: Any) -> EngineWeights:
+        """Return the policy's parameters as the engine takes them."""
+        return self._core.prepare(self._policy.params)
+
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> SlotStates:
+        """Return empty slots."""
+        zeros = jnp.zeros(self._core.spec.slots, jnp.int32)
+        return SlotStates(self._core.init_decode_state(), zeros > 0, zeros, zeros + 0)
+
+    def prefill(
+        self,
+        *,
+        params: EngineWeights,
+        existing_prefix: Any = None,
+        padded_tokens: AnyArray,
+        true_length: int,
+    ) -> PrefilledPrompt:
+        """Prefill a prompt; padded_tokens [bucket], the first true_length are real.
+
+        Raises NotImplementedError for an existing_prefix.
+        """
+        if existing_prefix is not None:
+            raise NotImplementedError("existing_prefix: prefill the whole prompt instead")
+        tokens = np.asarray(padded_tokens, np.int32)
+        indices = np.arange(len(tokens), dtype=np.int32)
+        one = np.zeros(1, np.int32)
+        chunk = PrefillArgs(
+            tokens, indices, indices[None], indices, one, one + true_length, one[:0][None]
+        )
+        return PrefilledPrompt(self._core.prefill(params, None, chunk), int(true_length))
+
+    def insert(self, prefix: PrefilledPrompt, decode_state: SlotStates, slot: int) -> SlotStates:
+        """Start decoding a prefilled prompt in a slot."""
+        length, core, spec = prefix.length, self._core, self._core.spec
+        where = np.arange(prefix.core.kv.k[0].shape[0])
+        pages = self._tables[slot][np.minimum(where // PAGE_TOKENS, self._tables.shape[1] - 1)]
+        request = replace(self._template, request_id=str(self._inserted), key=(self._inserted, 0))
+        live = LiveRequest(
+            request=request, max_new=min(request.max_new_tokens, spec.max_length - length)
+        )
+        no_pages = np.zeros(0, np.int32)
+        args = InsertArgs(
+            pages=np.where(where < length, pages, spec.pages).astype(np.int32),
+            offsets=(where % PAGE_TOKENS).astype(np.int32),
+            sources=no_pages,
+            targets=no_pages,
+            rows=np.zeros(1, np.int32),
+            slots=np.array([slot], np.int32),
+            slot_params=slot_params_of([live], 1, self._seed),
+        )
+        self._inserted += 1
+        self._longest[slot] = length
+        return SlotStates(
+            core.insert(prefix.core, decode_state.core, args),
+            decode_state.active.at[slot].set(True),
+            decode_state.lengths.at[slot].set(length),
+            decode_state.drawn.at[slot].set(0),
+        )
+
+    def generate(self, params: EngineWeights, decode_state: SlotStates) -> tuple[SlotStates, Any]:
+        """Draw K tokens in every active slot: return the new state and JetStream's ResultTokens."""
+        spec = self._core.spec
+        k, every = spec.block, jnp.arange(spec.slots, dtype=jnp.int32)
+        context = min(spec.num_pages(int(self._longest.max())), self._tables.shape[1])
+        args = DecodeArgs(
+            rows=jnp.where(decode_state.active, every, spec.slots),
+            reserve=np.zeros(0, np.int32),
+            num_reserve=np.int32(0),
+            lengths=decode_state.lengths,
+            drawn=decode_state.drawn,
+            tables=self._tables,
+            steps=np.int32(k),
+        )
+        core, block = self._core.generate(
+            params,
+            decode_state.core,
+            args,
+            context_pages=shapes.steps_of_half(context),
+            mix=mix_of([self._template]),
+        )
+        self._longest = np.minimum(self._longest + k, spec.max_length)
+        valid, drawn = _counted(block.owners, decode_state.drawn, spec.slots)
+        ended = jnp.any(block.ends & valid, axis=1)
+        lengths = decode_state.lengths + drawn - decode_state.drawn
+        new = SlotStates(core, decode_state.active & ~ended, lengths, drawn)
+        return new, _result_tokens(_as_data(block.tokens, valid, drawn), k)
+
+    def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
+        """Return the sharding of a prefix: the default device."""
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def get_tokenizer(self) -> Any:
+        """Return JetStream's description of a tokenizer; build_tokenizer gives the real one."""
+        tokenizer = importlib.import_module("jetstream.engine.tokenizer_pb2")
+        return tokenizer.TokenizerParameters(path="")
+
+    def build_tokenizer(self, metadata: Any) -> Any:
+        """Return our tokenizer in JetStream's interface."""
+        return jetstream_tokenizer(self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """Number of slots."""
+        return self._core.spec.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """Longest prompt, tokens: JetStream wants one of its own buckets, powers of two."""
+        return 1 << ((self._core.spec.max_length - 1).bit_length() - 1)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The default device."""
+        return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+
+    @property
+    def colocated_cpus(self) -> None:
+        """None are named."""
 
 
 def make_engine(
@@ -100,248 +243,113 @@ def make_engine(
     seed: int = 0,
     tokenizer: Any = None,
 ) -> Any:
-    """A jetstream.engine.engine_api.Engine over the policy.
+    """Return a jetstream.engine.engine_api.Engine over the policy.
 
-    tokens_per_step: K tokens a slot in each `generate`, in JetStream's words speculations. Each
-    insert is a new request with a number of its own, which its random numbers depend on.
-    tokenizer: ours, of data.tokenizer; only serving text needs one. Raises MissingExtraError, and
-    ConfigError where max_length is beyond the policy's positions.
+    Args:
+        policy: the model and its parameters.
+        slots: requests that decode at the same time.
+        max_length: prompt and answer, tokens.
+        max_new_tokens: longest answer.
+        tokens_per_step: tokens a slot in each `generate` (JetStream's word: speculations).
+        sampling: of every request.
+        stop_token_ids: of every request.
+        seed: of the random numbers; each insert is a new request with random numbers of its own.
+        tokenizer: ours, of data.tokenizer; only serving text needs one.
+
+    Raises MissingExtraError, and ConfigError if max_length is beyond the policy's positions.
     """
     check_positions(policy.spec, max_length, "max_length", "the policy")
-    core = Engine(
-        policy.spec,
+    spec = EngineSpec(
+        model=policy.spec,
         slots=slots,
         max_length=max_length,
-        pages=slots * _pages(max_length),
+        pages=slots * -(-max_length // PAGE_TOKENS),
         page_tokens=PAGE_TOKENS,
         block=tokens_per_step,
     )
-    wish = sampling or SamplingParams()
-    return _engine_class()(core, policy, wish, stop_token_ids, seed, max_new_tokens, tokenizer)
+    template = Request(
+        request_id="",
+        token_ids=np.zeros(0, np.int32),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or SamplingParams(),
+        stop_token_ids=stop_token_ids,
+    )
+    return _bound(JaxrlEngine, engine_api().Engine)(Engine(spec), policy, template, seed, tokenizer)
 
 
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS)
+@lru_cache(maxsize=2)
+def _bound(ours: type, theirs: type) -> type:
+    """Return our class as a subclass of JetStream's, which refuses one that lacks a method."""
+    return type(ours.__name__, (ours, theirs), {})
 
 
-@lru_cache(maxsize=1)
-def _engine_class() -> type:
-    api = engine_api()
+def _result_tokens(data: jax.Array, k: int) -> Any:
+    """Return [S, 2 k + 1] of _as_data as JetStream's ResultTokens."""
+    return engine_api().ResultTokens(
+        data=data,
+        tokens_idx=(0, k),
+        valid_idx=(k, 2 * k),
+        length_idx=(2 * k, 2 * k + 1),
+        samples_per_slot=1,
+    )
 
-    class JaxrlEngine(api.Engine):  # type: ignore[name-defined]
-        """JetStream's Engine in terms of ours; see make_engine."""
 
-        def __init__(
-            self,
-            core: Engine,
-            policy: Policy,
-            sampling: SamplingParams,
-            stop_token_ids: tuple[int, ...],
-            seed: int,
-            max_new_tokens: int,
-            tokenizer: Any,
-        ) -> None:
-            self._core, self._policy, self._sampling = core, policy, sampling
-            self._stops, self._seed, self._max_new = stop_token_ids, seed, max_new_tokens
-            self._tokenizer, self._inserted = tokenizer, 0
-            # An upper bound of each slot's length, so that no length is read back from the device.
-            self._longest = np.zeros(core.slots, np.int64)
-            width = _pages(core.max_length)
-            self._tables = np.arange(core.slots * width, dtype=np.int32).reshape(core.slots, width)
+class JaxrlTokenizer:
+    """A tokenizer of ours in JetStream's interface: encodes a prompt as training does, and decodes
+    drawn tokens."""
 
-        def load_params(self, *args: Any, **kwargs: Any) -> Any:
-            """The policy's parameters, as the engine wants them."""
-            return self._core.prepare(self._policy.params)
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
-        def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
-            """Empty slots."""
-            nothing = jnp.zeros(self._core.slots, jnp.int32)
-            return State(self._core.init_decode_state(), nothing > 0, nothing, nothing + 0)
+    def encode(self, s: str, **kwargs: Any) -> Any:
+        """Return padded token ids and their true number."""
+        kwargs.pop("is_bos", None)  # encode_prompt adds the model's first token
+        ids = np.asarray(self._tokenizer.encode_prompt(s), np.int32)
+        utils = importlib.import_module("jetstream.engine.token_utils")
+        return utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **kwargs)
 
-        def prefill(
-            self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
-        ) -> Any:
-            """padded_tokens [bucket], of which true_length are real. existing_prefix is not
-            supported."""
-            if existing_prefix is not None:
-                raise NotImplementedError("existing_prefix: prefill the whole prompt instead")
-            tokens = np.asarray(padded_tokens, np.int32)
-            places = np.arange(len(tokens), dtype=np.int32)
-            one = np.zeros(1, np.int32)
-            chunk = PrefillArgs(
-                tokens, places, places[None], places, one, one + true_length, one[:0][None]
-            )
-            return Prefilled(self._core.prefill(params, None, chunk), int(true_length))
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """Return the text of drawn tokens."""
+        return str(self._tokenizer.decode(np.asarray(token_ids, np.int32)))
 
-        def insert(self, prefix: Any, decode_state: Any, slot: int) -> Any:
-            """Start decoding the prefix in a slot."""
-            length, core = prefix.length, self._core
-            where = np.arange(prefix.core.kv.k[0].shape[0])
-            pages = self._tables[slot][np.minimum(where // PAGE_TOKENS, self._tables.shape[1] - 1)]
-            request = Request(
-                request_id=str(self._inserted),
-                token_ids=where[:0].astype(np.int32),
-                max_new_tokens=0,
-                sampling=self._sampling,
-                stop_token_ids=self._stops,
-                key=(self._inserted, 0),
-            )
-            ours = Sequence_(request=request, max_new=min(self._max_new, core.max_length - length))
-            nothing = np.zeros(0, np.int32)
-            into = InsertArgs(
-                np.where(where < length, pages, core.pages).astype(np.int32),
-                (where % PAGE_TOKENS).astype(np.int32),
-                nothing,
-                nothing,
-                np.zeros(1, np.int32),
-                np.array([slot], np.int32),
-                ask_of([ours], 1, self._seed),
-            )
-            self._inserted += 1
-            self._longest[slot] = length
-            return State(
-                core.insert(prefix.core, decode_state.core, into),
-                decode_state.active.at[slot].set(True),
-                decode_state.lengths.at[slot].set(length),
-                decode_state.drawn.at[slot].set(0),
-            )
+    @property
+    def pad_id(self) -> int:
+        """JetStream stops at it too, so it is the end of sequence."""
+        return self.eos_id
 
-        def generate(self, params: Any, decode_state: Any) -> tuple[Any, Any]:
-            """K tokens in every active slot: the new state and JetStream's ResultTokens."""
-            core, k, s = self._core, self._core.block, self._sampling
-            every = jnp.arange(core.slots, dtype=jnp.int32)
-            context = min(_pages(int(self._longest.max())), self._tables.shape[1])
-            run = DecodeArgs(
-                rows=jnp.where(decode_state.active, every, core.slots),
-                reserve=np.zeros(0, np.int32),
-                num_reserve=np.int32(0),
-                lengths=decode_state.lengths,
-                drawn=decode_state.drawn,
-                tables=self._tables,
-                steps=np.int32(k),
-            )
-            state, block = core.generate(
-                params,
-                decode_state.core,
-                run,
-                context_pages=shapes.steps_of_half(context),
-                mix=Mix(
-                    truncated=s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0,
-                    greedy=s.temperature == 0,
-                ),
-            )
-            self._longest = np.minimum(self._longest + k, core.max_length)
-            valid, drawn = _counted(block.owners, decode_state.drawn, core.slots)
-            ended = jnp.any(block.ends & valid, axis=1)
-            new = State(
-                state,
-                decode_state.active & ~ended,
-                decode_state.lengths + drawn - decode_state.drawn,
-                drawn,
-            )
-            return new, self._results(_as_data(block.tokens, valid, drawn), k)
+    @property
+    def eos_id(self) -> int:
+        """The first end-of-sequence token."""
+        return int(self._tokenizer.eos_ids[0])
 
-        def _results(self, data: Any, k: int) -> Any:
-            return api.ResultTokens(
-                data=data,
-                tokens_idx=(0, k),
-                valid_idx=(k, 2 * k),
-                length_idx=(2 * k, 2 * k + 1),
-                samples_per_slot=1,
-            )
+    @property
+    def bos_id(self) -> int:
+        """Never used: encode_prompt adds it for a model that has one."""
+        return self.eos_id
 
-        def get_prefix_destination_sharding(self) -> Any:
-            """Where a prefix lies: the default device."""
-            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-        def get_tokenizer(self) -> Any:
-            """JetStream's description of a tokenizer; ours is built by build_tokenizer."""
-            tokenizer = importlib.import_module("jetstream.engine.tokenizer_pb2")
-            return tokenizer.TokenizerParameters(path="")
-
-        def build_tokenizer(self, metadata: Any) -> Any:
-            """Ours, in JetStream's interface."""
-            return jetstream_tokenizer(self._tokenizer)
-
-        @property
-        def max_concurrent_decodes(self) -> int:
-            """Slots."""
-            return self._core.slots
-
-        @property
-        def samples_per_slot(self) -> int:
-            """One."""
-            return 1
-
-        @property
-        def max_prefill_length(self) -> int:
-            """Longest prompt, tokens: JetStream wants one of its own buckets, powers of two."""
-            return 1 << ((self._core.max_length - 1).bit_length() - 1)
-
-        @property
-        def mesh(self) -> Any:
-            """The default device."""
-            return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
-
-        @property
-        def colocated_cpus(self) -> Any:
-            """None are named."""
-            return None
-
-    return JaxrlEngine
+    @property
+    def stop_tokens(self) -> set[int]:
+        """All end-of-sequence tokens."""
+        return {int(i) for i in self._tokenizer.eos_ids}
 
 
 def jetstream_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer of ours (data.tokenizer) as a jetstream.engine.tokenizer_api.Tokenizer."""
+    """Return a tokenizer of ours (data.tokenizer) as a jetstream.engine.tokenizer_api.Tokenizer."""
     engine_api()
     api = importlib.import_module("jetstream.engine.tokenizer_api")
-    utils = importlib.import_module("jetstream.engine.token_utils")
-
-    class JaxrlTokenizer(api.Tokenizer):  # type: ignore[name-defined]
-        """Encodes a prompt as training does, and decodes what was drawn."""
-
-        def encode(self, s: str, **kwargs: Any) -> Any:
-            """Padded token ids and their true number."""
-            kwargs.pop("is_bos", None)  # encode_prompt adds what the model begins with
-            ids = np.asarray(tokenizer.encode_prompt(s), np.int32)
-            return utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **kwargs)
-
-        def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-            """Text of drawn tokens."""
-            return str(tokenizer.decode(np.asarray(token_ids, np.int32)))
-
-        @property
-        def pad_id(self) -> int:
-            """JetStream stops at it too, so it is the end of sequence."""
-            return self.eos_id
-
-        @property
-        def eos_id(self) -> int:
-            """The first end-of-sequence token."""
-            return int(tokenizer.eos_ids[0])
-
-        @property
-        def bos_id(self) -> int:
-            """Never used: encode_prompt adds it where the model has one."""
-            return self.eos_id
-
-        @property
-        def stop_tokens(self) -> set[int]:
-            """All end-of-sequence tokens."""
-            return {int(i) for i in tokenizer.eos_ids}
-
-    return JaxrlTokenizer()
+    return _bound(JaxrlTokenizer, api.Tokenizer)(tokenizer)
 
 
 @partial(jax.jit, static_argnums=2)
-def _counted(owners: Any, drawn: Any, slots: int) -> tuple[Any, Any]:
+def _counted(owners: AnyArray, drawn: AnyArray, slots: int) -> tuple[AnyArray, AnyArray]:
+    """Return [S, k] whether a token was drawn, and each slot's number of drawn tokens."""
     valid = owners < slots
     return valid, drawn + jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
 @jax.jit
-def _as_data(tokens: Any, valid: Any, drawn: Any) -> Any:
-    """[S, 2 k + 1] int32: the tokens, whether each is one, and how many in all."""
+def _as_data(tokens: AnyArray, valid: AnyArray, drawn: AnyArray) -> AnyArray:
+    """Return [S, 2 k + 1] int32: the tokens, whether each is one, and how many in all."""
     return jnp.concatenate(
         [jnp.where(valid, tokens, 0), valid.astype(jnp.int32), drawn[:, None]], axis=1
     )

@@ -2,11 +2,12 @@
 
     python -m jaxrl_async.interop.serve --policy runs/addition/policy --port 9000
 
-It asks nobody who they are, so it listens to this machine alone; --host says otherwise.
+There is no authentication, so it listens on this machine's loopback address unless --host names
+another one.
 
-Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any
-error, and keep copies of the weights. A request that is longer than the engine's slots is cut by
-JetStream.
+Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any error,
+and keep copies of the weights. JetStream truncates a request that is longer than the engine's
+slots.
 """
 
 import argparse
@@ -27,23 +28,26 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.types import SamplingParams
 
 LOOPBACK = "127.0.0.1"
-"""The address that only this machine reaches."""
+"""The address that only this machine can reach."""
 
 
-def start(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: Any) -> Any:
-    """Start a server; `stop()` on what is returned ends it.
+def start_server(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: Any) -> Any:
+    """Start a server and return it; its `stop()` ends it.
 
-    host: the address to listen on; there is no authentication, so others than this machine's own
-    are for a network that you trust ("0.0.0.0": every IPv4 address of the machine). engine: the
-    arguments of interop.jetstream.make_engine, tokenizer among them.
+    Args:
+        policy: The policy to serve.
+        port: The port to listen on.
+        host: The address to listen on. There is no authentication: listen on another address than
+            the loopback one only in a network that you trust ("0.0.0.0": every IPv4 address).
+        engine: The other arguments of interop.jetstream.make_engine, tokenizer among them.
     """
     engine_api()
     orchestrator: Any = importlib.import_module("jetstream.core.orchestrator")
     server_lib: Any = importlib.import_module("jetstream.core.server_lib")
     config_lib = importlib.import_module("jetstream.core.config_lib")
-    logging.getLogger().setLevel(logging.WARNING)  # it writes each token to stdout otherwise
-    server_lib._HOST = f"[{host}]" if ":" in host else host  # it asks for none, and takes them all
-    orchestrator.delete_pytree = _delete  # its own calls jax.tree_map, gone since jax 0.6
+    logging.getLogger().setLevel(logging.WARNING)  # otherwise it writes each token to stdout
+    server_lib._HOST = f"[{host}]" if ":" in host else host  # it takes no host, and listens on all
+    orchestrator.delete_pytree = _delete  # its own calls jax.tree_map, which jax 0.6 removed
 
     def create(devices: Any) -> Any:
         return make_engine(policy, **engine)
@@ -56,26 +60,28 @@ def start(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: Any) -> 
 
 
 def _delete(tree: Any) -> None:
-    """Give a prefix's arrays back."""
+    """Free the arrays of a prefix."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.delete()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until interrupted."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    words.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
-    words.add_argument("--port", type=int, default=9000)
-    words.add_argument("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0: every one")
-    words.add_argument("--slots", type=int, default=8, help="sequences that decode at once")
-    words.add_argument("--max-length", type=int, default=1024, help="prompt and answer, tokens")
-    words.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
-    words.add_argument("--tokens-per-step", type=int, default=8, help="tokens in one generate")
-    words.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    args = words.parse_args(arguments)
+    """Serve until SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument(
+        "--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address"
+    )
+    parser.add_argument("--slots", type=int, default=8, help="sequences that decode at once")
+    parser.add_argument("--max-length", type=int, default=1024, help="prompt and answer, tokens")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
+    parser.add_argument("--tokens-per-step", type=int, default=8, help="tokens in one generate")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    args = parser.parse_args(arguments)
     tokenizer = load_tokenizer(args.policy)
-    server = start(
+    server = start_server(
         Policy.from_pretrained(args.policy),
         port=args.port,
         host=args.host,
@@ -89,11 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"serving {args.policy} on {args.host}, port {args.port}", flush=True)
     ended = threading.Event()
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sign, lambda *_: ended.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     ended.wait()
-    assert server is not None  # held until here: it ends with its last reference
-    os._exit(0)  # JetStream's own stop waits for threads that wait for work
+    assert server is not None  # it ends with its last reference
+    os._exit(0)  # JetStream's own stop waits for threads that never end
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Attention: the reference in plain jax.numpy, which is the truth, and the choice of what computes
-it.
+"""Attention: the reference in plain jax.numpy, which defines it, and the choice of a kernel.
 
-    sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn
-    ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
+sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn
+ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
 """
 
 from typing import Any
@@ -17,14 +16,13 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layout import Layout
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
 
 
 def attend(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, visible_BTT: Array) -> Array:
-    """Softmax attention with grouped queries; scores in float32. Returns [B, T, H, K].
+    """Compute softmax attention with grouped queries, scores in float32: [B, T, H, K].
 
     visible_BTT[b, t, s]: query t may see key s. A query that sees nothing averages all values;
     callers ignore such rows (padding).
@@ -39,22 +37,23 @@ def attend(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, visible_BTT: Array) -> A
 
 
 def causal_within_segments(segment_ids_BT: Array) -> Array:
-    """[B, T, T] bool: key s is not later than query t, in the same segment, and not padding (0)."""
+    """Return [B, T, T] bool: key s is not later than query t, in its segment, not padding (0)."""
     T = segment_ids_BT.shape[1]
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     real = (segment_ids_BT > 0)[:, None, :]
     return same & real & jnp.tril(jnp.ones((T, T), bool))
 
 
-def seen_from(q_segments: Array, kv_segments: Array, places: Array) -> Array:
-    """[B, t, T] bool: the same for queries at those places [t] of their rows."""
+def seen_from(q_segments: Array, kv_segments: Array, positions: Array) -> Array:
+    """Return [B, t, T] bool as causal_within_segments does, for queries at positions [t] of their
+    rows."""
     same = q_segments[:, :, None] == kv_segments[:, None, :]
     real = (kv_segments > 0)[:, None, :]
-    return same & real & (places[:, None] >= jnp.arange(kv_segments.shape[1]))
+    return same & real & (positions[:, None] >= jnp.arange(kv_segments.shape[1]))
 
 
 def reference(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
-    """Grouped queries, causal within a segment, any platform: [B, H, T, T] scores exist in full."""
+    """Attend causally within segments on any platform; all scores [B, H, T, T] are in memory."""
     return attend(q_BTHK, k_BTNK, v_BTNK, causal_within_segments(segment_ids_BT))
 
 
@@ -66,9 +65,9 @@ def ragged_paged_reference(
     cu_q_lens: Array,
     num_seqs: Array,
 ) -> Array:
-    """What kernels.ragged_paged computes, of the same arguments: each token gathers all its pages.
+    """Compute kernels.ragged_paged by gathering all pages of each token; same arguments.
 
-    Three queries of one sequence that has 5 tokens are at its positions 2, 3, 4.
+    Three queries of a sequence of 5 tokens are at its positions 2, 3, 4.
     """
     t, _, K = q_tHK.shape
     token = jnp.arange(t)
@@ -84,46 +83,52 @@ def ragged_paged_reference(
 # ---- the choice
 
 
-def _places(_: int, places: NDArray[np.int32], mesh: Mesh) -> tuple[Array, PartitionSpec]:
-    """Where a device's queries are in their rows: [devices, t]."""
-    return jnp.asarray(places), PartitionSpec("context", None)
+def _positions(_: int, positions: NDArray[np.int32], mesh: Mesh) -> tuple[Array, PartitionSpec]:
+    """Return the positions [devices, t] of each device's queries, and how they are divided."""
+    return jnp.asarray(positions), PartitionSpec("context", None)
 
 
 def _reference_part(
-    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, places: Array
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, positions: Array
 ) -> Array:
-    return attend(q, k, v, seen_from(q_segments, kv_segments, places[0]))
+    return attend(q, k, v, seen_from(q_segments, kv_segments, positions[0]))
 
 
 def _cudnn_part(
-    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, places: Array
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, positions: Array
 ) -> Array:
-    visible = seen_from(q_segments, kv_segments, places[0])
+    visible = seen_from(q_segments, kv_segments, positions[0])
     return kernels.cudnn_masked(q, k, v, visible)
 
 
 PART_ATTENTION = {
-    "reference": kernels.PartAttention(_places, _reference_part),
+    "reference": kernels.PartAttention(_positions, _reference_part),
     "splash": kernels.SPLASH_PART,
-    "cudnn": kernels.PartAttention(_places, _cudnn_part),
+    "cudnn": kernels.PartAttention(_positions, _cudnn_part),
 }
-"""The same where the length of the rows is divided."""
+"""Attention by name for rows whose length is divided over devices."""
 
 SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": reference,
     "splash": kernels.splash,
     "cudnn": kernels.cudnn,
 }
-"""What model.attention may name, besides auto."""
+"""Attention by the names of model.attention; auto chooses one of them."""
 
 
 def sequence_attention(
     name: str = "auto", *, mesh: Mesh | None = None, dtype: Any = jnp.float32, head_dim: int = 128
 ) -> SequenceAttention:
-    """The attention of that name for a mesh (none: the first device) and a type of q, k, v.
+    """Return the attention of that name; auto chooses splash on TPU, cudnn on NVIDIA if type and
+    head width allow it, else the reference.
 
-    auto: splash on TPU, cudnn on NVIDIA where type and head width allow it, else the reference.
-    ConfigError where the one asked for cannot run there.
+    Args:
+        name: a name of SEQUENCE_ATTENTION, or auto.
+        mesh: where it runs; None: on the first device.
+        dtype: of q, k and v.
+        head_dim: width of a head.
+
+    Raises ConfigError if the attention cannot run there.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if name == "auto":
@@ -139,17 +144,8 @@ def sequence_attention(
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
-def decoder_settings(
-    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
-) -> dict[str, Any]:
-    """Keywords of the functions over a decoder that a program on this mesh calls: dtype, attention
-    by name, layout and more. ConfigError as sequence_attention."""
-    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
-    return {"dtype": dtype, "attention": chosen, "layout": Layout(mesh), **more}
-
-
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
-    """Why that attention cannot run on a device, and what to do; None where it can."""
+    """Return why an attention cannot run on a device, and what to do; None if it can."""
     if name == "splash" and device.platform != "tpu":
         return f"needs a TPU, and the trainer runs on {device.platform}. Set it to auto."
     if name != "cudnn":

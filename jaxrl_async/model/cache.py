@@ -6,9 +6,9 @@ columns (whole pages), X extra columns for the tokens of one block, n tokens.
     gathered    pages are copied once per block into a working copy [R, N, K, C + X] (keys with the
                 positions last: the fastest form for XLA's CPU and a dense one for a GPU), every row
                 appends at the same column, and the new columns go back to the pages at the end
-    ragged      a TPU kernel reads and the step writes the pages themselves
+    ragged      a TPU kernel reads the pages themselves, and the step writes into them
 
-Which one is chosen once per engine; both hold the same numbers.
+The form is chosen once per engine; both hold the same numbers.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ class PagedKV(NamedTuple):
     """Keys and values of every layer, in pages.
 
     gathered: k layers of [P, N, K, G], v layers of [P, N, G, K].
-    ragged: k layers of [P, G, 2 N, W], keys and values in turns on the third axis, heads widened
-    with zeros to what the kernel reads; v is empty.
+    ragged: k layers of [P, G, 2 N, W], keys and values alternating on the third axis, heads padded
+    with zeros to the width that the kernel reads; v is empty.
     """
 
     k: tuple[Array, ...]
@@ -37,7 +37,7 @@ class PagedKV(NamedTuple):
 
 
 class NewKV(NamedTuple):
-    """Keys and values of some tokens, not yet in pages."""
+    """Keys and values of some tokens that are not in pages yet."""
 
     k: tuple[Array, ...]  # layers of [n, N, K]
     v: tuple[Array, ...]  # layers of [n, N, K]
@@ -53,7 +53,7 @@ class CachedContext(NamedTuple):
 def init_pages(
     spec: ModelSpec, pages: int, page_tokens: int, dtype: Any, *, ragged: bool = False
 ) -> PagedKV:
-    """Empty pages."""
+    """Return empty pages."""
     N, K, G = spec.kv_heads, spec.head_dim, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
@@ -65,21 +65,21 @@ def init_pages(
 
 
 def is_ragged(kv: PagedKV) -> bool:
-    """Whether the pages have the ragged kernel's form."""
+    """Return whether the pages have the ragged kernel's form."""
     return not kv.v
 
 
 def page_axes(*, ragged: bool) -> tuple[str | None, ...]:
-    """Logical axes of a page array, for its sharding."""
+    """Return the logical axes of a page array, for its sharding."""
     return (None, None, "kv_heads", None) if ragged else (None, "kv_heads", None, None)
 
 
-def write(kv: PagedKV, new: NewKV, pages: Array, places: Array) -> PagedKV:
-    """Put tokens [n] at places [n] of pages [n]; a page number >= P is dropped (padding)."""
+def write_tokens(kv: PagedKV, new: NewKV, pages: Array, offsets: Array) -> PagedKV:
+    """Write tokens [n] at offsets [n] of pages [n]; a page number >= P is dropped (padding)."""
     if is_ragged(kv):
         return PagedKV(
             tuple(
-                p.at[pages, places].set(interleaved(k, v, p), mode="drop")
+                p.at[pages, offsets].set(interleaved(k, v, p), mode="drop")
                 for p, k, v in zip(kv.k, new.k, new.v, strict=True)
             ),
             (),
@@ -89,13 +89,14 @@ def write(kv: PagedKV, new: NewKV, pages: Array, places: Array) -> PagedKV:
         return into.set(values.astype(kv.k[0].dtype), mode="drop")
 
     return PagedKV(
-        tuple(put(p.at[pages, :, :, places], x) for p, x in zip(kv.k, new.k, strict=True)),
-        tuple(put(p.at[pages, :, places], x) for p, x in zip(kv.v, new.v, strict=True)),
+        tuple(put(p.at[pages, :, :, offsets], x) for p, x in zip(kv.k, new.k, strict=True)),
+        tuple(put(p.at[pages, :, offsets], x) for p, x in zip(kv.v, new.v, strict=True)),
     )
 
 
 def interleaved(k: Array, v: Array, like: Array) -> Array:
-    """[n, N, K] twice -> [n, 2 N, W]: the first head's key, its value, the second head's key, ...
+    """Interleave keys and values [n, N, K] as [n, 2 N, W]: first head's key, its value, second
+    head's key, ...
 
     W and the number type are those of the pages `like`.
     """
@@ -110,12 +111,12 @@ def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
 
 
 def take(pages: Array, ids: Array) -> Array:
-    """Pages by number; numbers beyond the last give the last (callers mask what they stand for)."""
+    """Return pages by number; a number beyond the last gives the last page (callers mask it)."""
     return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
 def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> CachedContext:
-    """Pages of rows by tables [R, C / G], in order, with `extra` empty columns behind."""
+    """Put the pages that tables [R, C / G] name side by side, with `extra` empty columns behind."""
     R, count = tables.shape
 
     def keys(p: Array) -> Array:
@@ -140,7 +141,7 @@ def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> CachedC
 
 
 def columns(context: CachedContext, start: int) -> NewKV:
-    """Columns from `start` on, as tokens: row by row, [R * X] of them."""
+    """Return the columns from `start` on as tokens: row by row, [R * X] of them."""
 
     def keys(w: Array) -> Array:
         new = jnp.moveaxis(w[..., start:], 3, 1)
@@ -154,7 +155,7 @@ def columns(context: CachedContext, start: int) -> NewKV:
 
 
 def append(w: Array, new: Array, column: Array, *, keys: bool) -> Array:
-    """One token [R, N, K] a row at the same column of a working copy."""
+    """Write one token a row [R, N, K] at the same column of a working copy."""
     zero = jnp.int32(0)
     if keys:
         return jax.lax.dynamic_update_slice(w, new[..., None].astype(w.dtype), (0, 0, 0, column))
@@ -164,7 +165,7 @@ def append(w: Array, new: Array, column: Array, *, keys: bool) -> Array:
 
 
 def attend_columns(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """One query a row [R, H, K] over the columns that it may see [R, C]: [R, H, K]."""
+    """Attend with one query a row [R, H, K] to the columns visible to it [R, C]: [R, H, K]."""
     R, H, K = q.shape
     N = k.shape[1]
     grouped = q.reshape(R, N, H // N, K)
@@ -182,9 +183,17 @@ def attend_chunk(
     context: tuple[Array, Array] | None = None,
     seen: Array | None = None,
 ) -> Array:
-    """Queries [B, T, H, K] over new tokens [B, T, N, K] and over a context before them.
+    """Attend with queries [B, T, H, K] to new tokens [B, T, N, K] and to the context before them.
 
-    visible [B, T, T]; seen [B, C] (which context columns are real). Returns [B, T, H, K].
+    Args:
+        q: queries.
+        k: keys of the new tokens.
+        v: values of the new tokens.
+        visible: [B, T, T] bool, which new tokens each query may see.
+        context: keys [B, N, K, C] and values [B, N, C, K] of the tokens before.
+        seen: [B, C] bool, which context columns hold a token.
+
+    Returns [B, T, H, K].
     """
     B, T, H, K = q.shape
     N = k.shape[2]

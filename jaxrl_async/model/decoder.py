@@ -8,14 +8,16 @@ batches.
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
-from jaxrl_async.model.attention import reference
+from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.kernels import ATTENDED, SequenceAttention
 from jaxrl_async.model.layers import (
     Layer,
@@ -32,19 +34,67 @@ from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
 
 UNROLL = 4
-"""Layers in one turn of the trainer's scan where they are small: faster, and compiles longer."""
+"""Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
 SMALL_LAYER = 2**22
-"""Weights of a layer up to which a turn of the loop is worth saving. A larger one's products take
-far longer, and more of them in a turn cost compile time and code (of 192 million: 4 take twice as
-long to compile as 1, and 170 MB on a TPU instead of 50)."""
+"""Weights up to which a layer is small: its products take so little time that turns of the loop
+matter. Several larger layers in a turn only cost compile time and code (of 192 million weights: 4
+take twice as long to compile as 1, and 170 MB on a TPU instead of 50)."""
 
 Params = Any  # nested dict of arrays in the tree of weight_table
 
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
+class TokenRows(NamedTuple):
+    """Packed sequences as a decoder reads them: B rows of T tokens."""
+
+    token_ids: Array  # [B, T] int32
+    positions: Array  # [B, T] int32, from 0 in each segment
+    segment_ids: Array  # [B, T] int32, from 1 in each row; 0 is padding
+    kept: Array | None = None
+    """[B, T, ceil(vocab / 8)] uint8, little-endian: which tokens token t was drawn from. None: the
+    whole vocabulary."""
+    expert_ids: Array | None = None
+    """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the token's own
+    choice. None: every token chooses for itself."""
+
+
+class TokenStates(NamedTuple):
+    """What a decoder makes of packed sequences."""
+
+    hidden: Array  # [B * T, D] after the final norm, in the order of the layout
+    changed: Array | None  # [B, T] int32, layers that would choose other experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSettings:
+    """How a program runs a decoder, and what it makes of the logits."""
+
+    dtype: Any = jnp.float32  # that activations are computed in
+    remat: str = "none"  # what the backward pass computes again: none, dots or layer
+    attention: SequenceAttention = reference
+    layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
+    chunk: int = 1024  # tokens of a device whose logits exist at once
+    temperature: float = 1.0  # that logits are divided by
+
+
+ON_ONE_DEVICE = DecoderSettings()
+"""float32 with the reference attention."""
+
+
+def settings_on(
+    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
+) -> DecoderSettings:
+    """Return the settings of a program on a mesh, with the attention of that name.
+
+    Raises ConfigError where that attention cannot run on the mesh.
+    """
+    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
+    return DecoderSettings(dtype=dtype, attention=chosen, layout=Layout(mesh), **more)
+
+
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Random parameters; each weight's key depends on its name only."""
+    """Return random parameters; each weight's key depends on its name only."""
 
     def make(path: Any, weight: Weight) -> Array:
         name = jax.tree_util.keystr(path)
@@ -56,8 +106,8 @@ def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params
 
 
 def output_head(spec: ModelSpec, params: Params, layout: Layout = ONE_DEVICE) -> Array:
-    """[D, V]: the output head, or the embedding transposed where they are tied; what fsdp shares
-    of it is gathered."""
+    """Return the output head [D, V], gathered over fsdp: for tied weights the embedding,
+    transposed."""
     head = params["embed"].T if spec.tied else params["lm_head"]
     return layout.gathered(head, ("embed", "vocab"))
 
@@ -73,50 +123,21 @@ def hidden_states(
     remat: str = "none",
     attention: SequenceAttention = reference,
 ) -> Array:
-    """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
-    padding."""
-    arrays = (token_ids, positions, segment_ids)
-    x = token_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)
-    return x.reshape(*token_ids.shape, -1)
+    """Return the hidden states after the final norm, [B, T, D].
+
+    [B, T] inputs; attention is causal within a segment, and segment 0 is padding.
+    """
+    settings = DecoderSettings(dtype=dtype, remat=remat, attention=attention)
+    rows = TokenRows(token_ids, positions, segment_ids)
+    return token_states(spec, params, rows, settings).hidden.reshape(*token_ids.shape, -1)
 
 
 def token_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> Array:
-    """The same as tokens [B * T, D] in the order of the layout, which the attention must share."""
-    arrays = (token_ids, positions, segment_ids)
-    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
-    return replayed_states(spec, params, *arrays, None, **how, layout=layout)[0]
-
-
-def replayed_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    expert_ids: Array | None,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> tuple[Array, Array | None]:
-    """token_states where each token goes through experts that are told, and how many of the layers
-    would have chosen others, [B, T] int32.
-
-    expert_ids [B, T, layers, k] integers, as in moe.route; -1: the token chooses for itself. None:
-    all do, and nothing is counted.
-    """
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
+) -> TokenStates:
+    """Return each token's hidden state, each token sent through its given experts if it has any."""
+    dtype, attention, layout = settings.dtype, settings.attention, settings.layout
+    token_ids, positions, segment_ids, _, expert_ids = tokens
     B = token_ids.shape[0]
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
@@ -137,19 +158,21 @@ def replayed_states(
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
     forced = None if expert_ids is None else jnp.moveaxis(layout.flat(expert_ids), 1, 0)
     given = (params["layers"], forced)
-    x, changed = jax.lax.scan(_remat(one_layer, remat), x, given, unroll=_unroll(spec))
+    step = _remat(one_layer, settings.remat)
+    x, changed = jax.lax.scan(step, x, given, unroll=_unroll(spec))
     layers = None if expert_ids is None else layout.rows(changed[0].sum(0, dtype=jnp.int32), B)
-    return _final_norm(spec, params, x), layers
+    return TokenStates(_final_norm(spec, params, x), layers)
 
 
 def _unroll(spec: ModelSpec) -> int:
-    """Layers in one turn of the scan."""
+    """Return how many layers one turn of the scan computes."""
     sizes = (math.prod(w.shape[1:]) for w in weight_table(spec)["layers"].values())
     return min(spec.layers, UNROLL) if sum(sizes) <= SMALL_LAYER else 1
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
-    """Each layer's weights apart, fuse()d where asked for; done once, before a loop of steps."""
+    """Return each layer's weights by themselves, optionally fuse()d; done once, before a loop of
+    steps."""
     layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
     return [fuse(layer) for layer in layers] if fused else layers
 
@@ -167,10 +190,20 @@ def flat_forward(
     experts: Experts = run_experts,
     choose: Choose = route,
 ) -> Array:
-    """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
+    """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
-    layers: of split_layers. What the tokens see is the caller's business: attend(i, q, k, v) of
-    layer i, [n, H, K], [n, N, K], [n, N, K], gives [n, H, K].
+    Args:
+        spec: the decoder.
+        params: its parameters; those of the layers are not read.
+        layers: of split_layers.
+        token_ids: [n] int32.
+        positions: [n] int32.
+        attend: (layer, q [n, H, K], k [n, N, K], v [n, N, K]) -> [n, H, K]; decides what each token
+            sees.
+        dtype: of the hidden states.
+        mixed: matrix products in bfloat16, see layers.product.
+        experts: computes a layer's experts, see moe.experts_on.
+        choose: routes each token.
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)
@@ -185,7 +218,7 @@ def flat_forward(
 
 
 def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:
-    """[n, D] -> [n, V] float32: the final norm and the head."""
+    """Apply the final norm and the head: [n, D] -> [n, V] float32."""
     if mixed:
         return product(_final_norm(spec, params, x), output_head(spec, params), mixed=True)
     head = output_head(spec, params).astype(x.dtype)
@@ -193,8 +226,11 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
 
 
 def _looked_up(params: Params, token_ids: Array, dtype: Any, layout: Layout) -> Array:
-    """Embeddings of the layout's tokens [n] -> [n, D]. Each device looks up its columns for all the
-    tokens that fsdp shares, and gives the tokens away: less than the whole table moves."""
+    """Embed the layout's tokens: [n] -> [n, D].
+
+    Each device looks up its columns for all tokens of its fsdp group, which then exchange them:
+    less data moves than the whole table.
+    """
     x = _embed(params, layout.place(token_ids, "looked_up"), dtype)
     return layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
 
@@ -208,8 +244,11 @@ def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
 
 
 def _remat(function: Any, policy: str) -> Any:
-    """`none`: keep all; `layer`: compute the layer again; `attention`: all of it but splash
-    attention; `dots`: keep matrix products only, splash attention's too."""
+    """Wrap a layer so that its backward pass recomputes part of it.
+
+    none: nothing; layer: all of it; attention: all but splash attention; dots: all but matrix
+    products and splash attention.
+    """
     if policy == "none":
         return function
     policies = jax.checkpoint_policies

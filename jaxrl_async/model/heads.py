@@ -1,4 +1,4 @@
-"""A decoder that gives numbers: a scalar head over its final hidden states instead of logits.
+"""A decoder with a scalar head over its final hidden states instead of logits.
 
     value     a critic's value of every state; with a bias; zero at first; as transformers'
               ...ForTokenClassification with one label
@@ -18,12 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, token_states
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    Params,
+    TokenRows,
+    token_states,
+)
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
-from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import initial
-from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.logprobs import placed
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
@@ -35,14 +38,14 @@ _FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": 
 
 
 def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
-    """Every weight of a decoder with this head, in the tree that the parameters have."""
+    """Return every weight of a decoder with this head, in the tree of the parameters."""
     backbone = {name: w for name, w in weight_table(spec).items() if name != "lm_head"}
     return {**backbone, HEAD: _scalar_head(spec, head)}
 
 
 def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
-    """Reward: normal with variance 1 / (D + 1), Stiennon et al. 2020 (arXiv:2009.01325), app.
-    B.1."""
+    """Return the head's weights. A reward head begins normal with variance 1 / (D + 1), Stiennon et
+    al. 2020 (arXiv:2009.01325), app. B.1."""
     d = spec.width
     kernel = Weight(
         shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal", fan_in=d + 1,
@@ -53,7 +56,7 @@ def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
 
 
 def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params:
-    """A policy's parameters with a fresh head in place of lm_head; the other arrays are shared."""
+    """Replace a policy's lm_head by a fresh head; the other arrays are shared."""
     dtype = params["final_norm"].dtype
     fresh = {
         name: initial(weight, jax.random.fold_in(key, zlib.crc32(name.encode())), dtype)
@@ -63,65 +66,41 @@ def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params
 
 
 def token_scores(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """The head at every token, having seen it: [B, T] float32; anything in padding."""
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, remat=remat, attention=attention, layout=layout,
-    )  # fmt: skip
+    """Return the head's number at every token, having seen it: [B, T] float32; any in padding."""
+    layout = settings.layout
+    hidden = token_states(spec, params, tokens, settings).hidden
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
     scores = hidden.astype(jnp.float32) @ layout.gathered(head["kernel"], ("embed",))
     scores = scores + head["bias"] if "bias" in head else scores
-    return layout.rows(scores, token_ids.shape[0])
+    return layout.rows(scores, tokens.token_ids.shape[0])
 
 
 def token_values(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    **kw: Any,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> tuple[Array, Array]:
-    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1; and
-    at each segment's last token, of the state after it.
+    """Return the value of the state that each token is drawn in, and, at each segment's last token,
+    of the state after it; [B, T] float32 each.
 
-    [B, T] inputs -> [B, T] float32 twice. The first is placed as log-probs are, 0 where a segment
-    starts and in padding; the second is 0 elsewhere. Keywords as token_scores.
+    The state of token t has seen the tokens up to t - 1. The first array is placed as log-probs
+    are, 0 where a segment starts and in padding; the second is 0 elsewhere.
     """
-    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    after = jnp.where(last_tokens(segment_ids), scores, 0.0)
-    return placed(scores.reshape(-1), segment_ids), after
+    scores = token_scores(spec, params, tokens, settings)
+    after = jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
+    return placed(scores.reshape(-1), tokens.segment_ids), after
 
 
 def sequence_scores(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    **kw: Any,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """At each segment's last token: the score of the whole segment; 0 elsewhere. [B, T] float32.
-
-    Keywords as token_scores.
-    """
-    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    return jnp.where(last_tokens(segment_ids), scores, 0.0)
+    """Return the score of each whole segment at its last token, 0 elsewhere; [B, T] float32."""
+    scores = token_scores(spec, params, tokens, settings)
+    return jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
 
 
 def last_tokens(segment_ids: Array) -> Array:
-    """[B, T] bool: the last token of each segment."""
+    """Return [B, T] bool: the last token of each segment."""
     after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
     return (segment_ids > 0) & (segment_ids != after)
 
@@ -146,7 +125,7 @@ def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
 def load_head(
     folder: str | Path, head: Head, shardings: Any = None, dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
-    """What save_head wrote, or transformers for one label. Raises CheckpointError."""
+    """Load what save_head wrote, or transformers for one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))
     return spec, load_weights(folder, head_table(spec, head), shardings, dtype)
 
@@ -154,9 +133,10 @@ def load_head(
 def load_critic(
     folder: str | Path, shardings_of: Callable[[Any], Any], dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
-    """A critic from a directory of a critic, a reward model (its scores, bias 0) or a policy.
+    """Load a critic from a directory of a critic, of a reward model (its head, with bias 0) or of a
+    policy (with a fresh head).
 
-    shardings_of: of a table of weights. Raises CheckpointError.
+    shardings_of: returns the shardings of a table of weights. Raises CheckpointError.
     """
     spec = load_spec(Path(folder))
     described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
-"""Hugging Face directories: safetensors straight onto the mesh and back. The one door to
-safetensors.
+"""Hugging Face directories: read safetensors straight onto the mesh, and write them.
+
+The only module that imports safetensors.
 
 A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it
 holds, so that no host copy of the whole model ever exists.
@@ -28,34 +29,34 @@ from jaxrl_async.model.tensorfile import Stored, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
-_PLACE = {"layers": "layer", "expert": "expert"}
-"""Stacked dimension -> its number in a tensor's name."""
+_NUMBER = {"layers": "layer", "expert": "expert"}
+"""Stacked dimension -> the field of its number in a tensor's name."""
 GENERATION = "generation_config.json"
 """How transformers and servers draw from the model: end tokens, temperature and more."""
 MAX_FILE_BYTES = 4 * 1024**3
 MAX_JSON_BYTES = 64 * 1024**2
-"""What is read of a config.json or an index."""
+"""Longest config.json or index that is read."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
 IGNORED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that some files carry and nobody needs."""
+"""Endings of tensors that some files hold and no model uses."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """The model that config.json describes. Raises CheckpointError."""
+    """Return the model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
     return ModelSpec.from_hf_config(_read_json(file), str(file))
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says; empty without one. Raises CheckpointError."""
+    """Read generation_config.json; empty if there is none. Raises CheckpointError."""
     file = folder / GENERATION
     return _read_json(file) if file.exists() else {}
 
 
 def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]) -> None:
-    """Write generation_config.json: `generation` with the special tokens that the spec names, and
-    the end tokens of both."""
+    """Write generation_config.json: `generation` with the spec's special tokens and the end tokens
+    of both."""
     own = generation.get("eos_token_id")
     more = [i for i in (own if isinstance(own, list) else [own]) if type(i) is int]
     ends = dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys([*spec.eos_ids, *more])))
@@ -65,7 +66,8 @@ def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]
 
 
 def check_params(folder: str | Path, spec: ModelSpec) -> None:
-    """Compare the directory's tensors with the model's, and read none. Raises CheckpointError."""
+    """Compare the directory's tensors with the model's without reading them. Raises
+    CheckpointError."""
     with ExitStack() as files:
         _check(Path(folder), weight_table(spec), _open_all(Path(folder), files))
 
@@ -73,20 +75,19 @@ def check_params(folder: str | Path, spec: ModelSpec) -> None:
 def load_params(
     folder: str | Path, spec: ModelSpec, shardings: Any = None, dtype: Any = jnp.float32
 ) -> Any:
-    """The parameters, on `shardings` (a tree like weight_table's; null: the default device).
-
-    Raises CheckpointError as load_weights does.
-    """
+    """Load the parameters of a decoder, on `shardings` (a tree like weight_table's; None: the
+    default device). Raises CheckpointError as load_weights does."""
     return load_weights(folder, weight_table(spec), shardings, dtype)
 
 
 def load_weights(
     folder: str | Path, table: Any, shardings: Any = None, dtype: Any = jnp.float32
 ) -> Any:
-    """The weights of a table, on `shardings` (a tree like it; null: the default device).
+    """Load the weights of a table, on `shardings` (a tree like the table; None: the default
+    device).
 
-    Everything is compared before anything is loaded: CheckpointError lists what is missing, too
-    much or of the wrong shape.
+    All names and shapes are compared before any tensor is loaded: CheckpointError lists what is
+    missing, not part of the model, or of the wrong shape.
     """
     folder = Path(folder)
     if shardings is None:
@@ -109,9 +110,9 @@ def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
 
 
 def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
-    """The same for any table of weights and its config.json.
+    """Write any table of weights and its config.json, as save_params does.
 
-    Of several processes that hold the weights together all must call it; the first one writes.
+    If several processes hold the weights together, all must call it; the first one writes.
     """
     if jax.process_index() != 0:
         for _ in _export(table, params):
@@ -164,7 +165,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """The files that hold the weights. Raises CheckpointError."""
+    """Return the files that hold the weights. Raises CheckpointError."""
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder}: no {SINGLE} here. {_advice(folder)}")
@@ -175,8 +176,8 @@ def _file_names(folder: Path) -> list[str]:
     for name in named.values():
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{folder / INDEX}: names the file {str(name)[:80]!r}, which is no *.safetensors "
-                "in this folder. Copy the file again."
+                f"{folder / INDEX}: names the file {str(name)[:80]!r}, which is not a "
+                "*.safetensors in this folder. Copy the file again."
             )
     return sorted(set(named.values()))
 
@@ -194,7 +195,7 @@ def _advice(folder: Path) -> str:
 
 
 def _open_all(folder: Path, files: ExitStack) -> dict[str, _Tensor]:
-    """Tensor name -> what is stored of it and where. Raises CheckpointError."""
+    """Open all files; return each tensor by name. Raises CheckpointError."""
     tensors: dict[str, _Tensor] = {}
     for name in _file_names(folder):
         path = folder / name
@@ -230,12 +231,12 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
     wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]
     coded = [n for n, stored in there.items() if stored.dtype not in DTYPES]
     problems = [
-        *_tell(missing, "missing", lambda n: f"{n} {list(wanted[n])}"),
-        *_tell(extra, "not part of this model", str),
-        *_tell(
+        *_describe(missing, "missing", lambda n: f"{n} {list(wanted[n])}"),
+        *_describe(extra, "not part of this model", str),
+        *_describe(
             wrong, "misshapen", lambda n: f"{n} is {list(there[n].shape)}, not {list(wanted[n])}"
         ),
-        *_tell(coded, "quantised or no weights", lambda n: f"{n} is {there[n].dtype}"),
+        *_describe(coded, "quantised or no weights", lambda n: f"{n} is {there[n].dtype}"),
     ]
     if problems:
         raise CheckpointError(
@@ -246,7 +247,7 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
         )
 
 
-def _tell(names: list[str], what: str, show: Any) -> list[str]:
+def _describe(names: list[str], what: str, show: Any) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -254,23 +255,23 @@ def _tell(names: list[str], what: str, show: Any) -> list[str]:
 
 
 def _names(weight: Weight) -> list[str]:
-    """Names in the file: one, or one per layer and expert, in their order."""
+    """Return the names in the file: one, or one per layer and expert, in their order."""
     numbers = itertools.product(*(range(size) for size in weight.shape[: weight.stacked]))
-    axes = [_PLACE[axis] for axis in weight.axes[: weight.stacked]]
+    axes = [_NUMBER[axis] for axis in weight.axes[: weight.stacked]]
     return [weight.hf.format(**dict(zip(axes, each, strict=True))) for each in numbers]
 
 
 def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: Any) -> Array:
-    """One weight on its devices; each device's part is read on its own."""
+    """Load one weight onto its devices; each device's part is read by itself."""
     stacked = weight.stacked
     numbered, shape = weight.shape[:stacked], weight.shape[stacked:]
     names = np.array(_names(weight), object).reshape(numbered)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        mine, rest = np.asarray(names[index[:stacked]], object), index[stacked:]
-        parts = [_slice(weight, shape, tensors[n], n, rest).astype(dtype) for n in mine.flat]
-        return np.stack(parts).reshape(*mine.shape, *parts[0].shape)
+        selected, rest = np.asarray(names[index[:stacked]], object), index[stacked:]
+        parts = [_slice(weight, shape, tensors[n], n, rest).astype(dtype) for n in selected.flat]
+        return np.stack(parts).reshape(*selected.shape, *parts[0].shape)
 
     return jax.make_array_from_callback(weight.shape, sharding, part)
 
@@ -278,10 +279,10 @@ def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: 
 def _slice(
     weight: Weight, shape: tuple[int, ...], tensor: _Tensor, name: str, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Our slice of one stored tensor: stored as [out, in], ours [in, ...] (or the embedding as it
-    is).
+    """Read a slice of one stored tensor: stored as [out, in], returned as [in, ...]; an embedding
+    is stored as it is returned.
 
-    Reads the whole tensor of one layer at most, never more. CheckpointError where it is not finite.
+    Reads at most the tensor of one layer. Raises CheckpointError if a number is not finite.
     """
     stored = np.asarray(tensor.file.get_tensor(name))
     turned = stored.T if _is_turned(weight) else stored
@@ -295,7 +296,7 @@ def _slice(
 
 
 def _is_turned(weight: Weight) -> bool:
-    """Whether the file stores the matrix transposed: all Linear weights, not the embedding."""
+    """Return whether the file stores the matrix transposed: all Linear weights do."""
     return len(weight.hf_shape) == 2 and weight.axes[0] != "vocab"
 
 
@@ -303,7 +304,7 @@ def _is_turned(weight: Weight) -> bool:
 
 
 def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) as stored in files, one layer at a time."""
+    """Yield (name, array) as stored in files, one layer at a time."""
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
         numbers = np.ndindex(*weight.shape[: weight.stacked])

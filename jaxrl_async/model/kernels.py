@@ -1,5 +1,5 @@
 """Attention kernels that ship with JAX, with the shapes of this package: splash and ragged paged
-attention for TPU, cuDNN's for NVIDIA. The truth that they are tested against: model/attention.py.
+attention for TPU, cuDNN's for NVIDIA. Tests compare them with model/attention.py.
 
 A kernel is opaque to XLA's partitioner, so under a mesh each device runs it on its own rows and
 heads (`per_shard`).
@@ -24,21 +24,22 @@ from jaxrl_async.mesh import TRAINER_RULES, spec_for
 from jaxrl_async.model.layout import Layout, natural
 
 LANES = 128
-"""Width of a TPU vector register: head widths and block lengths are counted in it."""
+"""Width of a TPU vector register: the unit of head widths and block lengths."""
 MAX_SPLASH_BLOCK = 512
 """Longest block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
 SPLASH_BLOCKS = {"TPU v6 lite": 1024}
-"""The same by kind of device. Each block of queries reads all keys and values before it again: so
-many FLOPs a byte as it is long. 512 is above what keeps the matrix units of most generations busy
-(peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e wants 560."""
+"""Longest block by kind of device, if not MAX_SPLASH_BLOCK. Each block of queries reads all keys
+and values before it again, so its FLOPs per byte equal its length. 512 is enough to keep the matrix
+units of most generations busy (peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e
+needs 560."""
 ATTENDED = "attended"
-"""Name of what splash attention's backward pass needs of the forward one, for jax.checkpoint."""
+"""Name under which jax.checkpoint finds the values that splash attention's backward pass needs."""
 MAX_RAGGED_PAGES = 16
 """Most pages in a block, as in most entries of JAX's tuned table."""
 MAX_RAGGED_QUERIES = 32
 """Query tokens in a block, as in most entries of JAX's tuned table."""
 RAGGED_KV_BYTES = 4 * 2**20
-"""VMEM for the two buffers that pages are copied into, of the 16 MiB that a kernel may use."""
+"""VMEM for the two buffers that pages are copied into; a kernel may use 16 MiB in all."""
 
 SequenceAttention = Callable[[Array, Array, Array, Array], Array]
 """(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
@@ -46,10 +47,10 @@ queries, causal within a segment. Rows of segment 0 (padding) hold any finite nu
 
 
 class PartAttention(NamedTuple):
-    """The same for some queries of each row against all of its keys.
+    """SequenceAttention for some queries of each row against all keys of the row.
 
-    prepare   (query heads, places [devices, t] of the queries in their rows) -> constants, and how
-              they are divided over the axis context
+    prepare   (query heads, positions [devices, t] of the queries in their rows, mesh) -> constants,
+              and how they are divided over the axis context
     attend    (q [B, t, H, K], k and v [B, T, N, K], segment ids of the queries [B, t] and of the
               keys [B, T], one device's constants) -> [B, t, H, K]
     """
@@ -69,7 +70,7 @@ def splash(
     *,
     most: int = MAX_SPLASH_BLOCK,
 ) -> Array:
-    """JAX's TPU flash attention, which skips the blocks above the diagonal. Differentiable.
+    """Run JAX's TPU flash attention, which skips the blocks above the diagonal. Differentiable.
 
     float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`) of at most
     `most`. Scores, softmax and sums are in float32.
@@ -91,40 +92,40 @@ def splash(
 
 
 def _whole_blocks(x: Array, block: int) -> Array:
-    """[B, T, ...] with T padded to a multiple of the block."""
+    """Pad T of [B, T, ...] to a multiple of the block."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0) for _ in x.shape[2:])))
 
 
 def _heads_first(x_BTHK: Array, block: int) -> Array:
-    """The same as [B, H, T, K]."""
+    """Pad T to a multiple of the block and return [B, H, T, K]."""
     return jnp.swapaxes(_whole_blocks(x_BTHK, block), 1, 2)
 
 
 def splash_on(device: Any, dtype: Any) -> SequenceAttention:
-    """Splash attention with the blocks of a kind of device, for arrays of that type."""
+    """Return splash attention with the block length of a device, for arrays of this type."""
     most = _most_on(device, dtype)
     return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
 
 
 def splash_part_on(device: Any, dtype: Any) -> PartAttention:
-    """The same for parts of rows."""
+    """Return splash attention for parts of rows, as splash_on does for whole ones."""
     most = _most_on(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
 def _most_on(device: Any, dtype: Any) -> int:
-    """Wide blocks are for bfloat16 alone: float32's would not fit into VMEM."""
+    """Return the longest block; wider ones are for bfloat16 alone, float32's do not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return MAX_SPLASH_BLOCK
     return SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
 
 
 def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
-    """The largest block (a multiple of 128, at most `most`) that pads `length` by little.
+    """Return the largest block (a multiple of 128, at most `most`) that pads `length` little: to
+    the next multiple of 128, or by an eighth.
 
-    Little: to the next multiple of 128, or by an eighth. Larger blocks keep the matrix unit busier;
-    more padding computes more for nothing.
+    Larger blocks keep the matrix unit busier; padding is wasted computation.
 
     >>> [splash_block(n) for n in (16, 300, 640, 1024, 1100, 4000)]
     [128, 384, 128, 512, 384, 512]
@@ -137,17 +138,17 @@ def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
 
 
 def _splash_part_kernel(
-    heads: int, places: NDArray[np.int32], mesh: Mesh, *, most: int = MAX_SPLASH_BLOCK
+    heads: int, positions: NDArray[np.int32], mesh: Mesh, *, most: int = MAX_SPLASH_BLOCK
 ) -> tuple[Any, Any]:
-    """The kernel of all devices, which holds the blocks of each one's mask, and its division.
+    """Return the kernel of all devices, with the blocks of each device's mask, and its sharding.
 
-    Queries are padded to whole blocks on each device, at the place of its last one.
+    Queries are padded to whole blocks on each device, at the position of its last query.
     """
-    ways, t = places.shape
+    ways, t = positions.shape
     block = splash_block(t, most)
-    places = np.pad(places, ((0, 0), (0, -t % block)), mode="edge")
-    causal = splash_lib.CausalMask((places.size, _rounded_up(ways * t, block)))
-    causal.q_sequence = places.reshape(-1)
+    positions = np.pad(positions, ((0, 0), (0, -t % block)), mode="edge")
+    causal = splash_lib.CausalMask((positions.size, _rounded_up(ways * t, block)))
+    causal.q_sequence = positions.reshape(-1)
     kernel = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([causal] * heads),
         block_sizes=_equal_blocks(block),
@@ -179,7 +180,7 @@ SPLASH_PART = PartAttention(_splash_part_kernel, _splash_part)
 
 
 def _equal_blocks(block: int) -> splash_lib.BlockSizes:
-    """The same block in the forward and both backward kernels."""
+    """Return the same block for the forward and both backward kernels."""
     return splash_lib.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -198,7 +199,7 @@ def cudnn(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """cuDNN's flash attention on NVIDIA. Differentiable.
+    """Run cuDNN's flash attention on NVIDIA. Differentiable.
 
     float16 or bfloat16; head width a multiple of 8, up to 256 from Hopper on and 128 before. T is
     padded to a multiple of 8. Segments are a mask [B, 1, T, T] in the inputs' type; blocks above
@@ -223,7 +224,7 @@ def cudnn_masked(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """The same of any queries and keys, of which visible says who sees whom; no block is
+    """Run cuDNN's attention with a mask [B, t, T] of which query sees which key; no block is
     skipped. Lengths are padded to multiples of 8."""
     t, T = visible_BtT.shape[1:]
     end = (0, -t % 8), (0, -T % 8)
@@ -236,14 +237,15 @@ def cudnn_masked(
 def per_shard(
     function: SequenceAttention, mesh: Mesh | None, part: PartAttention
 ) -> SequenceAttention:
-    """`function` on each device's own rows and heads: rows over the batch's axes, heads over
-    tensor; where context divides the rows' lengths, `part` for its own queries.
+    """Return `function` run by each device on its own rows and heads: rows over the batch's axes,
+    heads over tensor.
 
-    Keys and values are then gathered over context (their gradients summed into the shares): once a
-    layer, [rows, length, kv heads, head width] on each device while the layer computes. Rows are in
-    the own order of Layout(mesh). What an axis does not divide is computed whole on each of its
-    devices. Where tensor divides the query heads but not the kv heads, kv heads are repeated until
-    it does.
+    If context divides the rows' lengths, each device runs `part` on its own queries. Keys and
+    values are then gathered over context (their gradients summed into the shares): once a layer,
+    [rows, length, kv heads, head width] on each device while the layer computes. Rows are in the
+    balanced order of Layout(mesh). What an axis does not divide is computed whole on each of its
+    devices. If tensor divides the query heads but not the kv heads, kv heads are repeated until it
+    does.
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -261,8 +263,8 @@ def per_shard(
         of_constants: tuple[Any, ...] = ()
         if ways > 1:
             local_heads = H // (mesh.shape["tensor"] if heads[2] else 1)
-            places = layout.order(T).reshape(ways, -1)
-            one, spec = part.prepare(local_heads, places, mesh)
+            positions = layout.order(T).reshape(ways, -1)
+            one, spec = part.prepare(local_heads, positions, mesh)
             local, constants, of_constants = _gathering(part, ways), (one,), (spec,)
         run = jax.shard_map(
             local,
@@ -277,7 +279,7 @@ def per_shard(
 
 
 def _gathering(part: PartAttention, ways: int) -> Callable[..., Array]:
-    """`part` on one device, which first gets the keys and values of the others."""
+    """Return `part` for one device, which first gathers the keys and values of the others."""
 
     def local(q: Array, k: Array, v: Array, segments: Array, constants: Any) -> Array:
         k, v, all_segments = (
@@ -290,11 +292,11 @@ def _gathering(part: PartAttention, ways: int) -> Callable[..., Array]:
 
 
 def kv_copies(heads: int, kv_heads: int, ways: int) -> int:
-    """Copies of each kv head, next to one another, so that `ways` devices get equally many.
+    """Return how many adjacent copies of each kv head give `ways` devices equally many.
 
-    1 where `ways` does not divide the query heads: then nothing is divided. Else kv_heads * copies
-    = lcm(kv_heads, ways), which divides heads, since both do; query head h still reads a copy of
-    its own kv head.
+    1 if `ways` does not divide the query heads: then nothing is divided. Otherwise kv_heads *
+    copies = lcm(kv_heads, ways), which divides heads, since both do; query head h still reads a
+    copy of its own kv head.
     """
     return 1 if heads % ways else ways // gcd(kv_heads, ways)
 
@@ -312,24 +314,24 @@ def ragged_paged(
     *,
     mesh: Mesh | None = None,
 ) -> Array:
-    """JAX's TPU ragged paged attention: sequences of several queries each against their KV pages.
+    """Run JAX's TPU ragged paged attention: queries of several sequences against their KV pages.
 
     q_tHK         [tokens, H, K]: the queries of sequence 0, then of sequence 1, ...
     kv_pages      [pages, page_size, 2 N, K or more]: key and value of kv head 0, of kv head 1, ...
-    kv_lens       [seqs] int32: tokens in the pages, those of the queries included
+    kv_lens       [seqs] int32: tokens in the pages, including those of the queries
     page_indices  [seqs, pages_per_seq] int32: pages of a sequence in order, each < pages
     cu_q_lens     [seqs + 1] int32: sequence s has queries cu_q_lens[s] .. cu_q_lens[s + 1]
-    num_seqs      [1] int32: sequences that count; those behind are ignored
+    num_seqs      [1] int32: sequences that count; the ones behind are ignored
     -> [tokens, H, K], 0 behind the last query
 
     A sequence's queries are its last tokens: one query is a decode step, many are a chunk of a
     prompt, and both may be in one call. Each sequence has 1 <= queries <= kv_lens.
 
-    The kernel wants float32 or bfloat16, the same for queries and pages; 1, 2, 4 or a multiple of
-    8 kv heads on each device (`refuse_heads`); any page size; heads 128 wide. Narrower heads are
+    The kernel needs float32 or bfloat16, the same for queries and pages; 1, 2, 4 or a multiple of
+    8 kv heads on each device (`refuse_heads`); heads 128 wide; any page size. Narrower heads are
     padded here: the queries cheaply, the pages by a copy of all of them at each call. So a cache
     should hold pages of `page_head_dim(K)`, zeros behind K, which takes no more memory on a TPU.
-    mesh: heads over tensor, all else whole on each device.
+    mesh: heads are divided over tensor, everything else is whole on each device.
     """
     K = q_tHK.shape[-1]
     ways = 1 if mesh is None else _head_ways(kv_pages, mesh)
@@ -372,17 +374,17 @@ def ragged_paged(
 
 
 def page_head_dim(head_dim: int) -> int:
-    """Width of a head in the pages that `ragged_paged` reads without a copy."""
+    """Return the width of a head in pages that `ragged_paged` reads without a copy."""
     return _rounded_up(head_dim, LANES)
 
 
 def ragged_blocks(
     tokens: int, pages_per_seq: int, page_size: int, kv_rows: int, head_dim: int, dtype: Any
 ) -> tuple[int, int]:
-    """(pages, queries) in a block of `ragged_paged`; kv_rows is 2 N, keys and values.
+    """Return (pages, queries) in a block of `ragged_paged`; kv_rows is 2 N, keys and values.
 
-    As many pages as a sequence has, at most 16, whose two buffers fit 4 MiB; the kernel handles
-    2 N rows at once, or 8 (float32) or 16 (bfloat16) where those divide 2 N.
+    As many pages as a sequence has, at most 16, so that two buffers fit 4 MiB; the kernel handles
+    2 N rows at once, or 8 (float32) or 16 (bfloat16) if those divide 2 N.
 
     >>> ragged_blocks(256, 64, 32, 16, 128, jnp.bfloat16)
     (16, 32)
@@ -398,10 +400,10 @@ def ragged_blocks(
 
 
 def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
-    """ConfigError where `ragged_paged` cannot lay out such heads on one device.
+    """Raise ConfigError if `ragged_paged` cannot lay out such heads on one device.
 
-    Its copies want key and value rows that fill registers (8 rows of 4 bytes), or 1, 2 or 4 of
-    those rows; where it takes the rows in several parts, the queries of a part too.
+    Its copies need key and value rows that fill registers (8 rows of 4 bytes), or 1, 2 or 4 of
+    those rows; if it takes the rows in several parts, so must the queries of a part.
     """
     packing = 4 // jnp.dtype(dtype).itemsize
     rows, rest = divmod(2 * kv_heads, packing)
@@ -410,20 +412,20 @@ def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
     if not rows_fit or head_dim > LANES:
         raise ConfigError(
             f"sampler.attention=ragged cannot lay out {heads} query and {kv_heads} kv heads of "
-            f"{head_dim} x {jnp.dtype(dtype)} on a device: it wants 1, 2, 4 or a multiple of 8 kv "
+            f"{head_dim} x {jnp.dtype(dtype)} on a device: it needs 1, 2, 4 or a multiple of 8 kv "
             f"heads, at most {LANES} wide. Set sampler.attention=gathered, or change "
             "mesh.sampler.tensor."
         )
 
 
 def _head_ways(kv_pages: Array, mesh: Mesh) -> int:
-    """Devices that the kv heads are divided over; key and value of a head stay together."""
+    """Return how many devices divide the kv heads; key and value of a head stay together."""
     ways = mesh.shape["tensor"]
     return ways if (kv_pages.shape[2] // 2) % ways == 0 else 1
 
 
 def _widened(x: Array, width: int) -> Array:
-    """Zeros behind the last axis, up to `width`."""
+    """Pad the last axis with zeros up to `width`."""
     missing = width - x.shape[-1]
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 

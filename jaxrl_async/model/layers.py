@@ -15,7 +15,7 @@ from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / rms(x) * scale over the last axis, in float32 inside. Zhang and Sennrich 2019
+    """Return x / rms(x) * scale over the last axis, computed in float32. Zhang and Sennrich 2019
     (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -23,7 +23,7 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 
 def rope_angles(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
-    """cos and sin, [..., head_dim / 2] float32. Su et al. 2021 (arXiv:2104.09864), eq. 34."""
+    """Return cos, sin [..., head_dim / 2] float32. Su et al. 2021 (arXiv:2104.09864), eq. 34."""
     half = spec.head_dim // 2
     frequencies = spec.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if spec.rope_scaling:
@@ -33,7 +33,8 @@ def rope_angles(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
 
 
 def _stretched(frequencies: Array, s: RopeScaling) -> Array:
-    """Llama 3: long wavelengths divided by `factor`, short ones kept, a linear passage between."""
+    """Scale as Llama 3 does: divide the frequencies of long wavelengths by `factor`, keep those of
+    short ones, interpolate linearly between."""
     wavelengths = 2 * jnp.pi / frequencies
     smooth = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
         s.high_freq_factor - s.low_freq_factor
@@ -52,8 +53,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Layer(nnx.Module):
     """One decoder layer: norm, attention, norm, gated MLP, with residuals.
 
-    fused: fewer, larger matrices with outputs first: see fuse(). mixed: see product(). quantized:
-    8-bit matrices, see quantize.py; not fused.
+    fused: fewer, larger matrices with outputs first, see fuse(). mixed: products in bfloat16, see
+    product(). quantized: 8-bit matrices, see quantize.py; they are not fused.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Layer(nnx.Module):
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
-        """x [..., D] times a weight [D, ...], whose first dimensions make D and the others one."""
+        """Multiply x [..., D] with a weight [D, ...], reshaped to two dimensions, inputs first."""
         weight = getattr(self, name)[...]
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
@@ -92,8 +93,8 @@ class Layer(nnx.Module):
         return product(x, weight, mixed=self.mixed, scale=scale)
 
     def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of x [..., D]: [..., H, K], [..., N, K], [..., N, K],
-        rotated."""
+        """Return rotated queries and keys, and values, of x [..., D]: [..., H, K], [..., N, K],
+        [..., N, K]."""
         spec = self.spec
         y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
         if self.fused:
@@ -119,8 +120,11 @@ class Layer(nnx.Module):
         experts: Experts = run_experts,
         choose: Choose = route,
     ) -> Array:
-        """Output projection and MLP, or the experts (x is then [n, D]): x [..., D], attended
-        [..., H, K] -> [..., D]. choose: which experts each token goes through."""
+        """Apply the output projection and the MLP or the experts: x [..., D], attended [..., H, K]
+        -> [..., D].
+
+        experts: computes the experts, for which x must be [n, D]. choose: routes each token.
+        """
         flat = attended.reshape(*attended.shape[:-2], -1)
         out = self._times(flat, "o")
         if self.spec.output_bias:
@@ -152,11 +156,15 @@ def product(
     outputs_first: bool = False,
     scale: Array | None = None,
 ) -> Array:
-    """x [..., D] @ weight [D, E], or weight [E, D] with outputs_first, in x's number type.
+    """Return x [..., D] @ weight [D, E] in x's number type.
 
-    mixed: both rounded to bfloat16 and summed in float32, which matrix units (also those of recent
-    CPUs) do several times faster; everything else keeps x's number type. scale [E] float32: what
-    the sums are multiplied with, of 8-bit weights.
+    Args:
+        x: [..., D].
+        weight: [D, E], or [E, D] with outputs_first.
+        mixed: round both to bfloat16 and sum in float32, which matrix units (also those of recent
+            CPUs) do several times faster.
+        outputs_first: the weight's first dimension is the output.
+        scale: [E] float32, multiplied with the sums; of 8-bit weights.
     """
     number = jnp.bfloat16 if mixed else x.dtype
     contract = (((x.ndim - 1,), (int(outputs_first),)), ((), ()))
@@ -170,16 +178,16 @@ def product(
 
 
 def _split_heads(x: Array, head_dim: int) -> Array:
-    """[..., H * K] -> [..., H, K]."""
+    """Reshape [..., H * K] to [..., H, K]."""
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def fuse(weights: dict[str, Array]) -> dict[str, Array]:
-    """One layer's weights with q, k, v side by side as one matrix, gate and up as another, and
-    every matrix [E, D], outputs first.
+    """Join one layer's q, k, v into one matrix and gate, up into another, and transpose every
+    matrix to [E, D], outputs first.
 
-    Fewer and larger products, whose weights a CPU reads as they lie (a third faster for few rows):
-    worth it where a step is short and nothing is sharded.
+    Fewer and larger products, whose weights a CPU reads in memory order (a third faster for few
+    rows): worth it if a step is short and nothing is sharded.
     """
     qkv = jnp.concatenate([weights["q"], weights["k"], weights["v"]], axis=1)
     fused = {
@@ -197,7 +205,7 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
 def layer_graph(
     spec: ModelSpec, *, fused: bool = False, mixed: bool = False, quantized: bool = False
 ) -> Any:
-    """The layer's graph definition, split off once; `nnx.merge(layer_graph(spec), weights)` is a
+    """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer."""
     form = {"fused": fused, "mixed": mixed, "quantized": quantized}
     graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, **form)))
@@ -205,7 +213,8 @@ def layer_graph(
 
 
 def initial(weight: Weight, key: Array, dtype: Any) -> Array:
-    """Random weights as declared: normal with standard deviation fan_in ** -0.5, ones or zeros."""
+    """Return initial weights as declared: normal with standard deviation fan_in ** -0.5, ones or
+    zeros."""
     if weight.init == "ones":
         return jnp.ones(weight.shape, dtype)
     if weight.init == "zeros":

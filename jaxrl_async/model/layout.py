@@ -1,14 +1,14 @@
-"""Where the tokens of a program lie on a mesh, and in which order.
+"""How the tokens of a program are divided over a mesh, and in which order.
 
 Outside attention a decoder works on tokens in one axis, [B, T, ...] -> [B * T, ...] (the gradient
-of [B, T, D] @ W is three times slower on a CPU). Where C devices share the length of a row, each
-takes two of its 2 C parts, the c-th from the front and the c-th from the back, so that all have as
-many keys before their queries (causal attention of plain parts would give the last device twice the
-mean). Tokens then come device by device: the ids are put in that order once, what a token gives is
-put back at the end, and hidden states never move.
+of [B, T, D] @ W is three times slower on a CPU). If C devices share the length of a row, each takes
+two of its 2 C parts, the c-th from the front and the c-th from the back, so that all queries have
+equally many keys before them (with contiguous parts, causal attention would give the last device
+twice the mean). Tokens are then ordered by device: the ids are put in that order once, the results
+are put back at the end, and hidden states never move.
 
     natural    [B, T]       part 0 1 2 3                    C = 2
-    own        [B, T]       part 0 3 | 1 2
+    balanced   [B, T]       part 0 3 | 1 2
     tokens     [C * B * T / C]
 """
 
@@ -26,27 +26,28 @@ from numpy.typing import NDArray
 from jaxrl_async.mesh import TRAINER_RULES, num_shards, spec_for
 
 GATHERED = {**TRAINER_RULES, "embed": None}
-"""Where a weight lies while it is used: what fsdp shares is whole, the rest stays divided."""
+"""How a weight is divided while it is used: gathered over fsdp, divided over the other axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The order of tokens on a trainer's mesh; None: one device, where nothing is moved."""
+    """The order of tokens on a trainer's mesh; mesh None: one device, where nothing is moved."""
 
     mesh: Mesh | None = None
 
     def ways(self, length: int) -> int:
-        """Devices that share rows of that length: 1 where it is no multiple of two parts each."""
+        """Return how many devices share rows of this length; 1 if it does not divide into two parts
+        for each."""
         context = 1 if self.mesh is None else self.mesh.shape["context"]
         return 1 if length % (2 * context) else context
 
     def token_ways(self, tokens: int) -> int:
-        """Devices over which so many tokens are divided."""
+        """Return over how many devices this many tokens are divided."""
         ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "tokens")
         return 1 if tokens % ways else ways
 
     def vocab_ways(self, vocab: int) -> int:
-        """Devices over which a vocabulary is divided."""
+        """Return over how many devices a vocabulary is divided."""
         ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "vocab")
         return 1 if vocab % ways else ways
 
@@ -56,15 +57,15 @@ class Layout:
         return self.mesh is not None and num_shards(self.mesh, TRAINER_RULES, "embed") > 1
 
     def order(self, length: int) -> NDArray[np.int32]:
-        """[T] int32: the natural place of each place in the own order."""
-        places = np.arange(length, dtype=np.int32)
+        """Return [T] int32: the natural position of each position in the balanced order."""
+        positions = np.arange(length, dtype=np.int32)
         if (ways := self.ways(length)) == 1:
-            return places
-        parts = places.reshape(2 * ways, -1)
+            return positions
+        parts = positions.reshape(2 * ways, -1)
         return np.stack([parts[:ways], parts[: -ways - 1 : -1]], axis=1).reshape(-1)
 
     def flat(self, x: Array) -> Array:
-        """[B, T, ...] in natural order -> tokens [B * T, ...]."""
+        """Turn [B, T, ...] in natural order into tokens [B * T, ...]."""
         B, T = x.shape[:2]
         if (ways := self.ways(T)) > 1:
             parts = x.reshape(B, 2 * ways, -1, *x.shape[2:])
@@ -72,12 +73,12 @@ class Layout:
         return self.fold(x)
 
     def rows(self, x: Array, batch: int) -> Array:
-        """Tokens [B * T, ...] -> [B, T, ...] in natural order."""
+        """Turn tokens [B * T, ...] into [B, T, ...] in natural order."""
         x = self.unfold(x, batch)
         return self.place(natural(x, self.ways(x.shape[1])), "batch", "length")
 
     def fold(self, x: Array) -> Array:
-        """[B, T, ...] in the own order -> tokens [B * T, ...]; nothing leaves its device."""
+        """Turn [B, T, ...] in balanced order into tokens [B * T, ...]; nothing changes device."""
         B, T = x.shape[:2]
         ways = self.ways(T)
         if ways > 1:
@@ -85,7 +86,7 @@ class Layout:
         return self.place(x.reshape(B * T, *x.shape[3 if ways > 1 else 2 :]), "tokens")
 
     def unfold(self, x: Array, batch: int) -> Array:
-        """Tokens [B * T, ...] -> [B, T, ...] in the own order; nothing leaves its device."""
+        """Turn tokens [B * T, ...] into [B, T, ...] in balanced order; nothing changes device."""
         T = x.shape[0] // batch
         ways = self.ways(T)
         if ways > 1:
@@ -93,8 +94,8 @@ class Layout:
         return x.reshape(batch, T, *x.shape[3 if ways > 1 else 1 :])
 
     def place(self, x: Array, *axes: str | None) -> Array:
-        """x laid out by the logical names of its first dimensions (None: whole); the others are
-        left to the compiler."""
+        """Constrain x's sharding by the logical names of its first dimensions (None: whole); the
+        others are left to the compiler."""
         if self.mesh is None or self.mesh.size == 1:
             return x
         spec = spec_for(x.shape[: len(axes)], axes, self.mesh, TRAINER_RULES)
@@ -102,7 +103,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec, *rest)))
 
     def gathered(self, weight: Array, axes: tuple[str, ...]) -> Array:
-        """A weight that fsdp shares, whole; its gradient is summed into the shares."""
+        """Gather a weight over fsdp; its gradient is summed into the shares."""
         if self.mesh is None or self.mesh.size == 1:
             return weight
         shared, whole = (
@@ -113,7 +114,7 @@ class Layout:
 
 
 def natural(x: Array, ways: int) -> Array:
-    """[B, T, ...] in the own order of so many devices -> in natural order."""
+    """Put [B, T, ...] from the balanced order of `ways` devices into natural order."""
     if ways == 1:
         return x
     parts = x.reshape(x.shape[0], ways, 2, -1, *x.shape[2:])
@@ -125,8 +126,8 @@ ONE_DEVICE = Layout()
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(weight: Array, whole: NamedSharding, shared: NamedSharding) -> Array:
-    """An all-gather whose gradient is a reduce-scatter: a plain constraint would sum the gradient
-    whole on each device."""
+    """All-gather with a reduce-scatter as gradient: with a plain constraint each device would sum
+    the whole gradient."""
     return jax.lax.with_sharding_constraint(weight, whole)
 
 

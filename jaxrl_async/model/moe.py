@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token goes through, how much each counts, and what they give.
+"""Mixture of experts: routing each token to experts, their weights, and computing them.
 
 n tokens, k experts of each, E experts, D model width, F an expert's inner width.
 """
@@ -20,18 +20,18 @@ Experts = Callable[[Array, Array, Array, dict[str, Array]], Array]
 """(x [n, D], ids [n, k], their weights [n, k], matrices by name) -> [n, D]."""
 
 Choose = Callable[[Array, int], tuple[Array, Array]]
-"""(router's logits [n, E], k) -> ids [n, k], their weights [n, k]: `route`, and what watches it."""
+"""(router's logits [n, E], k) -> ids [n, k], their weights [n, k]: `route`, or a wrapper of it."""
 
 
 def route(logits: Array, k: int, forced_ids: Array | None = None) -> tuple[Array, Array]:
-    """The k experts of each token and their weights: ids [..., k] int32, weights [..., k] float32.
+    """Return the k experts of each token and their weights: ids [..., k] int32, weights [..., k]
+    float32.
 
     logits [..., experts]; weights g_i = exp(l_i) / sum_{j chosen} exp(l_j), which carry the
     gradient. forced_ids [..., k] of any integers replace the choice of the k largest logits, not
-    the weights;
-    a token with a -1 among its ids chooses for itself. Numerics that differ a little between
-    sampler and trainer turn the choice where logits are close, and the token's log-prob with it:
-    forced_ids are the sampler's choice, replayed (R3, "Stabilizing MoE Reinforcement Learning by
+    the weights; for a token with a -1 among its ids the logits choose. Small numerical differences
+    between sampler and trainer change the choice when logits are close, and the token's log-prob
+    with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE Reinforcement Learning by
     Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
     """
     logits = logits.astype(jnp.float32)
@@ -47,20 +47,23 @@ def _largest(logits: Array, k: int) -> Array:
     return jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
 
 
-def noting(told: list[Array]) -> Choose:
-    """`route`, which adds the ids that it chose to `told`, layer by layer."""
+def noting(chosen: list[Array]) -> Choose:
+    """Return `route` that also appends the ids that it chooses to `chosen`, layer by layer."""
 
     def choose(logits: Array, k: int) -> tuple[Array, Array]:
         ids, share = route(logits, k)
-        told.append(ids)
+        chosen.append(ids)
         return ids, share
 
     return choose
 
 
 def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
-    """`route` by forced_ids [n, k], and the list that then says of each token whether the router
-    would have chosen others: [n] bool. None: `route`, and nothing is said."""
+    """Return `route` with forced_ids [n, k], and a list that it fills with whether the router would
+    have chosen other experts for each token, [n] bool.
+
+    forced_ids None: `route` itself; the list stays empty.
+    """
     changed: list[Array] = []
 
     def choose(logits: Array, k: int) -> tuple[Array, Array]:
@@ -73,8 +76,8 @@ def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
 
 
 def id_dtype(experts: int) -> Any:
-    """The NumPy integers that ids are kept and sent in: 1 byte up to 128 experts, else 2; -1
-    stays for what is not known."""
+    """Return the NumPy type of stored and sent ids: 1 byte up to 128 experts, else 2; -1 means
+    unknown."""
     return np.int8 if experts <= 128 else np.int16
 
 
@@ -84,18 +87,23 @@ def id_dtype(experts: int) -> Any:
 def run_experts(
     x: Array, ids: Array, share: Array, matrices: dict[str, Array], *, first: Any = 0
 ) -> Array:
-    """sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts: [n, D].
+    """Return sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts: [n, D].
 
-    matrices: gate and up [E, D, F], down [E, F, D], and of 8-bit ones the scales. Experts are
-    first .. first + E; others give nothing. Tokens are put in the order of their experts, so that
-    each expert's matrices meet all of its tokens at once.
+    Args:
+        x: [n, D].
+        ids: [n, k] experts of each token.
+        share: [n, k] their weights.
+        matrices: gate and up [E, D, F], down [E, F, D], and the scales of 8-bit ones.
+        first: id of the first expert in `matrices`; ids outside first .. first + E contribute 0.
+
+    Tokens are sorted by expert, so that each expert's matrices multiply all of its tokens at once.
     """
     k, E = ids.shape[1], matrices["gate"].shape[0]
-    mine = jnp.reshape(ids - first, -1)
-    mine = jnp.where((mine >= 0) & (mine < E), mine, E)
-    order = jnp.argsort(mine, stable=True)
-    sizes = jnp.bincount(mine, length=E + 1)[:E].astype(jnp.int32)
-    expert = mine[order]
+    local_ids = jnp.reshape(ids - first, -1)
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < E), local_ids, E)
+    order = jnp.argsort(local_ids, stable=True)
+    sizes = jnp.bincount(local_ids, length=E + 1)[:E].astype(jnp.int32)
+    expert = local_ids[order]
 
     def times(rows: Array, name: str) -> Array:
         out = jax.lax.ragged_dot(
@@ -113,11 +121,11 @@ def run_experts(
 
 
 def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
-    """run_experts for tokens and experts that the rules divide over a mesh.
+    """Return run_experts for tokens and experts that the rules divide over a mesh.
 
-    Where tokens are divided over `expert` too, each device gets those of all that share the
-    experts, runs its own on them, and gives the sums back: no token is dropped, however uneven the
-    choice, at the price of room for all of them. Inner widths lie over `tensor`.
+    If tokens are divided over `expert` too, each device gathers the tokens of its group, runs its
+    own experts on them, and scatters the sums: no token is dropped, however uneven the choice, at
+    the price of memory for all of them. Inner widths are divided over `tensor`.
     """
     if mesh is None or mesh.size == 1:
         return run_experts
@@ -165,8 +173,8 @@ def _axes_of(name: str) -> tuple[str, ...]:
 
 
 def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:
-    """ConfigError where the axis expert of a mesh (mesh.trainer or mesh.sampler) cannot divide the
-    model's experts."""
+    """Raise ConfigError if the axis expert of a mesh (`where`: mesh.trainer or mesh.sampler) cannot
+    divide the model's experts."""
     ways = mesh.shape["expert"]
     if ways > 1 and (not spec.experts or spec.experts % ways):
         has = f"{spec.experts} in each layer" if spec.experts else "none: it is dense"

@@ -1,4 +1,4 @@
-"""The policy: what it is, its weights, and how its text becomes tokens."""
+"""The policy: a decoder, its weights and its tokenizer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 
 class FolderTokenizer:
     """The tokenizer of a Hugging Face directory, as data.tokenizer.Tokenizer; loaded when it is
-    first asked for anything. Raises DataError then."""
+    first used. Raises DataError then."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class FolderTokenizer:
         return load_tokenizer(self._folder)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever a Tokenizer has."""
+        """Return the loaded tokenizer's attribute."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loaded, name)
@@ -48,7 +48,7 @@ class Policy:
 
     spec: ModelSpec
     params: Any
-    tokenizer: Any = None  # a Tokenizer; null: none is written
+    tokenizer: Any = None  # a Tokenizer; None: none is saved
     generation: Mapping[str, Any] = field(default_factory=dict)  # its generation_config.json
 
     @staticmethod
@@ -62,7 +62,7 @@ class Policy:
     ) -> "Policy":
         """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError.
 
-        tokenizer: null: the directory's own, read when it is first used; null where it has none.
+        tokenizer: None: the directory's own if it has one, read when it is first used.
         """
         folder = Path(folder)
         spec, generation = load_spec(folder), load_generation(folder)
@@ -72,7 +72,7 @@ class Policy:
         return Policy(spec, load_params(folder, spec, where, dtype), tokenizer, generation)
 
     def with_params(self, params: Any) -> "Policy":
-        """The same policy with other weights."""
+        """Return the policy with other weights."""
         return dataclasses.replace(self, params=params)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -89,8 +89,8 @@ class Policy:
 
 
 def speaking(spec: ModelSpec, tokenizer: Any) -> ModelSpec:
-    """The spec with the tokenizer's end tokens, all of them, and its bos and pad; what the
-    tokenizer does not name stays."""
+    """Return the spec with all end tokens of the tokenizer, its bos and its pad; tokens that it
+    does not name stay."""
     if tokenizer is None:
         return spec
     special = tokenizer.special_ids

@@ -2,9 +2,9 @@
 
     w [in, out]  ->  values [in, out] int8 or float8_e4m3fn, scale [out] float32: max |w| / largest
 
-x @ w is then (x @ values) * scale: the values are widened where they are read, and half as many
-bytes as in bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers stay
-as they are. What the rounding does to log-probs is the mismatch that corrections weigh.
+x @ w is then (x @ values) * scale: the values are widened as they are read, and half as many bytes
+as in bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers keep their
+type. Rounding changes log-probs; algorithm.correction accounts for the mismatch.
 """
 
 from dataclasses import replace
@@ -21,12 +21,12 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 def is_quantized(params: Any) -> bool:
-    """Whether a tree of parameters, or a table of weights, has 8-bit matrices."""
+    """Return whether a tree of parameters, or a table of weights, has 8-bit matrices."""
     return any(name.endswith(SCALE) for name in params["layers"])
 
 
 def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
-    """A decoder's table with the scales that `quantize` adds."""
+    """Return a decoder's table with the scales that `quantize` adds."""
     scales = {
         name + SCALE: replace(
             weight,
@@ -41,12 +41,12 @@ def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
-    """A decoder's table, with scales where the parameters have them."""
+    """Return a decoder's table, with scales if the parameters have them."""
     return quantized_table(table) if is_quantized(params) else table
 
 
 def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
-    """New arrays in the tree of quantized_table(table): matrices of that kind, the rest in
+    """Return new arrays in the tree of quantized_table(table): matrices of this kind, the rest in
     dtype."""
     layers: dict[str, Array] = {}
     for name, array in params["layers"].items():
@@ -70,7 +70,7 @@ def _rounded(array: Array, weight: Weight, kind: Kind) -> tuple[Array, Array]:
 
 
 def _without(sizes: Any, weight: Weight) -> Any:
-    """Sizes or names of dimensions, but those that are summed over."""
+    """Return sizes or names of dimensions without those that are summed over."""
     inputs = contracted(weight)
     return (*sizes[: inputs.start], *sizes[inputs.stop :])
 

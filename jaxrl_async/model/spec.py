@@ -1,4 +1,4 @@
-"""What a decoder is: its numbers, its family's habits, and each weight declared once.
+"""What defines a decoder: its sizes, its family's variations, and each weight declared once.
 
 Shape suffixes in this package: B batch, T query tokens, S cache positions, D model width, H query
 heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
@@ -23,7 +23,7 @@ MAX_SIZE = 2**31 - 1
 """Largest size or token id in a config.json."""
 MAX_LAYERS = 10_000
 MAX_NUMBER = 1e30
-"""Bound of the other numbers in a config.json."""
+"""Upper bound of the other numbers in a config.json."""
 EXPERT_AXES = {
     "gate": ("expert", "embed", "mlp"),
     "up": ("expert", "embed", "mlp"),
@@ -31,14 +31,13 @@ EXPERT_AXES = {
 }
 """Logical axes of a layer's experts."""
 SCALE = "_scale"
-"""Ends the name of what 8-bit weights are multiplied with, see quantize.py."""
+"""Ending of the names of the scales of 8-bit weights, see quantize.py."""
 COPY_AGAIN = "Copy the file again, or correct it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of the low frequencies (Llama 3.1 model card; transformers'
-    `llama3`)."""
+    """Llama 3's scaling of the low frequencies (Llama 3.1 model card; transformers' `llama3`)."""
 
     factor: float
     low_freq_factor: float
@@ -48,7 +47,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """All that decides a decoder's function, given its weights."""
+    """Everything that defines a decoder's function, except its weights."""
 
     family: Family
     vocab: int
@@ -74,7 +73,7 @@ class ModelSpec:
 
     @staticmethod
     def from_architecture(architecture: schema.ArchitectureSection, vocab_size: int) -> "ModelSpec":
-        """A decoder from the configuration's numbers."""
+        """Return the decoder that a configuration describes."""
         a = architecture
         return ModelSpec(
             family=a.family,
@@ -95,8 +94,8 @@ class ModelSpec:
 
     @staticmethod
     def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
-        """From a Hugging Face config.json. CheckpointError names the field that is not
-        supported."""
+        """Return the decoder that a Hugging Face config.json describes. Raises CheckpointError,
+        which names the field that is not supported."""
         family: Any = config.get("model_type")
         if family not in get_args(Family):
             raise CheckpointError(
@@ -141,18 +140,18 @@ class ModelSpec:
         return spec
 
     def is_like(self, other: "ModelSpec") -> bool:
-        """Whether both compute the same function of the same weights, whatever their special tokens
-        and the lengths that they were made for."""
+        """Return whether both compute the same function of the same weights; special tokens and
+        max_positions may differ."""
         words: dict[str, Any] = {"max_positions": 1, "eos_ids": (), "bos_id": None, "pad_id": None}
         return dataclasses.replace(self, **words) == dataclasses.replace(other, **words)
 
     def token_ids(self) -> dict[str, Any]:
-        """The special tokens as config.json and generation_config.json name them."""
+        """Return the special tokens as config.json and generation_config.json name them."""
         eos: Any = list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None)
         return {"eos_token_id": eos, "bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
 
     def to_hf_config(self) -> dict[str, Any]:
-        """A config.json that transformers loads."""
+        """Return a config.json that transformers loads."""
         names = {
             "llama": "LlamaForCausalLM",
             "qwen2": "Qwen2ForCausalLM",
@@ -203,21 +202,21 @@ class ModelSpec:
 
 
 def check_positions(spec: ModelSpec, length: int, setting: str, where: str) -> None:
-    """Raise ConfigError where a setting allows longer sequences than the model was made for.
+    """Raise ConfigError if a setting allows longer sequences than the model was trained for.
 
-    Rotary positions can be computed without end, but what a model makes of those that it has never
-    seen is anybody's guess.
+    Rotary positions can be computed for any length, but a model's behaviour at positions that it
+    has never seen is unknown.
     """
     if length > spec.max_positions:
         raise ConfigError(
             f"{setting} ({length}) is more than the max_position_embeddings ({spec.max_positions}) "
-            f"of {where}. Lower the first; or raise the second in the model's config.json, where "
-            "it is known to go further."
+            f"of {where}. Lower the first; or raise the second in the model's config.json if "
+            "the model is known to work beyond it."
         )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """CheckpointError for a feature that the decoder does not have."""
+    """Raise CheckpointError for a feature that the decoder does not have."""
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
             f"{where}: hidden_act {_show(config['hidden_act'])} is not supported, only silu."
@@ -225,8 +224,7 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     if config.get("use_sliding_window") or "sliding_attention" in str(config.get("layer_types")):
         raise CheckpointError(
             f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to "
-            "false "
-            "where the context fits the window."
+            "false if the context fits the window."
         )
     if config.get("mlp_bias"):
         raise CheckpointError(f"{where}: mlp_bias is not supported.")
@@ -245,7 +243,7 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 
 def _experts(config: Mapping[str, Any], where: str) -> int:
-    """Experts in a layer, at least as many as a token goes through. Raises CheckpointError."""
+    """Return the experts in a layer. Raises CheckpointError if a token would use more."""
     key = "num_local_experts" if "num_experts" not in config else "num_experts"
     experts, chosen = (_whole(config, name, where=where) for name in (key, "num_experts_per_tok"))
     if chosen > experts:
@@ -256,7 +254,7 @@ def _experts(config: Mapping[str, Any], where: str) -> int:
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """theta and scaling, from either generation of config.json."""
+    """Return theta and scaling, from the old or the new form of config.json."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise CheckpointError(f"{where}: rope_parameters must be a JSON object. {COPY_AGAIN}")
@@ -284,7 +282,7 @@ def _whole(
     default: int | None = None,
     most: int = MAX_SIZE,
 ) -> int:
-    """A size from a config.json; null counts as not given. Raises CheckpointError."""
+    """Return a size from a config.json; null counts as missing. Raises CheckpointError."""
     value: Any = default if config.get(key) is None else config[key]
     if type(value) is not int or not 1 <= value <= most:
         raise _wrong(config, key, where, f"a whole number from 1 to {most}")
@@ -292,7 +290,8 @@ def _whole(
 
 
 def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """A positive number from a config.json; null counts as not given. Raises CheckpointError."""
+    """Return a positive number from a config.json; null counts as missing. Raises
+    CheckpointError."""
     value: Any = default if config.get(key) is None else config[key]
     if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
         raise _wrong(config, key, where, f"a number above 0 and below {MAX_NUMBER:g}")
@@ -300,7 +299,7 @@ def _number(config: Mapping[str, Any], key: str, where: str, default: float | No
 
 
 def _ids(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    """Token ids from a config.json: none, one or several. Raises CheckpointError."""
+    """Return token ids from a config.json: none, one or several. Raises CheckpointError."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
@@ -314,7 +313,7 @@ def _wrong(config: Mapping[str, Any], key: str, where: str, wanted: str) -> Chec
 
 
 def _show(value: Any) -> str:
-    """A value of a JSON file, short."""
+    """Return a JSON value as text, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -327,19 +326,19 @@ class Weight:
     axes: tuple[str, ...]
     init: Init
     fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5
-    hf: str = ""  # name in a Hugging Face file; {layer}, {expert} where stacked over those
+    hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} if stacked over those
     hf_shape: tuple[int, ...] = ()  # shape of one there, as stored (a Linear stores [out, in])
 
     @property
     def stacked(self) -> int:
-        """Leading dimensions that number matrices: layers, and experts."""
+        """Number of leading dimensions that count matrices: layers and experts."""
         names = itertools.takewhile(lambda axis: axis in ("layers", "expert"), self.axes)
         return len(tuple(names))
 
 
 def contracted(weight: Weight) -> range:
-    """The dimensions of a layer's stacked matrix that a token is summed over: as many as make
-    fan_in, behind those that number matrices."""
+    """Return the dimensions of a layer's stacked matrix that are summed over in its product: those
+    after the stacked ones that make up fan_in."""
     start = stop = weight.stacked
     while math.prod(weight.shape[start:stop]) < weight.fan_in:
         stop += 1
@@ -347,7 +346,7 @@ def contracted(weight: Weight) -> range:
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:
-    """Every weight of the decoder, in the tree that the parameters have."""
+    """Return every weight of the decoder, in the tree of the parameters."""
     d, v = spec.width, spec.vocab
     table: dict[str, Any] = {
         "embed": Weight(
@@ -374,14 +373,14 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
 
 
 def num_weights(spec: ModelSpec) -> int:
-    """How many numbers the decoder's weights are."""
+    """Return how many numbers the decoder's weights have."""
     table = weight_table(spec)
     weights = [*table.pop("layers").values(), *table.values()]
     return sum(math.prod(weight.shape) for weight in weights)
 
 
 def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
-    """The weights of one layer."""
+    """Return the weights of one layer."""
     d, f, h, n, k = spec.width, spec.mlp, spec.heads, spec.kv_heads, spec.head_dim
 
     def norm(size: int, axis: str, hf: str) -> Weight:
@@ -443,7 +442,7 @@ def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _expert_table(spec: ModelSpec) -> dict[str, Weight]:
-    """One layer's router and experts, in place of its MLP."""
+    """Return one layer's router and experts, which replace its MLP."""
     d, f, e = spec.width, spec.mlp, spec.experts
     shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
     experts = {

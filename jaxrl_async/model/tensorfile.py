@@ -1,9 +1,9 @@
-"""What a safetensors file says that it holds, checked before anything of it is mapped or allocated.
+"""The header of a safetensors file, checked before any tensor is mapped or allocated.
 
     8 bytes: length of the header │ header: JSON {name: {dtype, shape, data_offsets}} │ data
 
-Each tensor's bytes are exactly its shape times its type, the tensors lie one behind the other
-without gap or overlap, and together they are the data to its last byte.
+Each tensor's bytes are exactly its shape times its type; the tensors follow one another without gap
+or overlap and end with the last byte of the data.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 * 1024**2
-"""Longest header that is read, enough for more than 100,000 tensors."""
+"""Longest header that is read: enough for more than 100,000 tensors."""
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -35,7 +35,7 @@ DTYPE_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-"""Types that the format knows, with their size; those of less than a byte are not supported."""
+"""Types of the format with their size; types smaller than a byte are not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. Raises CheckpointError."""
+    """Return the tensors of a safetensors file by name. Raises CheckpointError."""
     try:
         if not path.is_file():
             raise CheckpointError(
-                f"{path}: is no file, or not there. Copy the model's directory again."
+                f"{path}: not found, or not a file. Copy the model's directory again."
             )
         with path.open("rb") as file:
             length, size = file.read(8), path.stat().st_size
@@ -61,7 +61,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             if len(length) < 8 or header_bytes > size - 8:
                 raise _torn(path, f"it ends within its header ({size} bytes in all)")
             if header_bytes > MAX_HEADER_BYTES:
-                raise _torn(path, f"a header of {header_bytes} bytes; {MAX_HEADER_BYTES} is most")
+                raise _torn(path, f"a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
             header = file.read(header_bytes)
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -71,9 +71,10 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored]:
-    """The tensors that a header describes, of a file with so many bytes of data behind it.
+    """Return the tensors that a header describes.
 
-    Raises CheckpointError, which names the path and the first tensor that cannot be.
+    data_bytes: size of the data behind the header. Raises CheckpointError, which names the path and
+    the first impossible tensor.
     """
     try:
         described = json.loads(header.decode(), object_pairs_hook=_unique)
@@ -86,19 +87,19 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored
         for name, entry in described.items()
         if name != "__metadata__"
     }
-    place = 0
+    end = 0
     for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
-        if tensor.begin != place:
-            kind = "overlaps the one before it" if tensor.begin < place else "leaves a gap before"
+        if tensor.begin != end:
+            kind = "overlaps the one before it" if tensor.begin < end else "leaves a gap before it"
             raise _torn(path, f"the tensor {_name(name)} {kind}")
-        place = tensor.end
-    if place != data_bytes:
-        raise _torn(path, f"its tensors need {place} bytes, and {data_bytes} are there")
+        end = tensor.end
+    if end != data_bytes:
+        raise _torn(path, f"its tensors need {end} bytes, and {data_bytes} are there")
     return tensors
 
 
 def _stored(path: Path, name: str, entry: Any) -> Stored:
-    """One entry of the header."""
+    """Check one entry of the header. Raises CheckpointError."""
     if not isinstance(entry, dict):
         raise _torn(path, f"the entry of {_name(name)} is not an object")
     dtype: Any = entry.get("dtype")
@@ -129,10 +130,10 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return entries
 
 
 def _name(name: str) -> str:

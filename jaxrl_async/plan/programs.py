@@ -34,11 +34,13 @@ from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_s
 from jaxrl_async.run.builders.samplers import make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
-from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
+from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.setup import kv_plan, make_engine
+from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.credit import pass_columns
-from jaxrl_async.trainer.step import TrainStep, UpdateContext
+from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
+from jaxrl_async.trainer.update import Frozen, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +205,13 @@ def trainer_programs(
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
     scalar = partial(_array, mesh, ())
-    context = UpdateContext(
+    context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    if runs_reference(config):
-        context = context._replace(reference_params=params)
+    frozen = Frozen(reference=params if runs_reference(config) else None)
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
-    programs = step.lower(params, micro_batch(config, spec, step), context)
+    programs = step.lower(params, micro_batch(config, spec, step), context, frozen)
     return [
         *(
             Lowered(name=name, program=program, options=options, **common)
@@ -240,7 +241,9 @@ def runs_reference(config: schema.Config) -> bool:
     return refers and "reference_logprobs" not in pass_columns_of(config)
 
 
-def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
+def micro_batch(
+    config: schema.Config, spec: ModelSpec, step: Update[PolicyObjective]
+) -> DeviceBatch:
     """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
@@ -278,14 +281,14 @@ def sampler_programs(
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
-    engine = make_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
+    engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     params = _arrived(spec, mesh, pushed["cast"].out_info)
-    chunk = prefill_shapes(config, engine)
+    chunk = prefill_shapes(config, engine.spec)
     context_pages = _pages(config.sampler.max_length, plan.page_tokens)
     programs = engine.lower(
         params,
         chunk,
-        run_shapes(engine, plan, context_pages),
+        run_shapes(engine.spec, context_pages),
         context_pages=context_pages,
         mix=Mix(
             truncated=truncates(config.sampler),
@@ -301,7 +304,7 @@ def sampler_programs(
             program=program,
             slice=places.sampler,
             mesh=dict(mesh.shape),
-            open_turns=(float(engine.block),) if name == "decode" else (),
+            open_turns=(float(engine.spec.block),) if name == "decode" else (),
         )
         for name, program in programs.items()
     ]
@@ -315,7 +318,7 @@ def truncates(section: schema.SamplerSection) -> bool:
     return bool(section.top_k or section.top_p < 1 or section.min_p)
 
 
-def prefill_shapes(config: schema.Config, engine: Engine) -> PrefillArgs:
+def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     """One round of prefill, of prompts as long as they may be."""
     section = config.sampler
     longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
@@ -332,17 +335,17 @@ def prefill_shapes(config: schema.Config, engine: Engine) -> PrefillArgs:
     )  # fmt: skip
 
 
-def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> DecodeArgs:
+def run_shapes(engine: EngineSpec, context_pages: int) -> DecodeArgs:
     """A decode block of all slots."""
-    places = engine.places
-    width = context_pages + -(-engine.block // plan.page_tokens) + 1
+    total = engine.total_slots
+    width = context_pages + engine.num_pages(engine.block) + 1
     return DecodeArgs(
         rows=np.zeros(engine.slots, np.int32),
         reserve=np.zeros(engine.reserve, np.int32),
         num_reserve=np.int32(0),
-        lengths=np.zeros(places, np.int32),
-        drawn=np.zeros(places, np.int32),
-        tables=np.zeros((places, width), np.int32),
+        lengths=np.zeros(total, np.int32),
+        drawn=np.zeros(total, np.int32),
+        tables=np.zeros((total, width), np.int32),
         steps=np.int32(engine.block),
     )
 

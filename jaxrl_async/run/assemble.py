@@ -2,7 +2,7 @@
 
     check_inputs ──> claim the folder ──> policy ──> learner <── checkpoint
                                             │           │
-          records ──> groups ──> samplers ──┴> rollouts └──> trainer        nothing runs yet
+          records ──> buffer ──> samplers ──┴> rollouts └──> trainer        nothing runs yet
 
 Each builder in run/builders/ takes what it needs and returns a record of parts. Those that a
 checkpoint holds restore themselves from it.
@@ -22,10 +22,11 @@ from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.run.builders.initial_policy import make_policy
 from jaxrl_async.run.builders.inputs import check_inputs
-from jaxrl_async.run.builders.learning import make_learner, make_trainer, warm_started
-from jaxrl_async.run.builders.observers import make_observer, make_outlets, make_watchdog
+from jaxrl_async.run.builders.learning import make_learner, warm_started
+from jaxrl_async.run.builders.observers import make_observer, make_watchdog
 from jaxrl_async.run.builders.rollouts import make_rollout_side, open_records
 from jaxrl_async.run.builders.scoring import Scorers
+from jaxrl_async.run.builders.training import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
 from jaxrl_async.run.checkpoint.store import open_checkpoints
 from jaxrl_async.run.folder import Paths
@@ -105,9 +106,7 @@ def assemble(
     side = make_rollout_side(config, inputs, records, learner, start, lockstep, stop)
     observer = make_observer(config.metrics, side, lockstep)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
-    trainer = make_trainer(
-        config, learner, side.joined.source, side.sampling, outlets, inputs.locks.trainer
-    )
+    trainer = make_trainer(config, learner, side, outlets)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(
         paths=paths,

@@ -122,7 +122,7 @@ class StopRequests(Protocol):
     """Whatever knows whether somebody asked for a stop."""
 
     def is_set(self) -> bool:
-        """Whether a stop was asked for."""
+        """Return whether a stop was asked for."""
         ...
 
     @property
@@ -169,7 +169,7 @@ class SharedStop:
         self._stop, self._lockstep, self._reason = stop, lockstep, ""
 
     def is_set(self) -> bool:
-        """Whether any process was asked. Sends messages: all must call it."""
+        """Return whether any process was asked. Sends messages: all must call it."""
         self._reason = pass_on(self._stop, self._lockstep.gather_json(self._stop.reason))
         return bool(self._reason)
 
@@ -212,7 +212,7 @@ class SharedSource:
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
 
     def is_set(self) -> bool:
-        """Whether any process had been asked to stop by the last draw. Sends nothing."""
+        """Return whether any process had been asked to stop by the last draw. Sends nothing."""
         return bool(self._reason)
 
     @property
@@ -264,7 +264,7 @@ class SharedSource:
         raise Closed("asked to stop while a step's groups were not complete")
 
     def give_back(self) -> None:
-        """See GroupSource; in this process alone: nobody knows whether the others failed, too."""
+        """See GroupSource; in this process alone, since the others may not have failed."""
         self.failed_alone = True
         self._buffer.give_back()
         facts = ("group", "version", "oldest")

@@ -36,7 +36,7 @@ def check_names(config: Config) -> None:
 
 
 def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
-    """Return the section with the default in place of each function whose file is not here."""
+    """Return the section with defaults for the functions whose file is missing."""
     fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
     absent = [f for f in fields if any(map(is_absent, each_of(getattr(algorithm, f))))]
     defaults = AlgorithmSection()

@@ -4,7 +4,8 @@ what was recorded at this place."""
 from dataclasses import dataclass
 
 from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
-from jaxrl_async.sampler.batch.batch import Batch, Sequence_
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.sequence import Stage
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams
 
@@ -71,7 +72,7 @@ class Receiver:
         incoming = {s.request.request_id: s for s in self._inbox.requests()}
         if not incoming.keys() >= {*due.requests}:
             return False
-        known = [*batch.queue, *batch.placed.values()]
+        known: list[Stage] = [*batch.queue, *batch.placed.values()]
         by_id = {s.request.request_id: s for s in known} | incoming
         if not all(i in by_id and by_id[i].owner.gave_up for i in due.cancelled):
             return False
@@ -80,16 +81,16 @@ class Receiver:
         return due.version is None or self._arrived is not None
 
 
-def _cancelled(batch: Batch) -> list[Sequence_]:
+def _cancelled(batch: Batch) -> list[Stage]:
     """Return the requests whose callers gave up: all that have a place, and those at the head of
     the queue, up to as many others as there are places. A long queue is not searched each round."""
-    cancelled = [s for s in batch.placed.values() if s.owner.gave_up]
+    cancelled: list[Stage] = [s for s in batch.placed.values() if s.owner.gave_up]
     wanted = 0
     for sequence in batch.queue:
         if sequence.owner.gave_up:
             cancelled.append(sequence)
         else:
             wanted += 1
-            if wanted == batch.engine.places:
+            if wanted == batch.engine.spec.total_slots:
                 break
     return cancelled

@@ -38,7 +38,8 @@ class Lifetime:
 
         Args:
             part: has close(), which is called when the program ends.
-            step: what the thread does again and again, as in `serve`.
+            step: what the thread does again and again with the part. Returns how long to sleep then,
+                seconds (0: not at all; infinite: until `wake` is set), or None at the end.
             name: of the thread.
         """
         self.lock = threading.RLock()  # guards all below, and what users hand to the thread
@@ -55,9 +56,12 @@ class Lifetime:
             if self.thread is not None or self.closed:
                 return
             self.thread = threading.Thread(
-                target=serve, args=(self._part, self.wake, self._step), name=self._name, daemon=True
+                target=_serve,
+                args=(self._part, self.wake, self._step),
+                name=self._name,
+                daemon=True,
             )
-            close_at_exit(self._part())
+            _close_at_exit(self._part())
             self.thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -114,7 +118,7 @@ class Lifetime:
             )
 
 
-def close_at_exit(part: Any) -> None:
+def _close_at_exit(part: Any) -> None:
     """Have `part.close()` called when the program ends; do not keep the part alive."""
     if not _OPEN:
         atexit.unregister(_close_all)
@@ -131,18 +135,11 @@ def _close_all() -> None:
             log.error("%s was not closed at the end: %s", type(part).__name__, error)
 
 
-def serve(
+def _serve(
     held: "weakref.ref[Any]", wake: threading.Event, step: Callable[[Any], float | None]
 ) -> None:
-    """Run the thread of a part: call `step(part)` again and again, until it returns None or nobody
-    holds the part.
-
-    Args:
-        held: the part.
-        wake: ends the sleep between two steps.
-        step: returns how long to sleep after it, seconds; 0: not at all; infinite: until `wake` is
-            set.
-    """
+    """Run the thread of a part: call `step(part)` again and again, until it returns None or nothing
+    refers to the part any more. `wake` ends the sleep between two steps."""
     part = held()
     while part is not None:
         sleep_s = step(part)
@@ -155,21 +152,3 @@ def serve(
                     return
             wake.clear()
             part = held()
-
-
-def check_here(part: Any, pid: int, threads: tuple[Any, ...] = ()) -> None:
-    """Raise RolloutError in a process forked from the one `pid` that made the part, and on one of
-    its own threads: there it would wait for ever.
-    """
-    name = type(part).__name__
-    if os.getpid() != pid:
-        raise RolloutError(
-            f"this {name} was made in process {pid}, and its thread is there: process "
-            f"{os.getpid()}, a fork of it, would wait for ever. Make a {name} in each process, and "
-            "start processes with multiprocessing's 'spawn'."
-        )
-    if threading.current_thread() in threads:
-        raise RolloutError(
-            f"a callback of a request waits for the {name} on whose own thread it runs: it would "
-            "wait for ever. Use start_many, which does not wait, or another thread."
-        )

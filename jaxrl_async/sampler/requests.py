@@ -3,7 +3,7 @@ other.
 
     caller ──checked──> Inbox ──take──> the sampler's thread ──Completion──> resolve ──> future
 
-Any thread may use the Inbox; futures of an event loop are set on that loop.
+Any thread may use the Inbox; futures of an event loop are set on that loop. Pure host code.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.ports import Clock
-from jaxrl_async.sampler.batch.batch import Output, Sequence_
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import (
     INT32_END,
@@ -60,7 +60,7 @@ class Inbox:
     def __init__(self, lifetime: Lifetime, room: Room, clock: Clock) -> None:
         self._lifetime, self._room, self._clock = lifetime, room, clock
         self._keys = itertools.count()  # of requests that came without one
-        self._requests: list[Sequence_] = []
+        self._requests: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
 
     # ---- callers
@@ -91,14 +91,14 @@ class Inbox:
         """
         self._lifetime.check_process()
         now = self._clock()
-        sequences = [
-            _sequence(given, Waiter(queued_at=now, future=future, loop=loop))
+        live = [
+            _live_request(given, Waiter(queued_at=now, future=future, loop=loop))
             for given, future in zip(self.checked(requests), futures, strict=True)
         ]
         self._lifetime.start()
         with self._lifetime.lock:
             self._lifetime.check_open(CLOSED)
-            self._requests.extend(sequences)
+            self._requests.extend(live)
         self._lifetime.wake.set()
 
     def run(self, command: Callable[[], Any]) -> Any:
@@ -124,12 +124,12 @@ class Inbox:
     def __bool__(self) -> bool:
         return bool(self._requests or self._commands)
 
-    def requests(self) -> list[Sequence_]:
+    def requests(self) -> list[LiveRequest]:
         """Return the queued requests; they stay queued."""
         with self._lifetime.lock:
             return list(self._requests)
 
-    def take(self, request_ids: Sequence[str] | None = None) -> list[Sequence_]:
+    def take(self, request_ids: Sequence[str] | None = None) -> list[LiveRequest]:
         """Remove and return the queued requests: all, or those with these ids, in the order of the
         ids."""
         with self._lifetime.lock:
@@ -160,19 +160,19 @@ class Inbox:
         return commands
 
 
-def _sequence(given: Request | Partial, waiter: Waiter) -> Sequence_:
-    """Wrap a checked request for the batch."""
+def _live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
+    """Return a checked request as the batch takes it."""
     saved = given if isinstance(given, Partial) else None
     request = given.request if isinstance(given, Partial) else given
-    return Sequence_(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
+    return LiveRequest(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
 
 
 # ---- answers
 
 
-def completion_of(sequence: Sequence_, output: Output, now: float) -> Completion:
+def completion_of(stage: Stage, output: Output, now: float) -> Completion:
     """Return the answer to a request, given its tokens so far and the time."""
-    tokens, request, waiter = output.token_ids, sequence.request, sequence.owner
+    tokens, request, waiter = output.token_ids, stage.request, stage.owner
     stopped = (
         request.forced_length is None
         and len(tokens) > 0

@@ -27,16 +27,18 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
-from jaxrl_async.sampler.batch.batch import Batch, Output, Sequence_
-from jaxrl_async.sampler.device.engine import Block
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.sequence import Output, Running, Stage
+from jaxrl_async.sampler.device.arguments import Block
 from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.requests import CLOSED, Inbox, cancelled_on_error, completion_of, resolve
-from jaxrl_async.sampler.setup import Params, SamplerSettings, SamplerSetup, set_up
+from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
@@ -105,7 +107,7 @@ class Sampler:
         self, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
     ) -> None:
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
-        self.seed, self.places = setup.seed, setup.engine.places
+        self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
         self.loop = DecodeLoop(setup, self.lifetime, weights, version=version, prepared=prepared)
         self._inbox, self.weights = self.loop.inbox, weights
@@ -301,7 +303,7 @@ class DecodeLoop:
         self._receiver = Receiver(settings.name, self.inbox, source, settings.schedule)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
-        self.finished: list[tuple[Sequence_, Output]] = []  # not handed out yet
+        self.finished: list[tuple[Running, Output]] = []  # not handed out yet
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
         self._blocks = 0  # that were decoded
@@ -309,7 +311,7 @@ class DecodeLoop:
         self._longest_sleep_s = math.inf  # in a replay short: it may sleep through a wake-up
 
     def step(self) -> float | None:
-        """Play one round; return how long to sleep after it (lifetime.serve), None at the end.
+        """Play one round; return how long to sleep after it (Lifetime), None at the end.
 
         consumes      requests and commands of other threads, weights from the source
         waits for     lifetime.wake, only when idle: set by submit, by new weights and by close
@@ -473,7 +475,7 @@ class DecodeLoop:
 
     # ---- requests as data
 
-    def find(self, request_id: str) -> Sequence_ | None:
+    def find(self, request_id: str) -> Stage | None:
         """Return the running request of this id."""
         if self.batch is None:
             return None
@@ -527,21 +529,21 @@ class DecodeLoop:
 
     # ---- the end
 
-    def _on_device(self) -> list[Sequence_]:
+    def _on_device(self) -> list[Stage]:
         """Return the requests that have a place, or had one in the last block."""
         placed = () if self.batch is None else self.batch.placed.values()
         return [*placed, *(s for s, _ in self.finished)]
 
     def fail_all(self, error: BaseException) -> None:
         """Answer every request and command with this error; from any thread, after the end."""
-        sequences, batch = self.inbox.take(), self.batch
+        batch, stages = self.batch, list[Stage](self.inbox.take())
         held = self.changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it
         if batch is not None:
-            sequences = [*sequences, *batch.queue, *self._on_device()]
-            sequences += [s for s, _ in batch.take_failed()]
+            stages += [*batch.queue, *self._on_device()]
+            stages += [live for live, _ in batch.take_failed()]
             batch.queue.clear()
             batch.placed.clear()
         if held:
             self.changing.release()
-        resolve([(s.owner, error) for s in sequences])
+        resolve([(stage.owner, error) for stage in stages])
         self.inbox.fail_commands(error)

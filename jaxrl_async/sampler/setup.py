@@ -13,20 +13,19 @@ from jax.sharding import Mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
+from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
 from jaxrl_async.ports import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.request_checks import INT32_END, Room
 from jaxrl_async.sampler.swap import Probe
 
 LONGEST = 2048
 """Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
-
-Params = Any
-"""A pure dict of arrays, in the tree of weight_table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def set_up(
     section = section or roomy_section(spec, settings.dtype)
     check_positions(spec, section.max_length, "sampler.max_length", "the policy")
     plan = kv_plan(spec, section, settings.dtype)
-    engine = make_engine(
+    engine = build_engine(
         spec,
         plan,
         section,
@@ -136,7 +135,7 @@ def kv_plan(spec: ModelSpec, section: schema.SamplerSection, dtype: Any) -> Memo
     )
 
 
-def make_engine(
+def build_engine(
     spec: ModelSpec,
     plan: MemoryPlan,
     section: schema.SamplerSection,
@@ -153,8 +152,8 @@ def make_engine(
             f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
             "tokens are not routed. Leave it out."
         )
-    return Engine(
-        spec,
+    engine_spec = EngineSpec(
+        model=spec,
         slots=plan.slots,
         reserve=plan.reserve,
         max_length=section.max_length,
@@ -168,6 +167,7 @@ def make_engine(
         mixed=section.matmul == "bfloat16",
         keeps_routes=keep_routing,
     )
+    return Engine(engine_spec)
 
 
 def uses_ragged(attention: str, mesh: Mesh | None) -> bool:

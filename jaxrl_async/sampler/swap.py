@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.errors import WeightsError
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.batch.batch import Batch
@@ -123,9 +124,7 @@ class SwappedWeights:
 @partial(jax.jit, static_argnums=(0, 3))
 def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:
     """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32."""
-    tokens = jnp.asarray(token_ids)[None]
-    positions = jnp.arange(tokens.shape[1])[None]
-    logprobs, _ = token_logprobs(
-        spec, params, tokens, positions, jnp.ones_like(tokens), dtype=dtype, chunk=tokens.shape[1]
-    )
-    return logprobs[0, 1:]
+    ids = jnp.asarray(token_ids)[None]
+    tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+    settings = DecoderSettings(dtype=dtype, chunk=ids.shape[1])
+    return token_logprobs(spec, params, tokens, settings).logprobs[0, 1:]

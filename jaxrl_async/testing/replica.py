@@ -12,7 +12,7 @@ from jaxrl_async.types import Completion, Partial, Request
 
 
 class ScriptedReplica:
-    """A ports.Replica without a thread. It hangs until the test calls answer().
+    """A ports.Replica without a thread: it hangs until the test calls answer() or die().
 
     Attributes:
         name: Its name; its successor's has one more prime.

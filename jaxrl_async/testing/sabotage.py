@@ -249,15 +249,15 @@ def out_of_memory(hits: Hits) -> Fault:
     """Let a pass of the trainer's update run out of memory."""
 
     def fault(parts: Parts) -> None:
-        updater: Any = parts.trainer.learner._step._updater
-        accumulate = updater._accumulate
+        step: Any = parts.trainer.learner._step
+        accumulate = step.accumulate
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
 
-        updater._accumulate = broken
+        step.accumulate = broken
 
     return fault
 

@@ -55,7 +55,7 @@ class _End:
     taken: Delivery | None = None  # polled, but not live yet
     holder: int = 0  # number of the subscription that holds it; older ones are ignored
     away: bool = False  # no sampler draws here now
-    wake: threading.Event = field(default_factory=threading.Event)  # nobody's before `attach`
+    wake: threading.Event = field(default_factory=threading.Event)  # a placeholder before `attach`
 
     @property
     def pending(self) -> bool:

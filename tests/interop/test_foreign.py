@@ -3,6 +3,9 @@
 import asyncio
 import importlib
 import importlib.util
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +13,13 @@ import pytest
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.foreign import ForeignSampler
 from jaxrl_async.interop.jetstream import engine_api
-from jaxrl_async.ports import FixedWeights
-from jaxrl_async.types import Request, StopReason, VersionedParams
+from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.ports import FixedWeights, Replica
+from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.sampler.router.supervise import RestartLimits
+from jaxrl_async.types import Partial, Request, StopReason, VersionedParams
+from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [
@@ -101,7 +109,7 @@ def test_weights_are_swapped_between_two_steps_and_versions_say_which(make_engin
     assert sorted(versions) == versions and set(versions) == {0, 5}
 
 
-def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_told(sampler) -> None:
+def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_refused(sampler) -> None:
     async def submit(wish: Request):
         return await sampler.submit(wish)
 
@@ -140,26 +148,99 @@ def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
     assert isinstance(error, ValueError) and sampler.error is None
 
 
-def test_an_engine_that_breaks_fails_its_requests(sampler) -> None:
+@dataclass
+class SummingEngine:
+    """The contract's methods that a ForeignSampler uses, drawing as TestEngine does, at once."""
+
+    max_concurrent_decodes: int = 2
+    max_prefill_length: int = 64
+
+    def load_params(self):
+        return np.ones(1, np.float32)
+
+    def init_decode_state(self):
+        return {}
+
+    def prefill(self, *, params, padded_tokens, true_length):
+        return int(padded_tokens[:true_length].sum())
+
+    def insert(self, prefix, state, *, slot):
+        return {**state, slot: prefix}
+
+    def generate(self, params, state):
+        return {slot: 2 * total for slot, total in state.items()}, Drawn(state)
+
+
+@dataclass
+class Drawn:
+    """One token of each slot: what its tokens sum up to."""
+
+    totals: dict
+
+    def convert_to_numpy(self):
+        return self
+
+    def get_result_at_slot(self, slot):
+        return SimpleNamespace(tokens=[[self.totals[slot]]], valid=[[True]])
+
+
+def breaks_once(engine) -> None:
+    """The engine's next step raises."""
+    generate = engine.generate
+
     def broken(*args: object, **kwargs: object):
+        engine.generate = generate
         raise ValueError("engine broke")
 
-    sampler.engine = type(
-        "Broken",
-        (),
-        {
-            "generate": broken,
-            "prefill": sampler.engine.prefill,
-            "insert": sampler.engine.insert,
-            "init_decode_state": sampler.engine.init_decode_state,
-            "max_concurrent_decodes": 2,
-            "max_prefill_length": 64,
-        },
-    )()
+    engine.generate = broken
+
+
+def test_an_engine_that_breaks_fails_its_requests(sampler) -> None:
+    breaks_once(sampler.engine)
 
     async def submit():
         return await sampler.submit(request(0))
 
     with pytest.raises(ValueError, match="engine broke"):
         asyncio.run(submit())
-    assert isinstance(sampler.error, ValueError)
+    assert isinstance(sampler.error, ValueError) and sampler.blamed == {"r0"}
+    assert sampler.stats().requests_done == 0
+
+
+def test_what_was_saved_is_neither_continued_nor_saved_again(sampler) -> None:
+    none = np.zeros(0, np.int32)
+    saved = Partial(
+        request=request(0), token_ids=none, logprobs=none.astype(np.float32), versions=none, seed=0
+    )
+    with pytest.raises(RolloutError, match=r"'r0' cannot be continued"):
+        sampler.start_many([saved])
+    with pytest.raises(RolloutError, match=r"'r0' cannot be saved"):
+        sampler.save("r0")
+    assert sampler.progress() == () and sampler.seed is None
+
+
+def test_two_engines_behind_a_router_one_of_which_dies_answer_all_requests() -> None:
+    channel = WeightChannel([FunctionLink(lambda params: params)] * 2)
+    engines = [SummingEngine(), SummingEngine()]
+    replicas: list[Replica] = [ForeignSampler(e, weights=channel.subscribe()) for e in engines]
+    faults = FaultCounts()
+    limits = RestartLimits(backoff_s=0.0)
+    with Router(replicas, limits=limits, count=faults.add) as router:
+        breaks_once(engines[0])
+        futures = router.start_many([request(i) for i in range(8)])
+        for i, future in enumerate(futures):
+            done = future.result(60)
+            assert done.request_id == f"r{i}" and done.token_ids.tolist() == sums(i + 2, 3)
+            assert np.isnan(done.logprobs).all(), "no fault: such an engine gives none"
+        while faults.read()["sampler_restarts"] < 1:
+            time.sleep(0.01)
+        assert replicas[0].error is not None and router.samplers[0] is not replicas[0]
+        assert router.samplers[1] is replicas[1] and router.living == 2
+        assert router.stats().requests_done == 8
+        channel.publish(1, np.ones(1, np.float32))
+        channel.wait_live(1, 60)
+        for future in router.start_many([request(i) for i in range(4)]):
+            assert set(future.result(60).versions.tolist()) == {1}, "the successor swaps, too"
+    assert {k: n for k, n in faults.read().items() if n} == {
+        "sampler_deaths": 1, "sampler_restarts": 1, "redone_requests": 4
+    }  # fmt: skip

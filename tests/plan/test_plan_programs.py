@@ -16,7 +16,8 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
 from jaxrl_async.plan.chips import CHIPS, parse_slice
 from jaxrl_async.plan.programs import Lowered, Places, check, lowered, places_of
-from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine import Engine, weight_shardings
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 
 BASE: dict[str, Any] = {
     "model": {
@@ -94,9 +95,9 @@ def test_prepared_weights_lie_where_they_are_said_to(axes, kind):
         params = quantize(table, params, kind, jnp.float32)
         table = quantized_table(table)
     params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
-    engine = Engine(spec, slots=2, max_length=32, pages=4, mesh=mesh)
+    engine = Engine(EngineSpec(model=spec, slots=2, max_length=32, pages=4, mesh=mesh))
     prepared = engine.prepare(params)
-    said = engine._prepared_shardings(params, prepared)
+    said = weight_shardings(mesh, params, prepared)
     assert jax.tree.structure(said) == jax.tree.structure(prepared)
     for array, where in zip(jax.tree.leaves(prepared), jax.tree.leaves(said), strict=True):
         assert array.sharding.is_equivalent_to(where, array.ndim)

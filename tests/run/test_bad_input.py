@@ -19,7 +19,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.train import main
-from jaxrl_async.trainer.supervised import SupervisedStep
+from jaxrl_async.trainer.update import Update
 
 WEIGHTS = "model.safetensors"
 SMALL = (
@@ -47,7 +47,7 @@ def no_training(monkeypatch):
     def trained(*_, **__):
         raise Trained
 
-    monkeypatch.setattr(SupervisedStep, "update", trained)
+    monkeypatch.setattr(Update, "update", trained)
     monkeypatch.setattr(loop, "run_threads", trained)
     monkeypatch.setattr(offline, "learn", trained)
 
@@ -268,12 +268,12 @@ NORM = "model.norm.weight"
         (offsets(-64, 0), "no valid shape and data_offsets"),
         (offsets(0, 2**62), "does not fit its"),
         (offsets(0, 64), "overlaps"),
-        (piped(WEIGHTS), "is no file, or not there"),
+        (piped(WEIGHTS), "not found, or not a file"),
         (index({NORM: "../other.safetensors"}), "names the file '../other.safetensors'"),
         (index({NORM: "/etc/passwd"}), "names the file '/etc/passwd'"),
         (index({NORM: 5}), "names the file '5'"),
         (index([1]), "has no weight_map"),
-        (index({NORM: "gone.safetensors"}), "gone.safetensors: is no file, or not there"),
+        (index({NORM: "gone.safetensors"}), "gone.safetensors: not found, or not a file"),
         (edited(vocab_size=KeyError), "vocab_size is missing; it must be a whole number"),
         (edited(hidden_size="16"), 'hidden_size = "16" must be a whole number'),
         (edited(num_hidden_layers=10**12), "num_hidden_layers = 1000000000000 must be"),

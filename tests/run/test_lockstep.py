@@ -15,7 +15,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import Closed, ConfigError, DataError, MeshError
-from jaxrl_async.mesh import make_slices, put, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, make_slices, put, whole
 from jaxrl_async.run.lockstep import (
     Lockstep,
     SharedSource,
@@ -304,6 +304,31 @@ def test_one_process_exchanges_nothing():
     assert (alone.count, alone.index, alone.writes) == (1, 0, True)
     assert alone.gather(b"x") == [b"x"]
     assert alone.mean({"a": 0.5}, 3) == {"a": 0.5}
+
+
+def test_one_process_uses_its_own_buffer_ledger_stop_and_schedule(tmp_path):
+    alone, stop, ledger, source = Lockstep(), Stop(), Ledger(), object()
+    assert alone.agreed_stop(stop) is stop
+    assert alone.buffer_ledger(ledger) is ledger
+    assert alone.saving_lock() is NO_DEVICE_LOCK
+    assert alone.schedule_file(tmp_path / "schedule.jsonl") == tmp_path / "schedule.jsonl"
+    joined = alone.joined(source, stop, ledger, ledger)
+    assert joined.source is source and joined.stop is stop
+    joined.accounts.settle()
+    assert not joined.accounts.failed_alone
+
+
+def test_several_processes_share_groups_stop_and_accounts(tmp_path):
+    several, ledger = Together(0, 2, [b"", b""], threading.Barrier(2)), Ledger()
+    kept = several.buffer_ledger(ledger)
+    kept.write("admitted", group=0)
+    assert kept is not ledger and kept.take() == [{"fate": "admitted", "group": 0}]
+    assert isinstance(several.agreed_stop(Stop()), SharedStop)
+    assert isinstance(several.saving_lock(), DeviceLock)
+    assert several.schedule_file(tmp_path / "schedule.jsonl") is None
+    joined = several.joined(Buffer((), kept), Stop(), kept, ledger)
+    assert isinstance(joined.source, SharedSource)
+    assert joined.source is joined.stop and joined.source is joined.accounts
 
 
 def test_rates_of_processes_add_up_or_average_by_what_they_are():

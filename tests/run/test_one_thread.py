@@ -1,6 +1,6 @@
 """GRPO in one thread, written anew, against the run with its threads: the same bit for bit.
 
-    weights ──Sampler──> answers ──> rewards ──> (r - mean) / std ──> rows ──TrainStep──> weights
+    weights ──Sampler──> answers ──> rewards ──> (r - mean) / std ──> rows ──Update──> weights
 
 What is written anew: the order of things, the requests, rewards, advantages and rows, and how new
 weights reach a sampler (each version has a sampler of its own, which nothing outlives). What is the
@@ -30,6 +30,7 @@ from jaxrl_async.run.builders.learning import make_step
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData
 from jaxrl_async.types import NOT_DRAWN, PackedBatch, Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -125,9 +126,8 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
             asked = {first + place: next(prompts) for place in range(GROUPS)}
             answers = drawn(sampler, asked, tokenizer)
             rewards = rewards_of(answers, tokenizer)
-            state, stats = step.update(
-                state, packed(answers, rewards, version), version=version, at=version
-            )
+            data = PolicyData(packed(answers, rewards, version), version=version)
+            state, stats = step.update(state, data, at=version)
             del stats["train/flops"]  # the run tells a share of the peak instead
             lines.append({"reward/mean": rewards.mean(), "reward/std": rewards.std(), **stats})
         sampler.close()

@@ -1,12 +1,17 @@
 """Both forms of decode attention, and every way through the pages, give the same tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.types import SamplingParams, VersionedParams
@@ -84,18 +89,10 @@ def test_a_ragged_sampler_over_two_devices() -> None:
 def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
     """The whole decode loop with the Pallas kernel in interpret mode."""
     section = SECTION.model_copy(update={"attention": "ragged"})
-    sampler = Sampler((SPEC, PARAMS), section=section)
-    sampler.engine.__init__(
-        SPEC,
-        slots=4,
-        reserve=1,
-        max_length=64,
-        pages=sampler.setup.plan.pages,
-        page_tokens=16,
-        block=5,
-        ragged=True,
-        on_tpu=True,
-    )
+    plain = Sampler((SPEC, PARAMS), section=section)
+    engine = Engine(replace(plain.engine.spec, ragged=True, on_tpu=True))
+    setup = replace(plain.setup, engine=engine)
+    sampler = Sampler.from_setup(setup, engine.prepare(PARAMS), 0, FIXED_WEIGHTS)
     with interpreted_kernels():
         done = sampler.generate(WISHES[:4])
         sampler.close()
@@ -110,7 +107,8 @@ def test_bfloat16_products_are_close_and_told_apart_by_their_log_probs() -> None
     for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
         ids = np.concatenate([wish.token_ids, done.token_ids])[None]
         positions = np.arange(ids.shape[1])[None]
-        logprobs, _ = token_logprobs(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+        tokens = TokenRows(ids, positions, np.ones_like(ids))
+        logprobs = token_logprobs(SPEC, PARAMS, tokens).logprobs
         errors.append(np.abs(done.logprobs - logprobs[0, len(wish.token_ids) :]).max())
     sampler.close()
     assert 1e-5 < max(errors) < 0.1

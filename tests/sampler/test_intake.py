@@ -1,5 +1,6 @@
 """What is taken in between two blocks: live whatever has come, in a replay what was recorded."""
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -39,16 +40,22 @@ class Prescribed:
 
 
 @pytest.fixture
-def inbox():
+def lifetime():
     part = Part()
     lifetime = Lifetime(part, lambda part: None, name="test")
     lifetime.start = lambda: None
-    yield Inbox(lifetime, Room(max_length=64), lambda: 0.0)
+    yield lifetime
     del part
 
 
+@pytest.fixture
+def inbox(lifetime):
+    return Inbox(lifetime, Room(max_length=64), lambda: 0.0)
+
+
 def empty_batch() -> SimpleNamespace:
-    batch = SimpleNamespace(queue=deque(), placed={}, engine=SimpleNamespace(places=2))
+    engine = SimpleNamespace(spec=SimpleNamespace(total_slots=3))
+    batch = SimpleNamespace(queue=deque(), placed={}, engine=engine)
     batch.cancel = batch.queue.remove
     return batch
 
@@ -106,24 +113,27 @@ def test_in_a_replay_nothing_is_taken_before_all_that_was_recorded_is_here(inbox
     assert [s.request.request_id for s in inbox.requests()] == ["x"]
 
 
-def test_commands_run_in_either_case_and_see_what_was_submitted_before(inbox) -> None:
+def test_commands_run_in_either_case_and_see_what_was_submitted_before(inbox, lifetime) -> None:
     schedule, batch, seen = Prescribed(NotYet.NOT_YET, None), empty_batch(), []
     receiver = Receiver("s", inbox, FixedWeights(), schedule)
     asked(inbox, "a")
     for wanted in ([], ["a"]):
-        done: Future = Future()
-        inbox._commands.append((lambda: seen.append(queued(batch)), done))
+        lifetime.wake.clear()
+        caller = threading.Thread(target=inbox.run, args=[lambda: seen.append(queued(batch))])
+        caller.start()
+        lifetime.wake.wait(60)
         take(receiver, batch)
-        assert done.done() and seen.pop() == wanted
+        caller.join(60)
+        assert seen.pop() == wanted
 
 
-def test_after_the_end_nothing_is_queued(inbox) -> None:
+def test_after_the_end_nothing_is_queued(inbox, lifetime) -> None:
     with pytest.raises(RolloutError, match="max_new_tokens"):
         inbox.submit([request(0, max_new_tokens=0)], [Future()])
-    inbox._lifetime.closed = True
+    lifetime.closed = True
     with pytest.raises(Closed):
         asked(inbox, "a")
-    inbox._lifetime.fail(ValueError("why"))
+    lifetime.fail(ValueError("why"))
     with pytest.raises(ValueError, match="why"):
         asked(inbox, "a")
     assert not inbox

@@ -14,7 +14,7 @@ from tiny import PARAMS, SPEC, Script
 from version_device import VOCAB, VersionDevice, logits_of, token_of
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
@@ -127,7 +127,7 @@ class Driven:
             placed = list(self.batch.placed.values())
             sequence = placed[pick % len(placed)]
             with_kv = event != "save bare"
-            stop = event == "stop" and sequence.ready and len(self.batch.output(sequence).token_ids)
+            stop = event == "stop" and self.batch.num_drawn(sequence)
             self.keep(sampler.loop.save(sequence.request.request_id, bool(stop), with_kv))
         elif event == "cancel" and self.asked:
             self.asked[pick % len(self.asked)].future.cancel()
@@ -167,7 +167,7 @@ class Driven:
         self.batch.check_integrity()
         if self.device is not None and self.batch.store.held:
             held = self.batch.state.kv.k[0][list(self.batch.store.held), 0, 0]
-            assert (held == self.batch._version).all(), "the store has KV of other weights"
+            assert (held == self.batch.version).all(), "the store has KV of other weights"
 
     def finish(self) -> None:
         """Until nothing is left to do; then each request was answered as its mode promises."""
@@ -248,8 +248,8 @@ def test_the_same_of_much_more_traffic(mode) -> None:
 def forward(params: Any, rows: np.ndarray) -> np.ndarray:
     """[n, LONGEST] log-probs of each token but the first, by one pass."""
     positions = np.broadcast_to(np.arange(LONGEST), rows.shape)
-    logprobs, _ = token_logprobs(SPEC, params, rows, positions, np.ones_like(rows))
-    return np.asarray(logprobs)
+    tokens = TokenRows(rows, positions, np.ones_like(rows))
+    return np.asarray(token_logprobs(SPEC, params, tokens).logprobs)
 
 
 def check_logprobs(driven: Driven) -> int:

@@ -301,7 +301,7 @@ def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(
             (saved.kv.astype(np.float32), "float32"),
             (saved.kv.view(np.uint16), "uint16"),
             (np.concatenate([saved.kv] * 3, axis=2), "shape"),
-            ("text", "no array"),
+            ("text", "not an array"),
         ):
             with pytest.raises(RolloutError, match=told):
                 second.resume([replace(saved, kv=kv)])

@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.sampler.device.engine import (
-    MAX_STOP_TOKENS,
-    Block,
-    DecodeState,
-    Prefix,
-    SlotParams,
-)
+from jaxrl_async.sampler.device.arguments import Block, DecodeState, Prefix, SlotParams
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Controls
+from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 
 VOCAB = 11
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -53,18 +49,19 @@ class VersionDevice:
 
     def __init__(self, *, slots: int, reserve: int, max_length: int, pages: int, page_tokens: int,
                  block: int) -> None:  # fmt: skip
-        self.spec = SimpleNamespace(vocab=VOCAB, head_dim=2)
-        self.slots, self.reserve, self.places = slots, reserve, slots + reserve
-        self.max_length, self.pages, self.page_tokens = max_length, pages, page_tokens
-        self.block, self.num_compiled = block, 0
-        self.keeps_routes = False
+        model: Any = SimpleNamespace(vocab=VOCAB, head_dim=2)
+        self.spec = EngineSpec(
+            model=model, slots=slots, reserve=reserve, max_length=max_length, pages=pages,
+            page_tokens=page_tokens, block=block,
+        )  # fmt: skip
+        self.num_compiled = 0
         self.watch = lambda slot, versions, version: None
 
     def prepare(self, params: int) -> int:
         return params
 
     def init_decode_state(self) -> DecodeState:
-        P, G, S = self.pages, self.page_tokens, self.places
+        P, G, S = self.spec.pages, self.spec.page_tokens, self.spec.total_slots
         kv = PagedKV(
             (np.full((P, 1, 2, G), -1, np.float32),), (np.full((P, 1, G, 2), -1, np.float32),)
         )
@@ -80,17 +77,18 @@ class VersionDevice:
     def cells(self, state: DecodeState, table: Any, count: int) -> tuple[Any, Any]:
         """Versions and tokens of the first `count` cells behind a page table."""
         where = np.arange(count)
-        pages, places = np.asarray(table)[where // self.page_tokens], where % self.page_tokens
-        versions = state.kv.k[0][pages, 0, 0, places].astype(int)
-        return versions, state.kv.v[0][pages, 0, places, 0].astype(int)
+        pages = np.asarray(table)[where // self.spec.page_tokens]
+        offsets = where % self.spec.page_tokens
+        versions = state.kv.k[0][pages, 0, 0, offsets].astype(int)
+        return versions, state.kv.v[0][pages, 0, offsets, 0].astype(int)
 
-    def prefill_multisampling(self, weights: int, state: DecodeState, chunk: Any) -> Prefix:
+    def prefill(self, weights: int, state: DecodeState, chunk: Any) -> Prefix:
         logits = []
-        for places, start, length, table in zip(
-            chunk.places, chunk.starts, chunk.lengths, chunk.tables, strict=True
+        for indices, start, length, table in zip(
+            chunk.token_indices, chunk.starts, chunk.lengths, chunk.tables, strict=True
         ):
             _, before = self.cells(state, table, int(start))
-            new = chunk.token_ids[places[:length]]
+            new = chunk.token_ids[indices[:length]]
             logits.append(logits_of(np.concatenate([before, new]), weights))
         made = np.zeros((len(chunk.token_ids), 1, 2), np.float32)
         made[:, 0, 0] = weights
@@ -98,51 +96,52 @@ class VersionDevice:
         tokens[:, 0, 0] = chunk.token_ids
         return Prefix(NewKV((made,), (tokens,)), np.array(logits))
 
-    def bulk_insert(self, prefix: Prefix, state: DecodeState, into: Any) -> DecodeState:
+    def insert(self, prefix: Prefix, state: DecodeState, into: Any) -> DecodeState:
         keys, values = state.kv.k[0], state.kv.v[0]
-        real = into.pages < self.pages
-        keys[into.pages[real], :, :, into.places[real]] = np.asarray(prefix.kv.k[0])[real]
-        values[into.pages[real], :, into.places[real]] = np.asarray(prefix.kv.v[0])[real]
+        real = into.pages < self.spec.pages
+        keys[into.pages[real], :, :, into.offsets[real]] = np.asarray(prefix.kv.k[0])[real]
+        values[into.pages[real], :, into.offsets[real]] = np.asarray(prefix.kv.v[0])[real]
         for source, target in zip(into.sources, into.targets, strict=True):
-            if target < self.pages:
+            if target < self.spec.pages:
                 keys[target], values[target] = keys[source], values[source]
         for i, slot in enumerate(into.slots):
-            if slot < self.places:
+            if slot < self.spec.total_slots:
                 state.logits[slot] = prefix.logits[into.rows[i]]
-                state.slot.keys[slot] = into.ask.keys[i]
-                state.slot.max_new[slot] = into.ask.max_new[i]
-                state.slot.stop_ids[slot] = into.ask.stop_ids[i]
+                state.slot_params.keys[slot] = into.slot_params.keys[i]
+                state.slot_params.max_new[slot] = into.slot_params.max_new[i]
+                state.slot_params.stop_ids[slot] = into.slot_params.stop_ids[i]
         return state
 
     def generate(
         self, weights: int, state: DecodeState, run: Any, *, context_pages: int, mix: Any
     ) -> tuple[DecodeState, Block]:
+        S, G, params = self.spec.total_slots, self.spec.page_tokens, state.slot_params
         rows, waiting = list(run.rows), list(run.reserve[: run.num_reserve])
-        shape = (len(rows), self.block)
-        tokens, owners = np.zeros(shape, np.int32), np.full(shape, self.places, np.int32)
+        shape = (len(rows), self.spec.block)
+        tokens, owners = np.zeros(shape, np.int32), np.full(shape, S, np.int32)
         ends, lengths, drawn = np.zeros(shape, bool), run.lengths.copy(), run.drawn.copy()
-        for slot in [r for r in rows if r < self.places] + waiting:
+        for slot in [r for r in rows if r < S] + waiting:
             seen, _ = self.cells(state, run.tables[slot], int(lengths[slot]))
             self.watch(int(slot), seen, weights)
         steps = 0
         for step in range(int(run.steps)):
             for row, slot in enumerate(rows):
-                if slot == self.places and waiting:
+                if slot == S and waiting:
                     rows[row] = slot = waiting.pop(0)
-                if slot == self.places:
+                if slot == S:
                     continue
                 steps = step + 1
                 at = int(lengths[slot])
-                token = token_of(int(state.logits[slot]), state.slot.keys[slot], at)
+                token = token_of(int(state.logits[slot]), params.keys[slot], at)
                 tokens[row, step], owners[row, step] = token, slot
-                page, place = run.tables[slot][at // self.page_tokens], at % self.page_tokens
-                state.kv.k[0][page, 0, 0, place] = weights
-                state.kv.v[0][page, 0, place, 0] = token
+                page, offset = run.tables[slot][at // G], at % G
+                state.kv.k[0][page, 0, 0, offset] = weights
+                state.kv.v[0][page, 0, offset, 0] = token
                 lengths[slot], drawn[slot] = at + 1, drawn[slot] + 1
                 _, context = self.cells(state, run.tables[slot], at + 1)
                 state.logits[slot] = logits_of(context, weights)
-                if drawn[slot] >= state.slot.max_new[slot] or token in state.slot.stop_ids[slot]:
-                    ends[row, step], rows[row] = True, self.places
+                if drawn[slot] >= params.max_new[slot] or token in params.stop_ids[slot]:
+                    ends[row, step], rows[row] = True, S
         logprobs = np.zeros(shape, np.float32)
         return state, Block(
             tokens=tokens, logprobs=logprobs, owners=owners, ends=ends, steps=np.int32(steps)

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, Slices
+from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.start import skip_absent_tpu
+from jaxrl_async.sampler.setup import kv_plan
 
 MAX_CPU_DEVICES = 256
 """Most devices that a CPU is made to look like."""
@@ -67,6 +70,17 @@ def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
             f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
             f"{available / 2**30:,.1f} GiB. {remedy}"
         )
+
+
+def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
+    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices."""
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    check_fits(
+        plan.pages * plan.page_bytes,
+        slices.sampler,
+        "the KV cache of a sampler",
+        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
+    )
 
 
 Lock = AbstractContextManager[Any]

@@ -15,11 +15,10 @@ from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
-from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks
-from jaxrl_async.run.builders.samplers import check_kv_fits
 from jaxrl_async.run.builders.scoring import Scorers, check_reward_parts, make_scorers
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule

@@ -1,4 +1,4 @@
-"""What learns: the update of the policy, all that advises or learns beside it, and the trainer."""
+"""What learns: the update of the policy, and all that advises or learns beside it."""
 
 import functools
 import logging
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
-from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Config,
@@ -28,23 +27,20 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import GroupSource
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary, reference_params
 from jaxrl_async.run.builders.initial_policy import load_policy
-from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.warm_start import warm_start
-from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
-from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.supervised import SupervisedStep
+from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
+from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
-from jaxrl_async.trainer.update import TrainState
+from jaxrl_async.trainer.update import TrainState, Update
 
 log = logging.getLogger(__name__)
 
@@ -58,32 +54,32 @@ def make_step(
     slices: Slices,
     total_steps: int,
     teacher_spec: ModelSpec | None = None,
-) -> TrainStep:
-    """Make the compiled update of the policy."""
-    return TrainStep(
+) -> Update[PolicyObjective]:
+    """Make the policy's compiled update."""
+    return policy_update(
         spec,
-        slices.trainer,
-        TRAINER_RULES,
-        algorithm=config.algorithm,
+        learning(config, slices),
+        config.algorithm,
         total_steps=total_steps,
         temperature=config.sampler.temperature,
         teacher=config.teacher,
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
-        **learning(config),
     )
 
 
-def learning(config: Config) -> dict[str, Any]:
-    """Return the settings that everything that learns has in common."""
-    return {
-        "trainer": config.trainer,
-        "row_length": config.row_length,
-        "dtype": jnp.dtype(config.model.dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-        "remat": config.model.remat,
-        "attention": config.model.attention,
-    }
+def learning(config: Config, slices: Slices) -> LearningSettings:
+    """Return what everything that learns on the trainer's slice has in common."""
+    return LearningSettings(
+        mesh=slices.trainer,
+        rules=TRAINER_RULES,
+        trainer=config.trainer,
+        row_length=config.row_length,
+        dtype=jnp.dtype(config.model.dtype),
+        param_dtype=jnp.dtype(config.model.param_dtype),
+        remat=config.model.remat,
+        attention=config.model.attention,
+    )
 
 
 def make_learner(
@@ -114,10 +110,10 @@ def make_learner(
         )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
-        own_pass=_pass(config, policy.spec, slices, step, teacher.top_k, teacher_spec.vocab),
+        own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
         reference=reference,
         pairs=warm_start_pairs(config, tokenizer) if mixes else None,
-        **_teacher(config, policy, slices, step, state),
+        **_teacher(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
     settings = LearnerSettings(
@@ -148,26 +144,19 @@ def _pass(
     config: Config,
     spec: ModelSpec,
     slices: Slices,
-    step: TrainStep,
     top_k: int = 0,
     top_vocab: int | None = None,
 ) -> LogprobPass:
     return LogprobPass(
         spec,
-        slices.trainer,
-        micro_rows=step.micro_rows,
-        chunk=config.trainer.logprob_chunk,
+        learning(config, slices),
         temperature=config.sampler.temperature,
         top_k=top_k,
         top_vocab=top_vocab,
-        dtype=jnp.dtype(config.model.dtype),
-        attention=config.model.attention,
     )
 
 
-def _teacher(
-    config: Config, policy: Policy, slices: Slices, step: TrainStep, state: TrainState
-) -> dict[str, Any]:
+def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
     section = config.teacher
     if section.source == "none":
         return {}
@@ -183,7 +172,7 @@ def _teacher(
             f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
             "at all tokens."
         )
-    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, step, section.top_k)}
+    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, section.top_k)}
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
@@ -196,16 +185,14 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
-    critic = CriticStep(
+    critic = make_critic(
         spec,
-        slices.trainer,
-        TRAINER_RULES,
+        learning(config, slices),
         learning_rate=section.learning_rate,
         total_steps=updates,
         clip=section.clip,
-        **learning(config),
     )
-    return {"critic": critic, "critic_state": critic.init(params)}
+    return {"critic": critic, "critic_state": critic.step.init(params)}
 
 
 def warm_started(
@@ -221,13 +208,11 @@ def warm_started(
 ) -> tuple[Policy, dict[str, float]]:
     """Train the policy on worked answers for warm_start.steps updates; return it, and the metrics
     for the run's first line."""
-    step = SupervisedStep(
+    step = supervised_update(
         policy.spec,
-        slices.trainer,
-        TRAINER_RULES,
+        learning(config, slices),
         learning_rate=config.warm_start.learning_rate,
         total_steps=config.warm_start.steps,
-        **learning(config),
     )
     params, metrics = warm_start(
         config,
@@ -241,42 +226,6 @@ def warm_started(
         lockstep=lockstep,
     )
     return policy.with_params(params), metrics
-
-
-def make_pacing(config: Config) -> Bounds | None:
-    """Return how the staleness target adapts; None: it is always max_staleness."""
-    section = config.staleness
-    if section.adapt == "none":
-        return None
-    return Bounds(
-        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
-    )
-
-
-def make_trainer(
-    config: Config,
-    learner: Learner,
-    source: GroupSource,
-    sampling: Sampling,
-    outlets: Outlets,
-    lock: Lock,
-) -> Trainer:
-    """Put the trainer around the learner: it draws from `source` and publishes to the samplers."""
-    return Trainer(
-        learner=learner,
-        source=source,
-        publisher=sampling.channel,
-        outlets=outlets,
-        settings=TrainerSettings(
-            total_steps=config.run.steps,
-            eval_every=config.eval.every,
-            save_every=config.checkpoint.every,
-            max_skipped_steps=config.trainer.max_skipped_steps,
-            pacing=make_pacing(config),
-            probe=sampling.probe,
-        ),
-        device_lock=lock,
-    )
 
 
 # ---- log-probs of exactly the distribution that tokens were drawn from

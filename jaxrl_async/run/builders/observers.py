@@ -1,21 +1,15 @@
-"""What watches the parts and reports: rates of a step, the trainer's outlets, the watchdog."""
+"""What watches the parts: the rates of a step, and the watchdog."""
 
 import time
 
-from jaxrl_async.config.schema import Config, FaultsSection, MetricsSection
-from jaxrl_async.metrics.console import Console
+from jaxrl_async.config.schema import FaultsSection, MetricsSection
 from jaxrl_async.metrics.fault_counts import AwakeClock
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.run.builders.rollouts import RolloutSide
-from jaxrl_async.run.checkpoint.rollout_state import RunSaver
-from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.outlets import Evaluation, StepReporter
 from jaxrl_async.run.rates import Counters, Observer, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
-from jaxrl_async.trainer.trainer import Outlets, Trainer
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.trainer.trainer import Trainer
 
 
 def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep) -> Observer:
@@ -36,58 +30,6 @@ def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep
 
     peak_flops = section.peak_flops or measured_peak_flops(trainer_mesh.local_devices[0])
     return Observer(read, peak_flops=peak_flops * trainer_mesh.size, share=lockstep.gather_json)
-
-
-def make_outlets(
-    config: Config,
-    side: RolloutSide,
-    observer: Observer,
-    checkpoints: Checkpoints,
-    console: Console,
-    lockstep: Lockstep,
-) -> Outlets:
-    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
-    inputs, stop = side.inputs, side.joined.stop
-    evaluation = Evaluation(
-        sampler=side.sampling.router,
-        prompts=inputs.held_out[lockstep.index :: lockstep.count],
-        scorer=inputs.scorers.evaluation,
-        make_env=inputs.envs,
-        limits=EpisodeLimits(
-            sampling=SamplingParams(temperature=config.eval.temperature),
-            stop_token_ids=inputs.tokenizer.eos_ids,
-            max_new_tokens=config.sampler.max_new_tokens,
-            max_length=config.sampler.max_length,
-        ),
-        lockstep=lockstep,
-        faults=inputs.faults,
-    )
-    reporter = StepReporter(
-        observer=observer,
-        recorder=side.records.recorder,
-        console=console,
-        tokenizer=inputs.tokenizer,
-        prompts=side.prompts,
-        samples_every=config.metrics.samples_every,
-    )
-    saver = RunSaver(
-        config=config,
-        checkpoints=checkpoints,
-        prompts=inputs.prompts,
-        buffer=side.buffer,
-        rollouts=side.rollouts,
-        ledger=side.records.ledger,
-        accounts=side.joined.accounts,
-        lockstep=lockstep,
-        lock=inputs.locks.saving,
-    )
-    return Outlets(
-        evaluate=evaluation.run,
-        report=reporter.report,
-        save=saver.save,
-        should_stop=stop.is_set,
-        should_hurry=lambda: stop.preempted,
-    )
 
 
 def make_watchdog(

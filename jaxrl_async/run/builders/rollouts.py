@@ -126,17 +126,7 @@ def make_rollout_side(
         note=schedule.write,
     )
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
-    sampling = make_sampling(
-        config,
-        inputs.slices,
-        inputs.spec,
-        learner.params,
-        start.version,
-        schedule=schedule,
-        gate=gate,
-        locks=inputs.locks,
-        faults=inputs.faults,
-    )
+    sampling = make_sampling(config, inputs, learner.params, start.version, schedule, gate)
     rollouts = make_rollouts(config, inputs, prompts, sampling.router, gate)
     return RolloutSide(
         inputs=inputs,

@@ -10,16 +10,16 @@ from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Slices, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.run.builders.devices import Locks, check_fits
+from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
 from jaxrl_async.trainer.update import Params
@@ -43,17 +43,6 @@ class Sampling:
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
 
 
-def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
-    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices."""
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
-    check_fits(
-        plan.pages * plan.page_bytes,
-        slices.sampler,
-        "the KV cache of a sampler",
-        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
-    )
-
-
 def make_push(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
 ) -> Push:
@@ -74,29 +63,23 @@ def make_push(
 
 def make_sampling(
     config: Config,
-    slices: Slices,
-    spec: ModelSpec,
+    inputs: Inputs,
     params: Params,
     version: int,
-    *,
     schedule: RunSchedule,
     gate: ReplayBuffer | ReplayedBuffer,
-    locks: Locks,
-    faults: FaultCounts,
 ) -> Sampling:
     """Make the samplers with the policy's weights, and the channel for those that follow.
 
     Args:
         config: sampler, weights, faults, and the seed.
-        slices: one sampler on each of slices.samplers.
-        spec: of the policy.
-        params: its weights on the trainer's slice.
+        inputs: the policy's spec, the slices with their locks, and the counts of faults.
+        params: the policy's weights on the trainer's slice.
         version: of these weights.
         schedule: records, or prescribes, what each sampler takes in after which block.
         gate: notified when a version is live in every sampler.
-        locks: for the devices.
-        faults: counts what is survived.
     """
+    slices, spec = inputs.slices, inputs.spec
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
         for mesh in slices.samplers
@@ -106,7 +89,7 @@ def make_sampling(
         on_live=gate.set_live,
         version=version,
         checksum=config.weights.checksum,
-        count=faults.add,
+        count=inputs.faults.add,
     )
     probe = probe_tokens(spec.vocab, PROBE_LENGTH) if config.weights.probe else None
     settings = SamplerSettings(
@@ -116,7 +99,7 @@ def make_sampling(
         if probe is None
         else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
         schedule=schedule,
-        device_lock=locks.sampler,
+        device_lock=inputs.locks.sampler,
     )
     on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
@@ -136,7 +119,7 @@ def make_sampling(
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
-    router = make_router(config.faults, samplers, schedule, faults)
+    router = make_router(config.faults, samplers, schedule, inputs.faults)
     return Sampling(router=router, channel=channel, probe=probe)
 
 

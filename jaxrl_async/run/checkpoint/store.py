@@ -182,7 +182,7 @@ class Checkpoints:
         return tuple(int(c.step) for c in self._orbax.checkpoints)
 
     def latest(self) -> int | None:
-        """Return the newest step that has a complete checkpoint; None if there is none."""
+        """Return the newest step with a complete checkpoint; None: no step has one."""
         return max(self.steps(), default=None)
 
     def restore(self, step: int | None, abstract: Any) -> Saved:

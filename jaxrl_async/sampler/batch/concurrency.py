@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 HIGH = 0.9
 """Share of the pages in use above which the limit falls."""
 LOW = 0.6
-"""Share below which it may rise."""
+"""Share of the pages in use below which the limit may rise."""
 DECREASE = 0.8
-"""What the limit is multiplied by where memory was short."""
+"""Factor of the limit when pages ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Requests that may hold a slot or a reserve place."""
+    """How many requests may hold a slot."""
 
     value: float
     least: int
@@ -26,16 +26,16 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerLoad:
-    """What a sampler saw since the last look."""
+    """The load of a sampler since the limit was last adjusted."""
 
-    running: int  # requests with a place
-    waiting: int  # requests without one
-    used_share: float  # of the KV pages, by running requests (what can be evicted is not counted)
-    preempted: int  # requests that had to give their pages up
+    running: int  # requests with a slot
+    waiting: int  # requests without a slot
+    used_share: float  # of the KV pages, by requests; pages that can be evicted are not counted
+    preempted: int  # requests that had to give up their pages
 
 
-def next_limit(limit: Limit, load: SamplerLoad) -> Limit:
-    """+1 while the limit binds and pages are plenty; x 0.8 on a preemption or above 90 %.
+def adjusted_limit(limit: Limit, load: SamplerLoad) -> Limit:
+    """Return the limit + 1 while it binds and pages are plenty, x 0.8 if they run out or nearly do.
 
     Chiu and Jain 1989 (Computer Networks 17), eq. 2 with a_I = 1 and b_D = 0.8.
     """

@@ -1,21 +1,21 @@
-"""How many pages and slots a memory budget holds. Pure host code."""
+"""How many pages and slots fit a memory budget. Pure host code."""
 
 from dataclasses import dataclass
 
 from jaxrl_async.errors import ConfigError
 
 STORE_SHARE = 0.25
-"""Pages for the prefix store beyond what the slots can fill, where no budget is given."""
+"""Extra pages for the prefix store if no budget is given, as a share of those of the slots."""
 MOST_SLOTS = 256
-"""Slots that are derived at most."""
+"""Most slots that are derived from a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What the KV cache of one sampler consists of."""
+    """The slots and pages of one sampler's KV cache."""
 
     slots: int
-    reserve: int  # places for sequences that are prefilled ahead
+    reserve: int  # slots for sequences that are prefilled ahead
     pages: int
     page_tokens: int
     page_bytes: int  # of all layers, keys and values
@@ -35,12 +35,19 @@ def plan_memory(
     reserve_share: float,
     budget_bytes: int | None,
 ) -> MemoryPlan:
-    """Pages within a budget, and slots for them where `slots` is None.
+    """Return how many pages fit a budget, and how many slots to use them with.
 
-    token_bytes: keys and values of one token in all layers. With no budget, every slot and reserve
-    place can hold max_length tokens, and the prefix store gets a quarter on top. Derived slots:
-    sequences of half of max_length fill the pages. Raises ConfigError where not even one sequence
-    of max_length fits: then nothing could ever finish.
+    Args:
+        token_bytes: keys and values of one token in all layers.
+        max_length: tokens of the longest sequence.
+        page_tokens: tokens in a page.
+        slots: slots that decode; None: as many as fill the pages with sequences of half of
+            max_length.
+        reserve_share: reserve slots over slots.
+        budget_bytes: for the pages; None: every slot and reserve slot can hold max_length tokens,
+            and the prefix store gets a quarter on top.
+
+    Raises ConfigError if not even one sequence of max_length fits: it could never finish.
     """
     page_bytes = token_bytes * page_tokens
     longest = -(-max_length // page_tokens)

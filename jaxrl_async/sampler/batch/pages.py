@@ -1,7 +1,7 @@
-"""Which pages of the KV cache are free, and how many hold each of the others. Pure host code.
+"""Which pages of the KV cache are free, and how many holders each of the others has. Host code.
 
-A page is held by every slot whose table names it and once by the prefix store. It is free again
-when nobody holds it. Pages that several hold are never written: who needs to write copies first.
+A page is held by every slot whose table names it, and once by the prefix store if it is stored. A
+page without holders is free. A page with several holders is never written: it is copied first.
 """
 
 from collections import deque
@@ -18,16 +18,16 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages without a holder."""
         return len(self._free)
 
     @property
     def used_share(self) -> float:
-        """Pages held over all pages."""
+        """Held pages over all pages."""
         return 1.0 - len(self._free) / self.count
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one holder each; None, and nothing taken, where too few are free."""
+        """Return `count` pages with one holder each; None, taking none, if too few are free."""
         if count > len(self._free):
             return None
         taken = [self._free.popleft() for _ in range(count)]
@@ -36,13 +36,13 @@ class Pages:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; it must have one already."""
+        """Add a holder to each page; it must have one already."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free"
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder fewer for each page; the last one frees it."""
+        """Remove a holder from each page; without holders it is free."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free"
             self._holders[page] -= 1
@@ -50,11 +50,11 @@ class Pages:
                 self._free.append(page)
 
     def holders(self, page: int) -> int:
-        """How many hold this page."""
+        """Return how many holders a page has."""
         return self._holders[page]
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless counts and free list are exactly what these holders' pages say."""
+        """Raise AssertionError unless counts and free list are as the holders' pages say."""
         expected = [0] * self.count
         for pages in held:
             for page in pages:

@@ -1,9 +1,9 @@
-"""KV that outlives its request: full pages, found again by the tokens they hold. Pure host code.
+"""KV that outlives its request: full pages, found again by their tokens. Pure host code.
 
 A page's name is a hash chained over all tokens up to its end, so that equal names mean equal
-prefixes; the store is for one version of the weights and is emptied when that changes, so that
-stale KV is never used by accident. Pages that only the store holds are given up, least recently
-used first, when memory is short.
+prefixes. The store holds KV of one version of the weights and is cleared when the version changes,
+so that stale KV is never used. Pages that only the store holds are evicted, least recently used
+first, when memory runs short.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class PrefixStats:
 
 
 def page_names(token_ids: IntArray, page_tokens: int) -> list[bytes]:
-    """One name for each full page of a sequence."""
+    """Return one name for each full page of a sequence."""
     names, chained = [], b""
     for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
         content = token_ids[start : start + page_tokens].astype("<i4").tobytes()
@@ -42,7 +42,7 @@ class PrefixStore:
         self._hit = self._asked = self._evicted = 0
 
     def stats(self) -> PrefixStats:
-        """Totals so far."""
+        """Return the totals so far."""
         return PrefixStats(
             hit_tokens=self._hit, asked_tokens=self._asked, evicted_pages=self._evicted
         )
@@ -53,25 +53,25 @@ class PrefixStore:
         return tuple(self._by_name.values())
 
     def match(self, token_ids: IntArray) -> list[int]:
-        """Pages of the longest stored prefix, now held by the caller too.
+        """Return the pages of the longest stored prefix, which the caller holds from now on too.
 
         At least one token stays unmatched: its logits must be computed.
         """
-        found: list[int] = []
+        pages: list[int] = []
         if self._enabled:
             names = page_names(token_ids[:-1], self._page_tokens)
             for name in names:
                 if name not in self._by_name:
                     break
-                found.append(self._by_name[name])
-            for name in reversed(names[: len(found)]):  # ends first: they are given up first
+                pages.append(self._by_name[name])
+            for name in reversed(names[: len(pages)]):  # ends first: they are evicted first
                 self._by_name.move_to_end(name)
-        self._pages.hold(found)
-        return found
+        self._pages.hold(pages)
+        return pages
 
-    def count(self, *, found: int, asked_tokens: int) -> None:
-        """A match of `found` pages was used."""
-        self._hit += found * self._page_tokens
+    def count(self, *, matched_pages: int, asked_tokens: int) -> None:
+        """Count a match that was used."""
+        self._hit += matched_pages * self._page_tokens
         self._asked += asked_tokens
 
     def put(self, token_ids: IntArray, pages: list[int]) -> None:
@@ -86,19 +86,19 @@ class PrefixStore:
             self._by_name.move_to_end(name)
 
     def evict(self, count: int) -> int:
-        """Give up to `count` pages that nobody else holds back to the free list; how many."""
-        given: list[bytes] = []
+        """Free up to `count` pages that only the store holds; return how many."""
+        evicted: list[bytes] = []
         for name, page in self._by_name.items():
-            if len(given) == count:
+            if len(evicted) == count:
                 break
             if self._pages.holders(page) == 1:
-                given.append(name)
-        for name in given:
+                evicted.append(name)
+        for name in evicted:
             self._pages.release([self._by_name.pop(name)])
-        self._evicted += len(given)
-        return len(given)
+        self._evicted += len(evicted)
+        return len(evicted)
 
     def clear(self) -> None:
-        """Forget everything: the weights are others now."""
+        """Forget everything: the weights have changed."""
         self._pages.release(self._by_name.values())
         self._by_name.clear()

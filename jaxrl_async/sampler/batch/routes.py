@@ -1,60 +1,118 @@
-"""Which experts the tokens in the pages went through: a mirror of the KV cache. Pure host code.
+"""Which experts each token in the pages was routed to: a mirror of the KV cache. Pure host code.
 
-Experts lie where the keys and values that they made lie, so that whoever shares, copies or finds
-pages again (groups, forks, later turns, the prefix store) finds their experts there, too.
+Expert ids are kept where the KV that the experts made is kept, so that a request that shares,
+copies or finds pages again (groups, forks, later turns, the prefix store) finds their experts there
+too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.types import ExpertIds, IntArray
+from jaxrl_async.sampler.batch.slots import Slots, Span
+from jaxrl_async.types import ExpertIds, IntArray, Partial
 
 
-class _Coming(NamedTuple):
-    """What a program under way will say, and where it belongs."""
+class _Pending(NamedTuple):
+    """Expert ids that a running program will return, and the cells that they belong to."""
 
     routes: Any  # [n, layers, k] on the device
     pages: IntArray  # [n]; a page beyond the last is padding
-    places: IntArray  # [n]
+    offsets: IntArray  # [n]
     sources: IntArray  # [m] pages copied after that
     targets: IntArray  # [m]; a page beyond the last is padding
 
 
 class Routes:
     """Expert ids of every token in the pages: layers * k of them a token, a few thousandths of its
-    KV. Changed by whoever may change the batch."""
+    KV. Changed by the thread that changes the batch."""
 
     def __init__(
         self, pages: int, page_tokens: int, *, layers: int, chosen: int, dtype: Any
     ) -> None:
-        self._of_page = np.zeros((pages, page_tokens, layers, chosen), dtype)
-        self._coming: list[_Coming] = []
+        self._by_page = np.zeros((pages, page_tokens, layers, chosen), dtype)
+        self._pending: list[_Pending] = []
 
     def expect(
-        self, routes: Any, pages: IntArray, places: IntArray, sources: IntArray, targets: IntArray
+        self, routes: Any, pages: IntArray, offsets: IntArray, sources: IntArray, targets: IntArray
     ) -> None:
-        """Take what a prefill says once somebody asks: then it has run. Pages are those of now,
-        copied one to another as the device copies them."""
-        self._coming.append(_Coming(routes, pages, places, sources, targets))
+        """Note a prefill's expert ids, still on the device: they are fetched when first needed.
+        Pages are copied as the device copies them."""
+        self._pending.append(_Pending(routes, pages, offsets, sources, targets))
 
-    def put(self, routes: ExpertIds, pages: IntArray, places: IntArray) -> None:
-        """Experts [n, layers, k] of tokens at places [n] of pages [n]."""
-        self._settle()
-        self._of_page[pages, places] = routes
+    def put(self, routes: ExpertIds, pages: IntArray, offsets: IntArray) -> None:
+        """Write expert ids [n, layers, k] of tokens at offsets [n] of pages [n]."""
+        self._fetch()
+        self._by_page[pages, offsets] = routes
 
-    def of(self, pages: list[int], tokens: int) -> ExpertIds:
-        """[tokens, layers, k] of the first tokens in these pages; a copy."""
-        self._settle()
-        flat = self._of_page[pages].reshape(-1, *self._of_page.shape[2:])
-        return flat[:tokens].copy()
+    def take(self, routes: Any, owners: IntArray, spans: Sequence[Span], into: Slots) -> None:
+        """Write the expert ids [R, block, layers, k] of a block where its tokens' KV was written.
 
-    def _settle(self) -> None:
-        """Waits for the prefills that are under way, in their order: a page may be another's
-        since."""
-        coming, self._coming = self._coming, []
-        count = len(self._of_page)
-        for one in coming:
+        Args:
+            routes: the block's.
+            owners: [R, block] slot of each token.
+            spans: the tokens of each slot.
+            into: the slots, which have taken the block already.
+        """
+        owners, routes = owners.reshape(-1), routes.reshape(-1, *routes.shape[2:])
+        for span in spans:
+            length = int(into.lengths[span.slot])
+            where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
+            pages = np.asarray(into.pages[span.slot], np.int32)
+            cells = pages[where // into.page_tokens], where % into.page_tokens
+            self.put(routes[owners == span.slot], *cells)
+
+    def cover(self, saved: Partial) -> bool:
+        """Return whether a saved request has the experts of all tokens whose KV it has."""
+        tokens = len(saved.request.token_ids) + len(saved.token_ids) - 1
+        return saved.expert_ids is not None and len(saved.expert_ids) == tokens
+
+    def restore(self, saved: Partial, n: int, pages: IntArray, offsets: IntArray) -> None:
+        """Write the expert ids of the first `n` tokens of a saved request."""
+        assert saved.expert_ids is not None
+        self.put(saved.expert_ids[:n], pages[:n], offsets[:n])
+
+    def of_request(
+        self, pages: Sequence[int], tokens: int, saved: Partial | None
+    ) -> ExpertIds | None:
+        """Return [tokens, layers, k] of the first tokens in these pages; a copy.
+
+        saved: the request before it left the device. Its ids stay: they are of the passes that drew
+        its tokens, not of the passes that computed its KV again.
+        """
+        self._fetch()
+        flat = self._by_page[pages].reshape(-1, *self._by_page.shape[2:])
+        experts = flat[:tokens].copy()
+        if saved is not None and saved.expert_ids is not None:
+            experts[: len(saved.expert_ids)] = saved.expert_ids
+        return experts
+
+    def _fetch(self) -> None:
+        """Wait for the pending prefills, in their order: a page may have changed hands since."""
+        pending, self._pending = self._pending, []
+        count = len(self._by_page)
+        for one in pending:
             real, copied = one.pages < count, one.targets < count
-            self._of_page[one.pages[real], one.places[real]] = np.asarray(one.routes)[real]
-            self._of_page[one.targets[copied]] = self._of_page[one.sources[copied]]
+            self._by_page[one.pages[real], one.offsets[real]] = np.asarray(one.routes)[real]
+            self._by_page[one.targets[copied]] = self._by_page[one.sources[copied]]
+
+
+class NoRoutes:
+    """Routes of an engine that does not return them: keeps nothing, misses nothing."""
+
+    def expect(self, *_: Any) -> None:
+        """Keep nothing."""
+
+    def take(self, *_: Any) -> None:
+        """Keep nothing."""
+
+    def cover(self, _: Partial) -> bool:
+        """Return True: no expert ids are needed."""
+        return True
+
+    def restore(self, *_: Any) -> None:
+        """Keep nothing."""
+
+    def of_request(self, *_: Any) -> None:
+        """Return None: no expert ids are known."""

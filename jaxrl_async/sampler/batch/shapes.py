@@ -1,4 +1,4 @@
-"""What to prefill next, and the few shapes that programs are compiled for. Pure: no clock, no JAX.
+"""How prefills are divided, and the few shapes that programs are compiled for. Pure: no JAX.
 
 A long prompt is prefilled in chunks, one per round, and the running slots decode a block between
 two rounds; short prompts are packed into one program by their lengths.
@@ -6,9 +6,13 @@ two rounds; short prompts are packed into one program by their lengths.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 SMALLEST_BUCKET = 16
-"""Shortest prefill length compiled for, tokens."""
+"""Shortest prefill length that is compiled, tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +25,10 @@ class Piece:
 
 
 def plan_pieces(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece, ...]:
-    """First come, first served: (prefilled, total) tokens of each sequence to at most `budget`.
+    """Divide a budget of tokens among sequences in their order: first come, first served.
 
-    The sequence that reaches the budget gets what is left of it, and the rest in a later round.
+    waiting: (prefilled, total) tokens of each sequence. The sequence that reaches the budget gets
+    the rest of it; its own rest is prefilled in a later round.
     """
     pieces = []
     for index, (start, total) in enumerate(waiting):
@@ -36,20 +41,20 @@ def plan_pieces(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece,
 
 
 def by_bucket(pieces: Sequence[Piece]) -> list[tuple[int, tuple[Piece, ...]]]:
-    """Pieces of similar length together, each with the length that the program is compiled for."""
+    """Group pieces of similar length, each group with the length that its program has."""
     buckets: dict[int, list[Piece]] = {}
     for piece in pieces:
         buckets.setdefault(length_bucket(piece.count), []).append(piece)
-    return [(bucket, tuple(found)) for bucket, found in sorted(buckets.items())]
+    return [(length, tuple(group)) for length, group in sorted(buckets.items())]
 
 
 def length_bucket(length: int) -> int:
-    """The power of two, from SMALLEST_BUCKET on, that holds `length`."""
+    """Return the least power of two, from SMALLEST_BUCKET on, that holds `length`."""
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
 def rows_bucket(rows: int) -> int:
-    """Padded number of sequences in a prefill: 1, 4, 16, 64, ..."""
+    """Return the padded number of sequences in a prefill: 1, 4, 16, 64, ..."""
     bucket = 1
     while bucket < rows:
         bucket *= 4
@@ -57,12 +62,12 @@ def rows_bucket(rows: int) -> int:
 
 
 def tokens_bucket(tokens: int, most: int) -> int:
-    """Padded number of packed tokens: powers of two and the middles between, at most `most`."""
+    """Return the padded number of packed tokens: as steps_of_half, at most `most`."""
     return min(max(SMALLEST_BUCKET, steps_of_half(tokens)), most)
 
 
 def steps_of_half(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`; 0 for 0."""
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`; 0 for 0."""
     if count <= 0:
         return 0
     power = 1 << (count - 1).bit_length()
@@ -70,8 +75,18 @@ def steps_of_half(count: int) -> int:
 
 
 def decode_rows(running: int, slots: int) -> int:
-    """Rows to decode: all slots, or a half, a quarter or an eighth where that holds who runs."""
+    """Return how many rows decode: all slots, or a half, a quarter or an eighth of them if that
+    holds the running requests."""
     rows = slots
     while rows % 2 == 0 and rows // 2 >= max(running, 4, slots // 8):
         rows //= 2
     return rows
+
+
+def pad_to(
+    size: int, values: Sequence[Any] | NDArray[Any], fill: Any, dtype: DTypeLike = np.int32
+) -> NDArray[Any]:
+    """Return the values in an array of `size`; the rest of it is `fill`."""
+    padded = np.full(size, fill, dtype)
+    padded[: len(values)] = values
+    return padded

@@ -1,8 +1,7 @@
-"""What each slot holds: the host's side of the decode state, in NumPy. Pure host code.
+"""The host's side of the decode state: what each slot holds, in NumPy. Pure host code.
 
-S slots and reserve places, W pages of the longest sequence, M most new tokens. A place from 0 to
-S - 1 is a slot or a reserve place: the device treats them alike, and which ones decode is said
-anew for each block.
+S slots, decoding and reserve. The device treats both alike: each block's arguments name the slots
+that decode.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.types import BoolArray, FloatArray, IntArray, Partial
+from jaxrl_async.sampler.batch.kv_pool import KvPool
+from jaxrl_async.sampler.batch.sequence import Output
+from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
 
 
 class Span(NamedTuple):
-    """What one slot drew in a block."""
+    """The tokens that one slot drew in a block."""
 
     slot: int
     start: int  # tokens drawn before
@@ -24,30 +25,28 @@ class Span(NamedTuple):
 class Slots:
     """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
 
-    def __init__(
-        self, places: int, *, max_length: int, max_new: int, page_tokens: int, no_page: int
-    ) -> None:
-        """no_page: the number that stands for no page (the device drops what goes there)."""
+    def __init__(self, total_slots: int, *, max_new: int, page_tokens: int, no_page: int) -> None:
+        """no_page: the number that stands for no page (the device drops what is written there)."""
         self.page_tokens, self._no_page = page_tokens, no_page
-        self.pages: list[list[int]] = [[] for _ in range(places)]
-        self.lengths = np.zeros(places, np.int32)
-        self.drawn = np.zeros(places, np.int32)
-        self.logits_versions = np.zeros(places, np.int32)
-        self.tokens = np.zeros((places, max_new), np.int32)
-        self.logprobs = np.zeros((places, max_new), np.float32)
-        self.versions = np.zeros((places, max_new), np.int32)
-        self.full_logprobs = np.zeros((places, max_new), np.float32)
-        self.kept: list[list[IntArray]] = [[] for _ in range(places)]
+        self.pages: list[list[int]] = [[] for _ in range(total_slots)]
+        self.lengths = np.zeros(total_slots, np.int32)
+        self.drawn = np.zeros(total_slots, np.int32)
+        self.logits_versions = np.zeros(total_slots, np.int32)
+        self.tokens = np.zeros((total_slots, max_new), np.int32)
+        self.logprobs = np.zeros((total_slots, max_new), np.float32)
+        self.versions = np.zeros((total_slots, max_new), np.int32)
+        self.full_logprobs = np.zeros((total_slots, max_new), np.float32)
+        self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
 
     def occupy(self, slot: int, length: int, pages: Sequence[int], version: int) -> None:
-        """A sequence of `length` tokens, prefilled by weights of `version`."""
+        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`."""
         self.pages[slot] = list(pages)
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot] = version
         self.kept[slot] = []
 
     def recall(self, slot: int, partial: Partial) -> None:
-        """Tokens drawn before the sequence came to this slot; they count as drawn."""
+        """Write the tokens that a sequence drew before it came to this slot."""
         n = len(partial.token_ids)
         self.tokens[slot, :n], self.logprobs[slot, :n] = partial.token_ids, partial.logprobs
         self.versions[slot, :n], self.drawn[slot] = partial.versions, n
@@ -57,29 +56,40 @@ class Slots:
             self.kept[slot] = [partial.kept.of(t) for t in range(n)]
 
     def free(self, slot: int) -> list[int]:
-        """Empty a slot; its pages, for whoever counts them."""
+        """Empty a slot and return its pages, which stay held."""
         pages, self.pages[slot] = self.pages[slot], []
         self.lengths[slot] = self.drawn[slot] = 0
         self.kept[slot] = []
         return pages
 
     def missing_pages(self, slot: int, steps: int, limit: int) -> int:
-        """Pages that the slot still needs for `steps` more tokens, `limit` of them at most."""
+        """Return how many pages a slot needs for `steps` more tokens, `limit` of them at most."""
         tokens = int(self.lengths[slot]) + min(steps, limit)
         return max(0, -(-tokens // self.page_tokens) - len(self.pages[slot]))
 
-    def tables(self, width: int) -> IntArray:
-        """[S, width] int32 page tables."""
-        tables = np.full((len(self.pages), width), self._no_page, np.int32)
-        for slot, pages in enumerate(self.pages):
-            tables[slot, : len(pages)] = pages[:width]
-        return tables
+    def grow(self, slot: int, steps: int, limit: int, pool: KvPool) -> bool:
+        """Give a slot the pages for `steps` more tokens, `limit` of them at most; return False if
+        the pool has too few."""
+        more = pool.take(self.missing_pages(slot, steps, limit))
+        if more is None:
+            return False
+        self.pages[slot] += more
+        return True
 
-    def table(self, pages: Sequence[int], width: int) -> IntArray:
-        """[width] int32, one table."""
-        row = np.full(width, self._no_page, np.int32)
-        row[: len(pages)] = pages[:width]
-        return row
+    def tables(self, width: int) -> IntArray:
+        """Return the page tables [S, width] int32."""
+        return np.stack([page_table(pages, width, self._no_page) for pages in self.pages])
+
+    def output(self, slot: int, *, extras: bool) -> Output:
+        """Return a copy of the tokens that a slot's sequence has drawn so far."""
+        n = int(self.drawn[slot])
+        return Output(
+            token_ids=self.tokens[slot, :n].copy(),
+            logprobs=self.logprobs[slot, :n].copy(),
+            versions=self.versions[slot, :n].copy(),
+            full_logprobs=self.full_logprobs[slot, :n].copy() if extras else None,
+            kept=_joined(self.kept[slot]) if extras else None,
+        )
 
     def take(
         self,
@@ -90,10 +100,10 @@ class Slots:
         full_logprobs: FloatArray | None = None,
         kept: Any = None,
     ) -> list[Span]:
-        """Add a block's tokens [R, block] to their slots; what each slot drew.
+        """Add a block's tokens [R, block] to their slots; return what each slot drew.
 
-        A slot's first token of the block comes from logits that were there before, and has their
-        version; the others have the block's.
+        A slot's first token was drawn from logits computed before the block and has their version;
+        the others have the block's.
         """
         flat = owners.reshape(-1)
         order = np.argsort(flat, kind="stable")
@@ -121,8 +131,21 @@ class Slots:
         return spans
 
 
+def page_table(pages: Sequence[int], width: int, no_page: int) -> IntArray:
+    """Return one sequence's page table [width] int32, filled with `no_page`."""
+    row = np.full(width, no_page, np.int32)
+    row[: len(pages)] = pages[:width]
+    return row
+
+
+def _joined(masks: Sequence[IntArray]) -> KeptTokens:
+    ids = np.concatenate(masks) if masks else np.zeros(0, np.int32)
+    starts = np.cumsum([0, *map(len, masks)], dtype=np.int32)
+    return KeptTokens(ids=ids.astype(np.int32), starts=starts)
+
+
 def unpacked_bits(words: Any) -> IntArray:
-    """[V / 32] uint32 -> the numbers of the bits that are set, ascending."""
+    """Return the numbers of the bits that are set in [V / 32] uint32, ascending."""
     bits: BoolArray = np.unpackbits(
         np.ascontiguousarray(words, "<u4").view(np.uint8), bitorder="little"
     ).astype(bool)

@@ -2,13 +2,13 @@
 
 All members of a group (equal prompts, one after another) go to one replica, where they share a
 prefill: to the one that had their prefix last, unless it is much busier than the least loaded.
-Requests under suspicion (Job.suspect) get a seat of their own, one at a time.
+Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxrl_async.sampler.router.job import Job
+from jaxrl_async.sampler.router.job import RouterJob
 
 AFFINITY_TOKENS = 32
 """Leading tokens that say which replica is likely to hold a request's prefix."""
@@ -37,8 +37,8 @@ class Candidate:
 class Deal:
     """What goes where."""
 
-    shares: dict[int, list[Job]] = field(default_factory=dict)  # by the number of the seat
-    waiting: list[Job] = field(default_factory=list)  # what no replica can take now
+    shares: dict[int, list[RouterJob]] = field(default_factory=dict)  # by the number of the seat
+    waiting: list[RouterJob] = field(default_factory=list)  # what no replica can take now
 
 
 def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) -> int:
@@ -80,7 +80,7 @@ class Dealer:
 
     def deal(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[RouterJob],
         candidates: Sequence[Candidate],
         *,
         suspects_wait: bool = False,
@@ -111,7 +111,7 @@ class Dealer:
             share.extend(group)
         return deal
 
-    def _seat_of(self, group: Sequence[Job], free: Sequence[Candidate], deal: Deal) -> int:
+    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate], deal: Deal) -> int:
         """Return the seat for jobs that stay together."""
         job = group[0]
         recorded = self._recorded(job.request.request_id)
@@ -136,7 +136,7 @@ class Dealer:
             del self._homes[next(iter(self._homes))]
 
 
-def _groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+def _groups(jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
     """Split jobs into runs of equal prompts."""
     start = 0
     while start < len(jobs):

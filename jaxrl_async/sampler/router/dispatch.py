@@ -15,7 +15,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.router.dealing import Dealer
 from jaxrl_async.sampler.router.fleet import Fleet, Seat
-from jaxrl_async.sampler.router.job import Job
+from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.types import Completion
 
 
@@ -26,7 +26,7 @@ class Dispatcher:
         """lifetime: the router's; its thread is woken when a replica needs to be looked after."""
         self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
 
-    def submit(self, jobs: Sequence[Job], *, together: bool = False) -> None:
+    def submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
         """Deal new jobs: all of them, or none if it raises.
 
         Raises Closed, and the error that ended the router.
@@ -53,8 +53,8 @@ class Dispatcher:
                 ]
                 raise
 
-    def withdraw(self, job: Job) -> None:
-        """Drop a job that nobody waits for any more."""
+    def withdraw(self, job: RouterJob) -> None:
+        """Drop a job whose caller no longer waits."""
         with self._fleet.lock:
             if job in self._fleet.waiting:
                 self._fleet.waiting.remove(job)
@@ -70,7 +70,7 @@ class Dispatcher:
         for job in jobs:
             job.settle(error)
 
-    def _deal(self, jobs: Sequence[Job], *, together: bool = False) -> None:
+    def _deal(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
         """Give each job to a replica at work; it waits if none can take it.
 
         Raises what a replica raises that is well.
@@ -92,7 +92,7 @@ class Dispatcher:
                 assert job.inner is not None
                 job.inner.add_done_callback(partial(self._answered, seat, job))
 
-    def _answered(self, seat: Seat, job: Job, inner: "Future[Completion]") -> None:
+    def _answered(self, seat: Seat, job: RouterJob, inner: "Future[Completion]") -> None:
         """Pass a replica's answer on to the caller. Runs on the replica's thread."""
         fleet = self._fleet
         with fleet.lock:
@@ -113,7 +113,7 @@ class Dispatcher:
             job.settle(result)
 
     def _checked(
-        self, seat: Seat, job: Job, completion: Completion
+        self, seat: Seat, job: RouterJob, completion: Completion
     ) -> Completion | RolloutError | None:
         """Return a completion whose log-probs are finite. Return None for the first that is not,
         which is drawn again elsewhere, and an error for the second."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.ports import Clock, Replica, ReplicaStats
 from jaxrl_async.sampler.router.dealing import Candidate
-from jaxrl_async.sampler.router.job import SUSPECT_AFTER, Job, refusal
+from jaxrl_async.sampler.router.job import SUSPECT_AFTER, RouterJob, refusal
 from jaxrl_async.sampler.router.supervise import (
     FORGIVEN_S,
     Act,
@@ -37,7 +37,7 @@ class Seat:
     replica: Replica
     up_at: float  # when the replica began
     moved_at: float  # when it last made progress, or got work
-    jobs: dict[Job, None] = field(default_factory=dict)  # unanswered, in the order of dealing
+    jobs: dict[RouterJob, None] = field(default_factory=dict)  # unanswered, in the order of dealing
     work_done: tuple[int, ...] = ()  # see ReplicaStats.work_done
     before: ReplicaStats | None = None  # of the replicas that sat here before
     nonfinite: int = 0  # refused completions in a row
@@ -94,7 +94,7 @@ class Fleet:
             Seat(number=number, replica=replica, up_at=clock(), moved_at=clock())
             for number, replica in enumerate(replicas)
         )
-        self.waiting: list[Job] = []  # no replica has them now
+        self.waiting: list[RouterJob] = []  # no replica has them now
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
 
     @property
@@ -108,7 +108,7 @@ class Fleet:
         return len(self.waiting) + sum(len(seat.jobs) for seat in self.seats)
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RouterJob]:
         """All requests that are not answered; read it under the lock."""
         return [*self.waiting, *(job for seat in self.seats for job in seat.jobs)]
 
@@ -117,7 +117,7 @@ class Fleet:
         first, *others = [seat.stats for seat in self.seats]
         return first.beside(others)
 
-    def hand_over(self, seat: Seat, jobs: Sequence[Job]) -> bool:
+    def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
 
         Raises what a replica raises that is well.
@@ -145,8 +145,8 @@ class Fleet:
         seat.nonfinite += 1
         self._count("nonfinite_completions", 1)
 
-    def drain(self) -> list[Job]:
-        """Take all unanswered requests away and return them: nobody will answer them."""
+    def drain(self) -> list[RouterJob]:
+        """Remove and return all unanswered requests: no replica will answer them."""
         jobs, self.waiting = self.jobs, []
         for seat in self.seats:
             seat.jobs.clear()
@@ -255,7 +255,7 @@ class Fleet:
             reasons[kind],
         )
 
-    def _is_to_blame(self, jobs: Sequence[Job]) -> bool:
+    def _is_to_blame(self, jobs: Sequence[RouterJob]) -> bool:
         """Return whether the only request of a replica caused its death.
 
         Not if as many requests were blamed in a row as a replica may restart: then the replicas

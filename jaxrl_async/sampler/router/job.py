@@ -17,7 +17,7 @@ SUSPECT_AFTER = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class RouterJob:
     """One request, where it is, and its caller's future."""
 
     request: Request
@@ -38,21 +38,21 @@ class Job:
         if self.loop is None:
             _set(self.future, result)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
                 self.loop.call_soon_threadsafe(_set, self.future, result)
 
 
-def job_for_thread(given: Request | Partial) -> Job:
+def job_for_thread(given: Request | Partial) -> RouterJob:
     """Return the job of a caller that is a thread."""
     return _job(given, Future(), None)
 
 
-def job_for_loop(given: Request | Partial, loop: asyncio.AbstractEventLoop) -> Job:
+def job_for_loop(given: Request | Partial, loop: asyncio.AbstractEventLoop) -> RouterJob:
     """Return the job of a caller on this event loop."""
     return _job(given, loop.create_future(), loop)
 
 
-def refusal(job: Job, cause: BaseException | None) -> RolloutError:
+def refusal(job: RouterJob, cause: BaseException | None) -> RolloutError:
     """Return the error for a request that is to blame for the deaths of replicas."""
     error = RolloutError(
         f"request {job.request.request_id}: {len(job.died)} samplers died that had it on the "
@@ -63,10 +63,12 @@ def refusal(job: Job, cause: BaseException | None) -> RolloutError:
     return error
 
 
-def _job(given: Request | Partial, future: Any, loop: asyncio.AbstractEventLoop | None) -> Job:
+def _job(
+    given: Request | Partial, future: Any, loop: asyncio.AbstractEventLoop | None
+) -> RouterJob:
     if isinstance(given, Partial):
-        return Job(request=given.request, begun=given, future=future, loop=loop)
-    return Job(request=given, future=future, loop=loop)
+        return RouterJob(request=given.request, begun=given, future=future, loop=loop)
+    return RouterJob(request=given, future=future, loop=loop)
 
 
 def _set(future: Any, result: Completion | BaseException) -> None:

@@ -32,7 +32,7 @@ from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.router.dealing import Dealer, unrecorded
 from jaxrl_async.sampler.router.dispatch import Dispatcher
 from jaxrl_async.sampler.router.fleet import Fleet
-from jaxrl_async.sampler.router.job import Job, job_for_loop, job_for_thread
+from jaxrl_async.sampler.router.job import RouterJob, job_for_loop, job_for_thread
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.types import Completion, Partial, Request
 
@@ -217,14 +217,14 @@ class Router:
         self._lifetime.check_process()
         return self.samplers[0].checked(requests)
 
-    def _submit(self, jobs: Sequence[Job], *, together: bool = False) -> None:
+    def _submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
         if not self._started:
             self.start()
         self._dispatcher.submit(jobs, together=together)
         for job in jobs:
 
-            def settled(future: Any, job: Job = job) -> None:
-                """Holds the router, hence the thread, while somebody waits."""
+            def settled(future: Any, job: RouterJob = job) -> None:
+                """Withdraw a cancelled job. Keeps the router alive while a caller waits."""
                 if future.cancelled():
                     self._dispatcher.withdraw(job)
 
@@ -239,7 +239,7 @@ class Router:
             self._submit(jobs, together=together)
             futures: list[Any] = [job.future for job in jobs]
             return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C too: nobody waits for the others
+        except BaseException:  # Ctrl-C too: the others are cancelled
             for job in jobs:
                 job.future.cancel()
             raise
@@ -248,7 +248,7 @@ class Router:
 
     def look_after(self) -> float | None:
         """Look at the replicas once, on the router's thread; return the seconds to sleep afterwards
-        (lifetime.serve), None once it has ended.
+        (Lifetime), None once it has ended.
 
         consumes      requests of replicas that failed
         waits for     the lifetime's `wake`: set by a death, a refused completion, and close

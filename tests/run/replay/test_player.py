@@ -66,6 +66,26 @@ def lines(path):
     return path.read_text().splitlines()[1:]  # without the header
 
 
+# ---- a recording prescribes nothing
+
+
+def test_a_recording_lets_everything_happen_at_once_and_writes_it(tmp_path):
+    recording, real, done = Recording(tmp_path / "s.jsonl", {"schedule": 1}), buffer(), []
+    assert recording.due("sampler", 3, True) is None and recording.home("g0/m0/t0") is None
+    assert recording.gate(real, curriculum=True) is real
+    recording.later("put", 0, lambda: done.append("put"))
+    with recording.turn("pause"):
+        done.append("pause")
+    ends = recording.burst_ends()
+    recording.write(admit=4, count=3, version=0)
+    recording.close()
+    assert done == ["put", "pause"] and ends == {6}
+    assert lines(tmp_path / "s.jsonl") == [
+        '{"admit": 4, "count": 3, "version": 0}',
+        '{"end": true}',
+    ]
+
+
 # ---- the buffer in the recorded order
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 
 from jaxrl_async.sampler.router.dealing import REMEMBERED, Candidate, Dealer, choose
-from jaxrl_async.sampler.router.job import Job, job_for_thread
+from jaxrl_async.sampler.router.job import RouterJob, job_for_thread
 from jaxrl_async.types import Request
 
 
-def job(prompt: int, *, died: int = 0, avoid: int | None = None) -> Job:
+def job(prompt: int, *, died: int = 0, avoid: int | None = None) -> RouterJob:
     tokens = np.array([prompt, 1, 2], np.int32)
     made = job_for_thread(Request(request_id=f"r{prompt}", token_ids=tokens, max_new_tokens=4))
     made.died, made.avoid = [0] * died, avoid

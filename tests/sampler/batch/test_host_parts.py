@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, next_limit
+from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefix import PrefixStore
@@ -85,7 +85,7 @@ def test_a_store_that_is_off_keeps_nothing() -> None:
 
 
 def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
-    slots = Slots(3, max_length=8, max_new=8, page_tokens=4, no_page=9)
+    slots = Slots(3, max_new=8, page_tokens=4, no_page=9)
     slots.occupy(0, 2, [1], version=4)
     slots.occupy(2, 3, [2], version=5)
     drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
@@ -109,7 +109,7 @@ def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
     plan = plan_memory(**wish, slots=None, budget_bytes=80 * 16 * 64)
     assert (plan.pages, plan.slots, plan.kv_bytes) == (80, 20, 80 * 16 * 64)
     roomy = plan_memory(**wish, slots=4, budget_bytes=None)
-    assert roomy.pages >= (4 + 1) * 7, "every place can hold the longest sequence"
+    assert roomy.pages >= (4 + 1) * 7, "every slot can hold the longest sequence"
 
 
 limits = st.builds(Limit, value=st.floats(1, 64), least=st.just(1), most=st.just(64))
@@ -124,7 +124,7 @@ loads = st.builds(
 
 @given(limits, loads)
 def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, load) -> None:
-    after = next_limit(limit, load)
+    after = adjusted_limit(limit, load)
     assert after.least <= after.value <= after.most
     assert after.value in (
         limit.value,
@@ -136,11 +136,11 @@ def test_the_limit_stays_in_its_bounds_and_moves_by_one_or_by_a_fifth(limit, loa
 
 def test_the_limit_finds_its_way_back_up() -> None:
     limit = Limit(value=64, least=1, most=64)
-    limit = next_limit(limit, SamplerLoad(running=64, waiting=5, used_share=0.95, preempted=1))
+    limit = adjusted_limit(limit, SamplerLoad(running=64, waiting=5, used_share=0.95, preempted=1))
     assert limit.value == 64 * DECREASE
     for _ in range(20):
         running = limit.requests
-        limit = next_limit(
+        limit = adjusted_limit(
             limit, SamplerLoad(running=running, waiting=5, used_share=0.3, preempted=0)
         )
     assert limit.requests == 64

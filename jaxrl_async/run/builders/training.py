@@ -1,0 +1,96 @@
+"""The trainer around the learner, and where its results go."""
+
+from jaxrl_async.algorithms.pacing import Bounds
+from jaxrl_async.config.schema import Config
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.run.builders.rollouts import RolloutSide
+from jaxrl_async.run.checkpoint.rollout_state import RunSaver
+from jaxrl_async.run.checkpoint.store import Checkpoints
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.outlets import Evaluation, StepReporter
+from jaxrl_async.run.rates import Observer
+from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
+from jaxrl_async.types import SamplingParams
+
+
+def make_trainer(config: Config, learner: Learner, side: RolloutSide, outlets: Outlets) -> Trainer:
+    """Make the trainer: it draws from the rollout side and publishes to its samplers."""
+    return Trainer(
+        learner=learner,
+        source=side.joined.source,
+        publisher=side.sampling.channel,
+        outlets=outlets,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=side.sampling.probe,
+        ),
+        device_lock=side.inputs.locks.trainer,
+    )
+
+
+def make_pacing(config: Config) -> Bounds | None:
+    """Return how the staleness target adapts; None: it is always max_staleness."""
+    section = config.staleness
+    if section.adapt == "none":
+        return None
+    return Bounds(
+        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
+    )
+
+
+def make_outlets(
+    config: Config,
+    side: RolloutSide,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    console: Console,
+    lockstep: Lockstep,
+) -> Outlets:
+    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
+    inputs, stop = side.inputs, side.joined.stop
+    evaluation = Evaluation(
+        sampler=side.sampling.router,
+        prompts=inputs.held_out[lockstep.index :: lockstep.count],
+        scorer=inputs.scorers.evaluation,
+        make_env=inputs.envs,
+        limits=EpisodeLimits(
+            sampling=SamplingParams(temperature=config.eval.temperature),
+            stop_token_ids=inputs.tokenizer.eos_ids,
+            max_new_tokens=config.sampler.max_new_tokens,
+            max_length=config.sampler.max_length,
+        ),
+        lockstep=lockstep,
+        faults=inputs.faults,
+    )
+    reporter = StepReporter(
+        observer=observer,
+        recorder=side.records.recorder,
+        console=console,
+        tokenizer=inputs.tokenizer,
+        prompts=side.prompts,
+        samples_every=config.metrics.samples_every,
+    )
+    saver = RunSaver(
+        config=config,
+        checkpoints=checkpoints,
+        prompts=inputs.prompts,
+        buffer=side.buffer,
+        rollouts=side.rollouts,
+        ledger=side.records.ledger,
+        accounts=side.joined.accounts,
+        lockstep=lockstep,
+        lock=inputs.locks.saving,
+    )
+    return Outlets(
+        evaluate=evaluation.run,
+        report=reporter.report,
+        save=saver.save,
+        should_stop=stop.is_set,
+        should_hurry=lambda: stop.preempted,
+    )

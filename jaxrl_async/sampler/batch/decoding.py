@@ -1,0 +1,55 @@
+"""The arrays of a decode block, and KV read back from the pages."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_async.model import cache
+from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.sequence import Running
+from jaxrl_async.sampler.batch.shapes import pad_to
+from jaxrl_async.sampler.batch.slots import Slots, page_table
+from jaxrl_async.sampler.device.arguments import DecodeArgs
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import AnyArray
+
+
+def decode_args(
+    rows: Sequence[Running], reserve: Sequence[Running], slots: Slots, spec: EngineSpec
+) -> tuple[DecodeArgs, int]:
+    """Return the arguments of a whole block, and how many pages hold each row's tokens so far.
+
+    rows: requests that decode; reserve: those that take over rows that end, in this order.
+    """
+    longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
+    context_pages = shapes.steps_of_half(spec.num_pages(longest))
+    num_rows = shapes.decode_rows(len(rows), spec.slots)
+    args = DecodeArgs(
+        rows=pad_to(num_rows, [r.slot_index for r in rows], spec.total_slots),
+        reserve=pad_to(spec.reserve, [r.slot_index for r in reserve], 0),
+        num_reserve=np.int32(len(reserve)),
+        lengths=slots.lengths.copy(),
+        drawn=slots.drawn.copy(),
+        tables=slots.tables(context_pages + spec.num_pages(spec.block) + 1),
+        steps=np.int32(spec.block),
+    )
+    return args, context_pages
+
+
+def kv_of_pages(kv: cache.PagedKV, pages: Sequence[int], tokens: int, spec: EngineSpec) -> AnyArray:
+    """Return the KV of one sequence's tokens, [layers, 2, tokens, N, K], on the host."""
+    width = shapes.steps_of_half(spec.num_pages(tokens))
+    table = page_table(pages, width, spec.pages)
+    keys, values = jax.device_get(_read_kv(kv, table[None], spec.model.head_dim))
+    return np.stack([keys, values], axis=1)[:, :, :tokens]
+
+
+@partial(jax.jit, static_argnums=2)
+def _read_kv(kv: cache.PagedKV, table: AnyArray, head_dim: int) -> tuple[AnyArray, AnyArray]:
+    context = cache.gather(kv, table, head_dim)
+    keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
+    values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
+    return keys, values

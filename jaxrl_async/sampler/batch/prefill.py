@@ -1,0 +1,162 @@
+"""Which tokens are prefilled next, and the arrays that the programs take for them.
+
+A *leader* has followers: requests with the same tokens, which share its prefill and its full pages.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_async.model.cache import NewKV
+from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
+from jaxrl_async.sampler.batch.shapes import pad_to
+from jaxrl_async.sampler.batch.slots import page_table
+from jaxrl_async.sampler.device.arguments import InsertArgs, PrefillArgs, Prefix, SlotParams
+from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import Controls
+from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.types import IntArray
+
+
+class Cells(NamedTuple):
+    """Where in the pages the tokens of a chunk go."""
+
+    pages: IntArray  # [n] int32; a page beyond the last is padding
+    offsets: IntArray  # [n] int32, index in the page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New tokens of some requests, prefilled by one program."""
+
+    parts: list[tuple[Prefilling, int]]  # a request, and how many of its tokens
+    args: PrefillArgs
+    cells: Cells
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, without padding."""
+        return sum(count for _, count in self.parts)
+
+    def advance(self) -> list[tuple[int, Prefilling]]:
+        """Note that the chunk is prefilled; return the requests that are now done, each with its
+        row."""
+        for prefilling, count in self.parts:
+            prefilling.prefilled += count
+        return [
+            (row, p) for row, (p, _) in enumerate(self.parts) if p.prefilled == len(p.token_ids)
+        ]
+
+
+def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
+    """Return the requests to prefill, in the given order; followers are left out."""
+    prefilling = [p for p in placed if isinstance(p, Prefilling)]
+    following = {id(f) for p in prefilling for f in p.followers}
+    return [p for p in prefilling if id(p) not in following]
+
+
+def plan_chunks(waiting: Sequence[Prefilling], budget: int, spec: EngineSpec) -> Iterator[Chunk]:
+    """Yield the chunks of one round: up to `budget` tokens of the requests that come first."""
+    sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
+    for length, pieces in shapes.by_bucket(shapes.plan_pieces(sizes, budget)):
+        yield make_chunk([(waiting[piece.index], piece.count) for piece in pieces], length, spec)
+
+
+def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpec) -> Chunk:
+    """Pack the next tokens of some requests, each at most `length` of them."""
+    rows = shapes.rows_bucket(len(parts))
+    n = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
+    tokens, positions, cell_indices = (np.zeros(n, np.int32) for _ in range(3))
+    cells = Cells(np.full(n, spec.pages, np.int32), np.zeros(n, np.int32))
+    token_indices = np.zeros((rows, length), np.int32)
+    starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+    begin = 0
+    for row, (prefilling, count) in enumerate(parts):
+        start, end = prefilling.prefilled, begin + count
+        where = np.arange(start, start + count)
+        tokens[begin:end] = prefilling.token_ids[start : start + count]
+        positions[begin:end] = where
+        cell_indices[begin:end] = row * length + np.arange(count)
+        token_indices[row, :count] = np.arange(begin, end)
+        cells.pages[begin:end] = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
+        cells.offsets[begin:end] = where % spec.page_tokens
+        starts[row], lengths[row] = start, count
+        begin = end
+    width = shapes.steps_of_half(spec.num_pages(int(starts.max())))
+    tables = np.full((rows, width), spec.pages, np.int32)
+    for row, (prefilling, _) in enumerate(parts):
+        tables[row] = page_table(prefilling.pages, width, spec.pages)
+    args = PrefillArgs(tokens, positions, token_indices, cell_indices, starts, lengths, tables)
+    return Chunk(parts=parts, args=args, cells=cells)
+
+
+def insert_args(
+    cells: Cells, done: Sequence[tuple[int, Prefilling]], spec: EngineSpec, seed: int
+) -> InsertArgs:
+    """Return where a chunk goes: tokens into pages, last pages to followers, logits to slots.
+
+    done: leaders whose last token the chunk holds, each with its row of the chunk.
+    """
+    pairs = [(row, p) for row, leader in done for p in (leader, *leader.followers)]
+    copies = [
+        (leader.pages[-1], p.pages[-1])
+        for _, leader in done
+        for p in leader.followers
+        if len(leader.token_ids) % spec.page_tokens
+    ]
+    size = shapes.rows_bucket(max(1, len(pairs)))
+    num_copies = size if copies else 0  # as many as slots, not one more shape to compile for
+    return InsertArgs(
+        pages=cells.pages,
+        offsets=cells.offsets,
+        sources=pad_to(num_copies, [a for a, _ in copies], 0),
+        targets=pad_to(num_copies, [b for _, b in copies], spec.pages),
+        rows=pad_to(size, [row for row, _ in pairs], 0),
+        slots=pad_to(size, [p.slot_index for _, p in pairs], spec.total_slots),
+        slot_params=slot_params_of([p.live for _, p in pairs], size, seed),
+    )
+
+
+def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:
+    """Return saved KV [layers, 2, tokens, N, K] as a chunk of a request: how many tokens it has,
+    the prefix, and where it goes. The last token is left out: its logits must be computed."""
+    n = min(kv.shape[2], len(prefilling.token_ids) - 1)
+    size = shapes.tokens_bucket(max(n, 1), 1 << 30)
+    where = np.arange(n)
+    pages = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
+    cells = Cells(pad_to(size, pages, spec.pages), pad_to(size, where % spec.page_tokens, 0))
+    padded = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
+    padded[:, :, :n] = kv[:, :, :n]
+    keys = tuple(jnp.asarray(padded[i, 0]) for i in range(len(padded)))
+    values = tuple(jnp.asarray(padded[i, 1]) for i in range(len(padded)))
+    logits = jnp.zeros((1, spec.model.vocab), jnp.float32)
+    return n, Prefix(NewKV(keys, values), logits), cells
+
+
+def slot_params_of(requests: Sequence[LiveRequest], size: int, seed: int) -> SlotParams:
+    """Return how these requests are sampled, as arrays [size]; the rest is padding."""
+    given = [live.request for live in requests]
+    sampling = [r.sampling for r in given]
+    ids = np.zeros((size, 3), np.int32)
+    stops = np.full((size, MAX_STOP_TOKENS), -1, np.int32)
+    if given:
+        ids[: len(given), :2] = np.array([r.key for r in given], np.int32)
+        ids[: len(given), 2] = [r.branch for r in given]
+        stops[: len(given)] = [pad_stop_ids(r.stop_token_ids) for r in given]
+    return SlotParams(
+        Controls(
+            pad_to(size, [s.temperature for s in sampling], 1.0, np.float32),
+            pad_to(size, [s.top_k for s in sampling], 0),
+            pad_to(size, [s.top_p for s in sampling], 1.0, np.float32),
+            pad_to(size, [s.min_p for s in sampling], 0.0, np.float32),
+        ),
+        np.asarray(request_keys(seed, ids)),
+        stops,
+        pad_to(size, [live.max_new for live in requests], 1),
+        pad_to(size, [r.forced_length is not None for r in given], False, np.bool_),
+    )

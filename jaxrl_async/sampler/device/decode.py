@@ -1,0 +1,294 @@
+"""The decode program: up to `block` tokens for each row in one dispatch. Pure.
+
+    begin ──> [ take over ended rows ──> sample ──> record ──> forward ] x steps ──> finish
+
+Rows decode; the slots that they decode for keep the KV and the logits between two blocks. When a
+row's request ends, the row takes over the next reserve slot. Shapes: see
+sampler/device/arguments.py.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.mesh import SAMPLER_RULES
+from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.attention import ragged_paged_reference
+from jaxrl_async.model.cache import CachedContext, PagedKV
+from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.moe import experts_on, id_dtype
+from jaxrl_async.sampler.device.arguments import (
+    Block,
+    DecodeArgs,
+    DecodeState,
+    EngineWeights,
+    SlotParams,
+)
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.insertion import choose_experts, stacked_routes
+from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
+
+
+class _Loop(NamedTuple):
+    """What a decode step changes."""
+
+    step: Array  # [] int32
+    head: Array  # [] int32, reserve slots taken over so far
+    kv: CachedContext | PagedKV  # gathered or ragged
+    tables: Array  # [R, W]
+    rows: Array  # [R] slot
+    alive: Array  # [R] bool
+    logits: Array  # [R, V]
+    base: Array  # [R] tokens in the pages when the row's slot joined
+    joined: Array  # [R] step at which it joined
+    drawn: Array  # [R]
+    slot_params: SlotParams  # [R]
+    positions: Array  # [R, block]
+    out: Block
+
+    @property
+    def next_positions(self) -> Array:
+        """[R] position of the token that this step draws."""
+        return self.base + self.step - self.joined
+
+
+def generate(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    state: DecodeState,
+    args: DecodeArgs,
+    *,
+    context_pages: int,
+    mix: Mix,
+) -> tuple[DecodeState, Block]:
+    """Decode up to `args.steps` steps; end early when no row is alive and no reserve is left.
+
+    context_pages: pages that hold every row's tokens so far.
+    """
+
+    def has_work(loop: _Loop) -> Array:
+        more = jnp.any(loop.alive) | (loop.head < args.num_reserve)
+        return (loop.step < args.steps) & more
+
+    def one_step(loop: _Loop) -> _Loop:
+        if args.reserve.shape[0]:
+            loop = _take_over(spec, loop, state, args, context_pages)
+        new = sample(
+            loop.logits, loop.slot_params.controls, loop.slot_params.keys, loop.next_positions, mix
+        )
+        loop = _record(spec, loop, new)
+        return _forward(spec, weights, loop, new.tokens, context_pages)
+
+    start = _begin(spec, state, args, context_pages, extras=mix.extras)
+    return _finish(spec, state, args, jax.lax.while_loop(has_work, one_step, start), context_pages)
+
+
+def _begin(
+    spec: EngineSpec, state: DecodeState, args: DecodeArgs, context_pages: int, *, extras: bool
+) -> _Loop:
+    """Bring the slots' state to the rows that decode for them."""
+    S, R, T, V = spec.total_slots, args.rows.shape[0], spec.block, spec.model.vocab
+    experts = (spec.model.layers, spec.model.experts_per_token)
+    rows = jnp.asarray(args.rows)
+    slots = jnp.minimum(rows, S - 1)  # an empty row reads some slot
+    tables = jnp.asarray(args.tables)[slots]
+    kv: CachedContext | PagedKV = state.kv
+    if not spec.ragged:
+        kv = cache.gather(state.kv, tables[:, :context_pages], spec.model.head_dim, extra=T)
+
+    def per_row(x: AnyArray) -> Array:
+        return jnp.asarray(x)[slots]
+
+    return _Loop(
+        step=jnp.int32(0),
+        head=jnp.int32(0),
+        kv=kv,
+        tables=tables,
+        rows=rows,
+        alive=rows < S,
+        logits=per_row(state.logits),
+        base=per_row(args.lengths),
+        joined=jnp.zeros(R, jnp.int32),
+        drawn=per_row(args.drawn),
+        slot_params=jax.tree.map(per_row, state.slot_params),
+        positions=jnp.zeros((R, T), jnp.int32),
+        out=Block(
+            tokens=jnp.zeros((R, T), jnp.int32),
+            logprobs=jnp.zeros((R, T), jnp.float32),
+            owners=jnp.full((R, T), S, jnp.int32),
+            ends=jnp.zeros((R, T), bool),
+            steps=jnp.int32(0),
+            full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
+            kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
+            routes=jnp.zeros((R, T, *experts), id_dtype(spec.model.experts))
+            if spec.keeps_routes
+            else None,
+        ),
+    )
+
+
+def _take_over(
+    spec: EngineSpec, loop: _Loop, state: DecodeState, args: DecodeArgs, context_pages: int
+) -> _Loop:
+    """Give the rows that have ended to the next reserve slots, one by one."""
+
+    def possible(loop: _Loop) -> Array:
+        return (loop.head < args.num_reserve) & ~jnp.all(loop.alive)
+
+    def one(loop: _Loop) -> _Loop:
+        row, slot = jnp.argmin(loop.alive), jnp.asarray(args.reserve)[loop.head]
+        table = jnp.asarray(args.tables)[slot]
+
+        def put(into: Array, value: AnyArray) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(into, value, row, 0)
+
+        def of_slot(into: Array, per_slot: AnyArray) -> Array:
+            return put(into, jnp.asarray(per_slot)[slot])
+
+        kv = loop.kv
+        if not spec.ragged:
+            context = cache.gather(state.kv, table[None, :context_pages], spec.model.head_dim)
+
+            def overwrite(into: Array, new: Array) -> Array:
+                return jax.lax.dynamic_update_slice(into, new, (row, 0, 0, 0))
+
+            kv = jax.tree.map(overwrite, kv, context)
+        return loop._replace(
+            head=loop.head + 1,
+            kv=kv,
+            tables=put(loop.tables, table),
+            rows=put(loop.rows, slot),
+            alive=put(loop.alive, True),
+            logits=of_slot(loop.logits, state.logits),
+            base=of_slot(loop.base, args.lengths),
+            joined=put(loop.joined, loop.step),
+            drawn=of_slot(loop.drawn, args.drawn),
+            slot_params=jax.tree.map(of_slot, loop.slot_params, state.slot_params),
+        )
+
+    return jax.lax.while_loop(possible, one, loop)
+
+
+def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
+    """Write down the drawn tokens, and stop the rows whose request is done."""
+    out, params, alive = loop.out, loop.slot_params, loop.alive
+
+    def column(into: AnyArray, values: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(into, values, loop.step, 1)
+
+    drawn = loop.drawn + alive
+    stopped = jnp.any(new.tokens[:, None] == params.stop_ids, axis=-1) & ~params.ignores_stop
+    ends = alive & (stopped | (drawn >= params.max_new))
+    return loop._replace(
+        drawn=drawn,
+        alive=alive & ~ends,
+        positions=column(loop.positions, loop.next_positions),
+        out=out._replace(
+            tokens=column(out.tokens, new.tokens),
+            logprobs=column(out.logprobs, new.logprobs),
+            owners=column(out.owners, jnp.where(alive, loop.rows, spec.total_slots)),
+            ends=column(out.ends, ends),
+            full_logprobs=None
+            if new.full_logprobs is None
+            else column(out.full_logprobs, new.full_logprobs),
+            kept=None if new.kept is None else column(out.kept, new.kept),
+        ),
+    )
+
+
+def _forward(
+    spec: EngineSpec, weights: EngineWeights, loop: _Loop, tokens: Array, context_pages: int
+) -> _Loop:
+    """Run the drawn tokens through the decoder: keep their KV, compute the next logits."""
+    positions = loop.next_positions
+    keys, values = list(loop.kv.k), list(loop.kv.v)
+    if spec.ragged:
+        attend = _attend_pages(spec, loop, positions, keys)
+    else:
+        attend = _attend_columns(spec, loop, keys, values, context_pages)
+    chosen: list[Array] = []
+    x = decoder.flat_forward(
+        spec.model,
+        *weights,
+        tokens,
+        positions,
+        attend,
+        dtype=spec.dtype,
+        mixed=spec.mixed,
+        experts=experts_on(spec.mesh, SAMPLER_RULES),
+        choose=choose_experts(spec, chosen),
+    )
+    out, routes = loop.out, stacked_routes(spec, chosen)
+    if routes is not None:
+        routes = jax.lax.dynamic_update_index_in_dim(out.routes, routes, loop.step, 1)
+        out = out._replace(routes=routes)
+    return loop._replace(
+        out=out,
+        step=loop.step + 1,
+        kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
+        logits=decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed),
+    )
+
+
+def _attend_columns(
+    spec: EngineSpec, loop: _Loop, keys: list[Array], values: list[Array], context_pages: int
+) -> decoder.Attend:
+    """Return attention over the gathered context: all rows append at the same column behind it."""
+    C = context_pages * spec.page_tokens
+    columns = jnp.arange(C + spec.block)
+    in_block = (columns >= C + loop.joined[:, None]) & (columns <= C + loop.step)
+    visible = (columns < loop.base[:, None]) & (columns < C) | in_block
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        keys[i] = cache.append(keys[i], k, C + loop.step, keys=True)
+        values[i] = cache.append(values[i], v, C + loop.step, keys=False)
+        return cache.attend_columns(q, keys[i], values[i], visible)
+
+    return attend
+
+
+def _attend_pages(
+    spec: EngineSpec, loop: _Loop, positions: Array, pages: list[Array]
+) -> decoder.Attend:
+    """Return attention over the pages: each row writes into its own page, the kernel reads them."""
+    R, G = positions.shape[0], spec.page_tokens
+    page = jnp.take_along_axis(loop.tables, (positions // G)[:, None], axis=1)[:, 0]
+    owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
+    running = owners < spec.total_slots  # a row that has ended still computes, but writes nothing
+    page = jnp.where(running, page, spec.pages)
+    kernel = partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        new = cache.interleaved(k, v, pages[i])
+        pages[i] = pages[i].at[page, positions % G].set(new, mode="drop")
+        return kernel(
+            q,
+            pages[i],
+            jnp.where(running, positions + 1, 1),
+            jnp.minimum(loop.tables, spec.pages - 1),
+            jnp.arange(R + 1, dtype=jnp.int32),
+            jnp.full((1,), R, jnp.int32),
+        )
+
+    return attend
+
+
+def _finish(
+    spec: EngineSpec, state: DecodeState, args: DecodeArgs, loop: _Loop, context_pages: int
+) -> tuple[DecodeState, Block]:
+    """Bring new KV and logits from the rows back to the slots and their pages."""
+    kv = loop.kv
+    if isinstance(kv, CachedContext):
+        owners = loop.out.owners.reshape(-1)
+        positions = loop.positions.reshape(-1)
+        slots = jnp.minimum(owners, spec.total_slots - 1)
+        tables = jnp.asarray(args.tables)
+        pages = tables[slots, jnp.minimum(positions // spec.page_tokens, tables.shape[1] - 1)]
+        pages = jnp.where(owners < spec.total_slots, pages, spec.pages)
+        new = cache.columns(kv, context_pages * spec.page_tokens)
+        kv = cache.write_tokens(state.kv, new, pages, positions % spec.page_tokens)
+    logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
+    return DecodeState(kv, logits, state.slot_params), loop.out._replace(steps=loop.step)

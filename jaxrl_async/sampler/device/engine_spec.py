@@ -1,0 +1,50 @@
+"""Everything that the sampler's compiled programs depend on, as one hashable record."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxrl_async.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Model, shapes, mesh and number types of an engine: engines of equal specs share programs."""
+
+    model: ModelSpec
+    slots: int  # rows that decode at the same time
+    reserve: int = 0  # slots that are prefilled ahead and take over rows that end
+    max_length: int  # tokens of the longest sequence
+    pages: int
+    page_tokens: int = 32
+    block: int = 16  # decode steps in one dispatch
+    mesh: Mesh | None = None
+    dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
+    mixed: bool = False  # matrix products in bfloat16, everything else in dtype
+    ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
+    on_tpu: bool | None = None  # None: as the devices are; always a bool once made
+    one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
+    keeps_routes: bool = False  # prefill and generate return each token's experts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.on_tpu is None:
+            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+            object.__setattr__(self, "on_tpu", device.platform == "tpu")
+
+    @property
+    def total_slots(self) -> int:
+        """Decoding slots and reserve slots together: the S of all shapes."""
+        return self.slots + self.reserve
+
+    @property
+    def fused(self) -> bool:
+        """Whether projections of the same input are one product: on one device."""
+        return self.mesh is None or self.mesh.size == 1
+
+    def num_pages(self, tokens: int) -> int:
+        """Return how many pages hold this many tokens."""
+        return -(-tokens // self.page_tokens)
