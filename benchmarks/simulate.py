@@ -239,10 +239,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
-    errors = [100 * (p / m - 1) for p, m in zip(told, seen, strict=True)]
+def _compared(predictions: Sequence[float], seen: Sequence[float]) -> Row:
+    errors = [100 * (p / m - 1) for p, m in zip(predictions, seen, strict=True)]
     return {
-        "predicted": statistics.median(told),
+        "predicted": statistics.median(predictions),
         "measured": statistics.median(seen),
         "least": min(seen),
         "most": max(seen),
@@ -497,11 +497,11 @@ def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
 def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
     """Predict by simulation from a run's times; return medians over seeds."""
     pipeline = calibrated(found, args.warm_up)
-    told = [
+    results = [
         simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
         for seed in range(args.seeds)
     ]
-    return {name: statistics.median(getattr(t, name) for t in told) for name in COMPARED}
+    return {name: statistics.median(getattr(t, name) for t in results) for name in COMPARED}
 
 
 def measured(found: Run, warm_up: int) -> dict[str, float]:

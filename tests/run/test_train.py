@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from runs import config_of, many_digits, metrics_of, weights_of
 
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.load import load
@@ -46,26 +46,15 @@ TINY = (
 )
 
 
-REWARD = """
-def many_digits(prompt, completion, reference):
-    return sum(c.isdigit() for c in completion) / 16
-"""
-"""A reward that a random policy gets some of, so that every step has something to learn."""
-
-
 def tiny(folder: Path, *overrides: str) -> Config:
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    wishes = [*TINY, f"run.dir={folder}", f"reward.function={reward}:many_digits", *overrides]
-    return load(ROOT / "configs" / "addition.yaml", wishes)
+    return config_of("addition", folder, *TINY, many_digits(folder), *overrides)
 
 
 def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Metrics and final weights of a tiny run."""
+    """Run a tiny job and return its metrics and final weights."""
     config = tiny(folder, *overrides)
     train(config)
-    root = folder / config.run.name
-    return read_lines(root / "metrics.jsonl"), load_file(root / "policy" / "model.safetensors")
+    return metrics_of(config), weights_of(config)
 
 
 def assert_same_run(first: tuple, second: tuple) -> None:
