@@ -210,7 +210,17 @@ def assemble(
             "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )
     prompts = make_stream(config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count)
-    pairs = warm_start_pairs(config, tokenizer) if config.warm_start.steps else None
+    pairs = (
+        warm_start_pairs(
+            config.data,
+            config.warm_start,
+            tokenizer,
+            seed=config.run.seed,
+            max_length=config.row_length,
+        )
+        if config.warm_start.steps
+        else None
+    )
 
     config, paths = claim(config)
     checkpoints = closing.enter_context(open_checkpoints(config, paths))
@@ -691,7 +701,15 @@ def make_learner(
     companions = Companions(
         own_pass=_pass(config, policy.spec, slices, step, teacher.top_k, teacher_spec.vocab),
         reference=reference,
-        pairs=warm_start_pairs(config, tokenizer) if mixes else None,
+        pairs=warm_start_pairs(
+            config.data,
+            config.warm_start,
+            tokenizer,
+            seed=config.run.seed,
+            max_length=config.row_length,
+        )
+        if mixes
+        else None,
         **_teacher(config, policy, slices, step, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
