@@ -1,10 +1,10 @@
-"""The embedded task: add two numbers, the work written out digit by digit with carries.
+"""The embedded task: add two numbers and show the work digit by digit, with carries.
 
     prompt  "4738+2985="
     answer  "8+5=13 3+8+1=12 7+9+1=17 4+2+1=7 #7723"     columns from the right; "+1" is the carry
 
-Problems are a function of (seed, index): nothing is stored, every index can be asked for. The
-held-out problems are the same for every seed, and no stream has one of them, in either order.
+Problems are a function of (seed, index), so nothing is stored. The held-out problems are the same
+for every seed, and no training stream contains one of them, in either order of the summands.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ALPHABET = "0123456789+=# "
 STREAM_SIZE = 1_000_000
 """Problems in one pass of the training stream."""
 HELD_OUT_SEED = 20_240_601
-"""Seed of the held-out problems; a constant, so that runs with different seeds can be compared."""
+"""Seed of the held-out problems, constant so that runs with different seeds can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,19 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the policy reads."""
+        """The text that the policy is given."""
         return f"{self.a}+{self.b}="
 
     @property
     def reference(self) -> str:
-        """The right sum, in digits."""
+        """The correct sum, in digits."""
         return str(self.a + self.b)
 
 
 def worked_answer(a: int, b: int, slip: tuple[int, int] = (0, 0)) -> str:
-    """The addition written out from the rightmost column, then '#' and the sum.
+    """Write out the addition from the rightmost column, then '#' and the sum.
 
-    slip: (column, error), a mistake that the total of that column and the sum have in common.
+    slip: (column, error), an error that is added in that column and shows in the sum, too.
 
     >>> worked_answer(47, 85)
     '7+5=12 4+8+1=13 #132'
@@ -59,15 +59,16 @@ def worked_answer(a: int, b: int, slip: tuple[int, int] = (0, 0)) -> str:
     carry, x, y = 0, a, b
     while x or y or not steps:
         total = x % 10 + y % 10 + carry
-        told = total + error if len(steps) == column else total
-        steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={told}")
+        written = total + error if len(steps) == column else total
+        steps.append(f"{x % 10}+{y % 10}{'+1' if carry else ''}={written}")
         carry, x, y = total // 10, x // 10, y // 10
     return f"{' '.join(steps)} #{a + b + error * 10**column}"
 
 
 def wrong_answer(problem: Problem, random: np.random.Generator) -> str:
-    """One digit of the sum wrong: by a slip in that column of the work, or said without any work,
-    equally likely.
+    """Return an answer with one wrong digit in the sum.
+
+    With equal probability the work shows a slip in that column, or there is no work at all.
     """
     a, b = problem.a, problem.b
     column = int(random.integers(max(len(str(a)), len(str(b)))))
@@ -79,7 +80,7 @@ def wrong_answer(problem: Problem, random: np.random.Generator) -> str:
 
 
 def draw_problem(random: np.random.Generator, digits: int) -> Problem:
-    """Each summand has 1 to `digits` digits, every length and every number of it equally likely."""
+    """Draw summands of 1 to `digits` digits: a uniform length, then a uniform number of it."""
     lengths = random.integers(1, digits + 1, size=2)
     lowest = np.where(lengths == 1, 0, 10 ** (lengths - 1))
     a, b = random.integers(lowest, 10**lengths)
@@ -88,9 +89,10 @@ def draw_problem(random: np.random.Generator, digits: int) -> Problem:
 
 @lru_cache(maxsize=8)
 def held_out(digits: int, size: int) -> tuple[Problem, ...]:
-    """The first `size` held-out problems, all different in either order, drawn as the stream's are.
+    """Return the first `size` held-out problems, all different in either order of the summands.
 
-    Raises ConfigError where they would be more than half of all problems.
+    They are drawn like those of the stream. Raises ConfigError if they would be more than half of
+    all problems.
     """
     numbers = 10**digits
     possible = numbers * (numbers + 1) // 2
@@ -100,11 +102,11 @@ def held_out(digits: int, size: int) -> tuple[Problem, ...]:
             f"{possible} problems with {digits} digits. Lower it or raise data.addition.digits."
         )
     random = np.random.default_rng([HELD_OUT_SEED, digits])
-    found: dict[tuple[int, int], Problem] = {}
-    while len(found) < size:
+    problems: dict[tuple[int, int], Problem] = {}
+    while len(problems) < size:
         problem = draw_problem(random, digits)
-        found.setdefault(_unordered(problem), problem)
-    return tuple(found.values())
+        problems.setdefault(_unordered(problem), problem)
+    return tuple(problems.values())
 
 
 def _unordered(problem: Problem) -> tuple[int, int]:
@@ -112,7 +114,7 @@ def _unordered(problem: Problem) -> tuple[int, int]:
 
 
 class AdditionStream:
-    """Training problems by index, without the held-out ones: a source for a grain pipeline."""
+    """Training problems by index, without the held-out ones."""
 
     def __init__(self, section: AdditionSection, seed: int) -> None:
         self._digits = section.digits
@@ -123,7 +125,7 @@ class AdditionStream:
         return STREAM_SIZE
 
     def __getitem__(self, index: int) -> Problem:
-        """Problem number `index`: the same for the same seed, whoever asks and when."""
+        """Return problem number `index`, which depends on it and the seed only."""
         random = np.random.default_rng([self._seed, index])
         while True:
             problem = draw_problem(random, self._digits)
@@ -132,5 +134,5 @@ class AdditionStream:
 
 
 def addition_tokenizer() -> Tokenizer:
-    """The task's own tokenizer: one token per character."""
+    """Return the task's own tokenizer: one token per character."""
     return character_tokenizer(ALPHABET)

@@ -1,12 +1,12 @@
-"""Prompts by how hard they have been: a stream whose next prompts are drawn by weight.
+"""A curriculum: prompts drawn by weights that depend on how hard they have been.
 
-    PromptStream ──the next `pool` places not used yet──> draw by weight ──> Prompt ──> ... group
+    PromptStream ──the next `pool` unused positions──> draw by weight ──> Prompt ──> ...... group
                                                                ^                              │
                                                                └──── pass rates <── observe ──┘
 
-A curriculum changes the order of the stream and nothing else: each place is used once, and none
-waits longer than MAX_PASSED_OVER pools. What a draw gives depends on the seed, on its number (that
-of the group it is for), and on the groups observed before it.
+A curriculum changes the order of the stream and nothing else: each position is used once, and none
+waits longer than MAX_PASSED_OVER pools. A draw depends on the seed, on its number (which is that of
+its group), and on the groups observed before it.
 """
 
 import threading
@@ -25,45 +25,45 @@ from jaxrl_async.types import EpisodeGroup, Prompt
 
 Doubles = NDArray[np.float64]
 Rates = Mapping[int, float]
-"""prompt_id -> pass rate, the share of its answers that were right, 0 to 1."""
+"""prompt_id -> pass rate: the share of its answers that were correct, 0 to 1."""
 
 MAX_PASSED_OVER = 10
-"""A place that was passed over for so many pools' worth of draws is drawn next."""
+"""A position that was passed over for this many pools' worth of draws is drawn next."""
 SALT = 0x6375
-"""Keeps the draws' random numbers apart from others of the same seed."""
+"""Separates the draws' random numbers from others of the same seed."""
 
 
 # ---- pure: rates and weights
 
 
 def pass_share(group: EpisodeGroup, threshold: float = 0.5) -> float:
-    """The share of a group's rewards above `threshold`."""
+    """Return the share of a group's rewards above `threshold`."""
     return float(np.mean([s.reward > threshold for s in group.scores]))
 
 
 def observed(old: float | None, share: float, *, decay: float = 0.5) -> float:
-    """A prompt's pass rate after another group: decay * old + (1 - decay) * share.
+    """Return a prompt's pass rate after another group: decay * old + (1 - decay) * share.
 
-    Its first group sets the rate.
+    old: the rate before; None: this is the prompt's first group, which sets the rate.
     """
     return share if old is None else decay * old + (1 - decay) * share
 
 
 def hard_first(rates: Rates, prompt_ids: Sequence[int], *, floor: float = 0.05) -> Doubles:
-    """Weights to draw prompts by, proportional to 1 - pass rate; they add up to 1.
+    """Return weights for drawing prompts, proportional to 1 - pass rate; they add up to 1.
 
-    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.4, prioritized sampling. A prompt that
-    was never seen counts as unsolved; `floor` keeps solved ones from vanishing.
+    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.4, prioritized sampling. A prompt
+    without a rate counts as unsolved; `floor` keeps solved ones from vanishing.
     """
     known = np.array([rates.get(i, 0.0) for i in prompt_ids], np.float64)
     return _shares(1 - known, floor)
 
 
 def frontier_first(rates: Rates, prompt_ids: Sequence[int], *, floor: float = 0.05) -> Doubles:
-    """The same, proportional to p (1 - p): the variance of a reward of 0 or 1, most at one half.
+    """Return weights proportional to p (1 - p), p being the pass rate; they add up to 1.
 
-    That of what a group can teach: with all rewards equal, nothing. A prompt that was never seen
-    counts as 1/2.
+    That is the variance of a reward of 0 or 1, largest at p = 1/2; a group whose rewards are all
+    equal teaches nothing. A prompt without a rate counts as 1/2.
     """
     known = np.array([rates.get(i, 0.5) for i in prompt_ids], np.float64)
     return _shares(4 * known * (1 - known), floor)
@@ -80,39 +80,39 @@ WEIGHTS: dict[str, Weigh] = {f.__name__: f for f in (hard_first, frontier_first)
 
 
 def chosen(weights: Doubles, seed: int, draw: int) -> int:
-    """Which of the weighted is drawn: keyed by seed and number of the draw."""
+    """Draw an index by weight, with random numbers keyed by seed and number of the draw."""
     return int(np.random.default_rng([SALT, seed, draw]).choice(len(weights), p=weights))
 
 
-# ---- where a curriculum is
+# ---- the state of a curriculum
 
 
 @dataclass(slots=True)
 class StreamPosition:
-    """Where a curriculum is: all that the next draw depends on, beside the seed."""
+    """All that the next draw of a curriculum depends on, besides the seed."""
 
     next: int = 0  # number of the next draw
-    passed_over: list[int] = field(default_factory=list)  # places below `reach`, ascending
+    passed_over: list[int] = field(default_factory=list)  # positions below `reach`, ascending
     rates: dict[int, float] = field(default_factory=dict)
 
     @property
     def reach(self) -> int:
-        """The first place that was not in a pool yet: each draw has used one of those below."""
+        """The first position that was in no pool yet; each draw has used one below it."""
         return self.next + len(self.passed_over)
 
     def fill(self, pool: int) -> list[int]:
-        """The places to draw from, after taking in new ones up to `pool`."""
+        """Return the positions to draw from, after adding new ones up to `pool`."""
         missing = max(pool - len(self.passed_over), 0)
         self.passed_over += range(self.reach, self.reach + missing)
         return self.passed_over[:pool]
 
-    def use(self, place: int) -> None:
-        """This place has been drawn."""
-        self.passed_over.remove(place)
+    def use(self, position: int) -> None:
+        """Mark a position as drawn."""
+        self.passed_over.remove(position)
         self.next += 1
 
     def saw(self, prompt_id: int, share: float) -> None:
-        """A group of this prompt has been scored."""
+        """Update the pass rate of a prompt after a scored group of it."""
         self.rates[prompt_id] = observed(self.rates.get(prompt_id), share)
 
 
@@ -120,9 +120,9 @@ class StreamPosition:
 class DrawEvent:
     """An event of the journal: a draw."""
 
-    pool: int  # places drawn from
-    place: int
-    rate: float | None  # pass rate of its prompt, as known then
+    pool: int  # positions drawn from
+    position: int
+    rate: float | None  # pass rate of its prompt at that time
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +135,17 @@ class Seen:
 
 
 class Curriculum:
-    """A PromptStream in an order drawn by weight. Drawn from and told of groups by the rollout
-    loop; the trainer asks for its state as it was before an earlier draw, hence the lock.
+    """A PromptStream in an order drawn by weight.
 
-    Two places are kept: that of the next draw, and the one last asked for, with the journal of what
-    happened since, which moves the second after the first.
+    The rollout loop draws prompts and reports scored groups; the trainer reads the state as of an
+    earlier draw, so access is locked. Two states are kept: that of the next draw, and the one last
+    read; the journal of the events between moves the second towards the first.
     """
 
     def __init__(
         self, stream: PromptStream, weigh: Weigh, *, pool: int, seed: int, threshold: float = 0.5
     ) -> None:
-        """pool: upcoming places to choose among. threshold: a reward above it is right."""
+        """pool: upcoming positions to choose among. threshold: rewards above count as correct."""
         self._stream, self._weigh = stream, weigh
         self._pool, self._seed, self._threshold = pool, seed, threshold
         self._lock = threading.Lock()
@@ -158,89 +158,94 @@ class Curriculum:
         return self
 
     def __next__(self) -> Prompt:
-        """The prompt for the next group; never ends."""
+        """Return the prompt for the next group; the stream never ends."""
         with self._lock:
             self._take_in()
-            number, places = self._now.next, self._now.fill(self._pool)
-            for place in places:
-                if place not in self._upcoming:
-                    self._upcoming[place] = self._stream.at(place)
-            place = places[0]
-            if number - place < MAX_PASSED_OVER * self._pool:
-                ids = [self._upcoming[p].prompt_id for p in places]
-                place = places[chosen(self._weigh(self._now.rates, ids), self._seed, number)]
-            prompt = self._upcoming.pop(place)
+            number, positions = self._now.next, self._now.fill(self._pool)
+            for position in positions:
+                if position not in self._upcoming:
+                    self._upcoming[position] = self._stream.at(position)
+            position = positions[0]
+            if number - position < MAX_PASSED_OVER * self._pool:
+                ids = [self._upcoming[p].prompt_id for p in positions]
+                weights = self._weigh(self._now.rates, ids)
+                position = positions[chosen(weights, self._seed, number)]
+            prompt = self._upcoming.pop(position)
             rate = self._now.rates.get(prompt.prompt_id)
-            self._now.use(place)
-            self._journal.append(DrawEvent(self._pool, place, rate))
+            self._now.use(position)
+            self._journal.append(DrawEvent(self._pool, position, rate))
             return prompt
 
     def observe(self, group: EpisodeGroup) -> None:
-        """A group has been scored, whether or not it will be trained on: its prompt's pass rate."""
+        """Note a scored group, whether or not it will be trained on, for its prompt's pass rate."""
         if group.scores:
             share = pass_share(group, self._threshold)
             with self._lock:
                 self._unsorted.append(Seen(group.ticket.group, group.prompt.prompt_id, share))
 
     def measures(self, next_draw: int) -> dict[str, float]:
-        """How hard the prompts are, as known before that draw, and those drawn since the last call;
-        keys as in METRICS. An earlier draw than the last call's counts as that one."""
+        """Return metrics of the difficulty of all prompts, and of those drawn since the last call.
+
+        They are as of before draw `next_draw`, or before the last call's if that was later. Keys as
+        in METRICS.
+        """
         with self._lock:
             drawn = self._settle(max(next_draw, self._settled.next))
-            place, rates = self._settled, [*self._settled.rates.values()]
+            settled, rates = self._settled, [*self._settled.rates.values()]
             known = [d.rate for d in drawn if d.rate is not None]
-            oldest = min(place.passed_over, default=place.next)
+            oldest = min(settled.passed_over, default=settled.next)
             return {
                 "data/measured_prompts": float(len(rates)),
-                "data/longest_passed_over": float(max(place.next - oldest, 0)),
+                "data/longest_passed_over": float(max(settled.next - oldest, 0)),
                 **({"data/difficulty_mean": 1 - float(np.mean(rates))} if rates else {}),
                 **({"data/drawn_difficulty_mean": 1 - float(np.mean(known))} if known else {}),
             }
 
     def state(self, next_draw: int | None = None) -> dict[str, Any]:
-        """Where the stream is before that draw (None: now), and which stream it is; JSON.
+        """Return the state before that draw (None: now) and the stream's identity, as JSON.
 
-        Draws from there on are forgotten by a resumed run, which makes them again. Calls must not
-        go back.
+        A resumed run makes the later draws again. Successive calls must not go back.
         """
         with self._lock:
             self._settle(self._now.next if next_draw is None else next_draw)
-            place = self._settled
+            settled = self._settled
             return {
-                **self._stream.state(place.next),
-                "passed_over": list(place.passed_over),
-                "rates": [[i, rate] for i, rate in place.rates.items()],
+                **self._stream.state(settled.next),
+                "passed_over": list(settled.passed_over),
+                "rates": [[i, rate] for i, rate in settled.rates.items()],
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, by this or by a stream in fixed order. Raises DataError
-        where that was another stream."""
+        """Continue where `state` was taken, by a curriculum or by a stream in fixed order.
+
+        Raises DataError if it is the state of another stream.
+        """
         passed_over, rates = state.get("passed_over", []), state.get("rates", [])
         self._stream.restore({k: v for k, v in state.items() if k != "passed_over"})
         if passed_over != sorted({int(p) for p in passed_over}):
             raise DataError(
-                "the saved place of the curriculum is damaged: the places passed over do not "
+                "the saved state of the curriculum is damaged: the positions passed over do not "
                 "ascend. Resume from an earlier checkpoint."
             )
         with self._lock:
-            for place in (self._now, self._settled):
-                place.next = state["next"]
-                place.passed_over = list(passed_over)
-                place.rates = {int(i): float(rate) for i, rate in rates}
+            for position in (self._now, self._settled):
+                position.next = state["next"]
+                position.passed_over = list(passed_over)
+                position.rates = {int(i): float(rate) for i, rate in rates}
             self._journal, self._unsorted, self._upcoming = [], [], {}
 
     # ---- under the lock
 
     def _take_in(self) -> None:
-        """Groups scored since the last draw, in order of their numbers: not of who came first."""
+        """Apply the groups scored since the last draw, in order of number, not of arrival."""
         for seen in sorted(self._unsorted, key=lambda s: s.group):
             self._now.saw(seen.prompt_id, seen.share)
             self._journal.append(seen)
         self._unsorted.clear()
 
     def _settle(self, next_draw: int) -> list[DrawEvent]:
-        """Move the settled place on, to before that draw; the draws it passed."""
-        assert self._settled.next <= next_draw <= self._now.next, "not between the two places"
+        """Move the settled state to before that draw; return the draws that it passed."""
+        assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
         if next_draw == self._now.next:
             self._take_in()
         drawn: list[DrawEvent] = []
@@ -252,7 +257,7 @@ class Curriculum:
                 break
             else:
                 self._settled.fill(event.pool)
-                self._settled.use(event.place)
+                self._settled.use(event.position)
                 drawn.append(event)
             done += 1
         del self._journal[:done]
@@ -266,8 +271,10 @@ def make_stream(
     process_index: int = 0,
     process_count: int = 1,
 ) -> PromptStream | Curriculum:
-    """One process's endless stream of prompts, in fixed order or by data.curriculum. Raises
-    DataError or ConfigError."""
+    """Return one process's endless stream of prompts, in fixed order or by data.curriculum.
+
+    Raises DataError or ConfigError.
+    """
     stream = make_prompts(data, tokenizer, seed, process_index, process_count)
     if data.curriculum == "none":
         return stream

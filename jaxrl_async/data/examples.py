@@ -1,4 +1,4 @@
-"""Examples for supervised and preference training, and the endless, resumable stream of them.
+"""Examples for supervised and preference training, and their endless, resumable stream.
 
     records ──tokenise──> Split(train, held_out)      train ──seed, shuffle, repeat──> ExampleStream
 
@@ -23,14 +23,13 @@ from jaxrl_async.data.addition import (
     wrong_answer,
 )
 from jaxrl_async.data.preferences import PreferencePair, read_preferences
-from jaxrl_async.data.prompts import (
+from jaxrl_async.data.prompts import saved_position, shuffled
+from jaxrl_async.data.records import (
     AdditionSource,
     Bad,
     jsonl_split,
+    parse_lines,
     parse_record,
-    place_in,
-    read_lines,
-    shuffled,
     supervised_pair,
 )
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
@@ -45,7 +44,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Examples(Protocol[T_co]):
-    """Examples by number; made when they are asked for."""
+    """Examples by index, made on demand."""
 
     def __len__(self) -> int: ...
 
@@ -54,7 +53,7 @@ class Examples(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class ExampleSplit(Generic[T]):
-    """What is trained on, and what is only measured on."""
+    """Training examples, and held-out ones for evaluation."""
 
     train: Examples[T]
     held_out: Sequence[T]
@@ -62,7 +61,7 @@ class ExampleSplit(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Made(Generic[T]):
-    """`make` of each number below `length`."""
+    """The results of `make` for the indices below `length`."""
 
     make: Callable[[int], T]
     length: int
@@ -75,7 +74,7 @@ class _Made(Generic[T]):
 
 
 class ExampleStream(Generic[T]):
-    """Endless examples, shuffled anew in each pass; its whole state is how far it has come."""
+    """Endless examples, reshuffled in each pass; the whole state is the position."""
 
     def __init__(self, examples: Examples[T], seed: int) -> None:
         self._dataset: Any = shuffled(examples, seed)
@@ -83,17 +82,17 @@ class ExampleStream(Generic[T]):
         self._next = 0
 
     def take(self, count: int) -> list[T]:
-        """The next `count` examples."""
+        """Return the next `count` examples."""
         self._next += count
         return [self._dataset[i][1] for i in range(self._next - count, self._next)]
 
     def state(self) -> dict[str, int]:
-        """How far the stream has come, and which stream it is; JSON."""
+        """Return the position and the stream's identity, as JSON."""
         return {**self._identity, "next": self._next}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken. Raises DataError where that was another stream."""
-        self._next = place_in(self._identity, state, "examples")
+        """Continue where `state` was taken; raise DataError if it is of another stream."""
+        self._next = saved_position(self._identity, state, "examples")
 
 
 # --- demonstrations ------------------------------------------------------------------------------
@@ -102,9 +101,10 @@ class ExampleStream(Generic[T]):
 def demonstrations(
     data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int
 ) -> ExampleSplit[Demonstration]:
-    """Prompts with the answers to imitate, within row_length tokens. DataError, ConfigError.
+    """Return prompts with the answers to imitate, of at most row_length tokens.
 
-    Of the embedded task: worked answers, the sum alone for 1 - data.addition.worked_share.
+    The embedded task gives worked answers, and the sum alone for 1 - data.addition.worked_share of
+    its problems. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
         return _read(data, lambda path: _read_demonstrations(path, data, tokenizer, row_length))
@@ -128,13 +128,13 @@ def _read_demonstrations(
         check_template(section.template)
 
     def parse(line: bytes) -> Demonstration | Bad:
-        record = parse_record(line, section, tokenizer, data.max_prompt_tokens, taught=True)
+        record = parse_record(line, data, tokenizer, taught=True)
         if isinstance(record, Bad):
             return record
         pair = supervised_pair(record, tokenizer)
         return Bad.PAIR_TOO_LONG if len(pair[0]) > row_length else pair
 
-    return read_lines(
+    return parse_lines(
         path,
         parse,
         section.max_bad_share,
@@ -149,10 +149,10 @@ def _read_demonstrations(
 def preferences(
     data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int, *, halves: bool
 ) -> ExampleSplit[PreferencePair]:
-    """Prompts with a better and a worse answer, either at most row_length tokens with its prompt.
+    """Return prompts with a chosen and a rejected answer, each at most row_length tokens together.
 
-    Of the embedded task: the worked answer against one of data.addition.wrong_answer. halves:
-    whether answers that were judged alone can be used. Raises DataError, ConfigError.
+    The embedded task sets the worked answer against one of addition.wrong_answer. halves: whether
+    single judged answers can be used. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
         return _read(
@@ -183,20 +183,13 @@ def _addition_pair(problem: Problem, seed: tuple[int, int], tokenizer: Tokenizer
 def _read_pairs(
     path: str, data: DataSection, tokenizer: Tokenizer, row_length: int, *, halves: bool
 ) -> list[PreferencePair]:
-    pairs = read_preferences(
-        path,
-        tokenizer,
-        max_tokens=row_length,
-        max_prompt_tokens=data.max_prompt_tokens,
-        template=data.jsonl.template,
-        max_bad_share=data.jsonl.max_bad_share,
-    )
+    pairs = read_preferences(path, data, tokenizer, max_tokens=row_length)
     alone = sum(len(pair.answers) == 1 for pair in pairs)
     if alone and not halves:
         raise DataError(
-            f"{path}: {alone} of {len(pairs)} records have one answer with a label, from which "
-            "only run.job=preference with preference.loss=kto can learn. Set these, or give "
-            "records with chosen and rejected."
+            f"{path}: {alone} of {len(pairs)} records have one answer with a label, which "
+            "only run.job=preference with preference.loss=kto can use. Set these, or give records "
+            "with chosen and rejected."
         )
     return pairs
 
@@ -205,14 +198,14 @@ def _read_pairs(
 
 
 def _read(data: DataSection, read: Callable[[str], list[T]]) -> ExampleSplit[T]:
-    """Both splits of the record files, each file read once."""
+    """Return both splits of the record files; each file is read once."""
     once = cache(read)
     train = jsonl_split(data.jsonl, "train", once)
     return ExampleSplit(train, jsonl_split(data.jsonl, "eval", once))
 
 
 def _check_longest(digits: int, tokenizer: Tokenizer, row_length: int) -> None:
-    """Raise ConfigError where a problem of so many digits does not fit a row."""
+    """Raise ConfigError if a problem of so many digits does not fit a row."""
     problem = Problem(a=10**digits - 1, b=10**digits - 1)
     answer = worked_answer(problem.a, problem.b)
     longest = len(tokenizer.encode_prompt(problem.prompt, BARE))
@@ -220,6 +213,6 @@ def _check_longest(digits: int, tokenizer: Tokenizer, row_length: int) -> None:
     if longest > row_length:
         raise ConfigError(
             f"data.addition.digits = {digits} makes examples of up to {longest} tokens, but a "
-            f"training row has {row_length}. Lower it, or raise trainer.row_length or, where that "
-            "is null, sampler.max_length."
+            f"training row has {row_length}. Lower it, or raise trainer.row_length (or "
+            "sampler.max_length, if row_length is null)."
         )

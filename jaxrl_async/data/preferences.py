@@ -1,7 +1,7 @@
 """Preference records: a prompt with a better and a worse answer, or one answer judged good or bad.
 
 {"prompt": "...", "chosen": "...", "rejected": "..."}       a pair
-{"prompt": "...", "completion": "...", "label": true}       half of one, for kto
+{"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto
 """
 
 import logging
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.data.prompts import Bad, parse_object, read_lines, text_of
+from jaxrl_async.config.schema import DataSection
+from jaxrl_async.data.records import Bad, field_text, parse_lines, parse_object
 from jaxrl_async.data.tokenizer import Tokenizer, check_template
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import IntArray
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Field(StrEnum):
-    """Names of a record's fields, as the Hugging Face preference data sets have them."""
+    """Names of a record's fields, as in Hugging Face's preference data sets."""
 
     PROMPT = "prompt"
     CHOSEN = "chosen"
@@ -33,10 +34,10 @@ class Field(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
-    """A prompt and two answers to it, end token included; one of them may be empty, not both.
+    """A prompt and two answers to it, end token included; one of the answers may be missing.
 
-    An empty answer is one that is not there: a judged answer on its own is `chosen_ids` where it is
-    good and `rejected_ids` where it is bad.
+    A missing answer is empty: a single judged answer is `chosen_ids` if it is good and
+    `rejected_ids` if it is bad.
     """
 
     prompt_ids: IntArray  # [prompt] int32, at least one
@@ -45,31 +46,30 @@ class PreferencePair:
 
     @property
     def answers(self) -> tuple[IntArray, ...]:
-        """Those that are there, the chosen one first."""
+        """The answers that are not missing, the chosen one first."""
         return tuple(ids for ids in (self.chosen_ids, self.rejected_ids) if len(ids))
 
 
 def read_preferences(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    max_prompt_tokens: int | None = None,
-    template: str | None = None,
-    max_bad_share: float = 0.01,
+    path: str | Path, data: DataSection, tokenizer: Tokenizer, *, max_tokens: int
 ) -> list[PreferencePair]:
-    """The usable records of a file of JSON lines, tokenised.
+    """Read and tokenise the usable records of a file of JSON lines.
 
-    max_tokens: of a prompt with either answer; max_prompt_tokens: of a prompt, null: the same.
-    template: as data.jsonl.template. Bad records are skipped, counted by kind and logged with their
-    line; DataError as data.prompts.read_lines says.
+    Bad records are skipped, counted by kind and logged with their line. Raises DataError as
+    records.parse_lines does.
+
+    Args:
+        path: the file.
+        data: template and limits; the names of fields are fixed.
+        tokenizer: encodes prompts and answers.
+        max_tokens: longest prompt together with either answer.
     """
-    if template is not None:
-        check_template(template)
-    pairs = read_lines(
+    if data.jsonl.template is not None:
+        check_template(data.jsonl.template)
+    pairs = parse_lines(
         path,
-        lambda line: _parse(line, tokenizer, template, max_tokens, max_prompt_tokens or max_tokens),
-        max_bad_share,
+        lambda line: _parse(line, data, tokenizer, max_tokens),
+        data.jsonl.max_bad_share,
         "give each line prompt, chosen and rejected, or prompt, completion and a true or false "
         "label; raise trainer.row_length, data.max_prompt_tokens or data.jsonl.max_bad_share",
     )
@@ -80,16 +80,12 @@ def read_preferences(
 
 
 def _parse(
-    line: bytes,
-    tokenizer: Tokenizer,
-    template: str | None,
-    max_tokens: int,
-    max_prompt_tokens: int,
+    line: bytes, data: DataSection, tokenizer: Tokenizer, max_tokens: int
 ) -> PreferencePair | Bad:
-    fields = parse_object(line)
+    fields, template = parse_object(line), data.jsonl.template
     if isinstance(fields, Bad):
         return fields
-    prompt, answers = text_of(fields.get(Field.PROMPT)), _answers(fields)
+    prompt, answers = field_text(fields.get(Field.PROMPT)), _answers(fields)
     if prompt is None or answers is None:
         return Bad.FIELD
     pair = PreferencePair(
@@ -99,54 +95,53 @@ def _parse(
     )
     if not len(pair.prompt_ids) or not pair.answers:
         return Bad.EMPTY
-    if len(pair.prompt_ids) > max_prompt_tokens:
+    if len(pair.prompt_ids) > data.max_prompt_tokens:
         return Bad.TOO_LONG
     longest = max(len(answer) for answer in pair.answers)
     return Bad.PAIR_TOO_LONG if len(pair.prompt_ids) + longest > max_tokens else pair
 
 
 def _answers(fields: dict[str, Any]) -> tuple[str | None, str | None] | None:
-    """Chosen and rejected answer, one of them null in a judged record; null where malformed."""
+    """Return chosen and rejected answer, one of them None in a judged record; None if malformed."""
     if Field.LABEL in fields:
-        label, completion = fields[Field.LABEL], text_of(fields.get(Field.COMPLETION))
+        label, completion = fields[Field.LABEL], field_text(fields.get(Field.COMPLETION))
         if not isinstance(label, bool) or completion is None:
             return None
         return (completion, None) if label else (None, completion)
-    chosen, rejected = text_of(fields.get(Field.CHOSEN)), text_of(fields.get(Field.REJECTED))
+    chosen, rejected = field_text(fields.get(Field.CHOSEN)), field_text(fields.get(Field.REJECTED))
     return None if chosen is None or rejected is None else (chosen, rejected)
 
 
 def _answer_ids(
     prompt: str, answer: str | None, tokenizer: Tokenizer, template: str | None
 ) -> IntArray:
-    """The answer behind its prompt, with its end token; empty where there is none."""
+    """Encode the answer after its prompt, with its end token; empty if there is no answer."""
     if answer is None:
         return np.zeros(0, np.int32)
     return tokenizer.encode_answer(prompt, answer, template)
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
-    """Each prompt with the answers of the next pair that has another prompt; of the first after the
-    last.
+    """Pair each prompt with the answers of the next pair (cyclically) that has another prompt.
 
-    What kto's baseline is estimated on: Ethayarajh et al. 2024 (arXiv:2402.01306), sec. 4.1, where
-    answer i goes to prompt i + 1. Raises DataError where all prompts are the same.
+    The baseline of kto is estimated on these: Ethayarajh et al. 2024 (arXiv:2402.01306), sec. 4.1,
+    where answer i goes to prompt i + 1. Raises DataError if all prompts are the same.
     """
-    made = []
+    shifted = []
     for index, pair in enumerate(pairs):
         after = (pairs[(index + step) % len(pairs)] for step in range(1, len(pairs)))
         other = next((p for p in after if not np.array_equal(p.prompt_ids, pair.prompt_ids)), None)
         if other is None:
             raise DataError(
-                f"the {len(pairs)} preference pairs of the step, or held out, have one prompt "
-                "only, so that no answer belongs to another one, as kto's baseline needs. Raise "
+                f"all {len(pairs)} preference pairs of the step, or held-out ones, have the same "
+                "prompt, but kto's baseline needs answers to another prompt. Raise "
                 "preference.batch_size or the eval_size of the data."
             )
-        made.append(
+        shifted.append(
             PreferencePair(
                 prompt_ids=pair.prompt_ids,
                 chosen_ids=other.chosen_ids,
                 rejected_ids=other.rejected_ids,
             )
         )
-    return made
+    return shifted

@@ -1,4 +1,4 @@
-"""The one door to transformers and tokenizers: text to token ids, once, and back."""
+"""The one door to transformers and tokenizers: text to token ids and back."""
 
 import contextlib
 import importlib
@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def _without_advice(module: str) -> Any:
-    """The module, imported without transformers' advice to install PyTorch: nothing here uses it,
-    and it reads as if the run could not work. What it has to say later is said."""
+    """Import a module without transformers' advice to install PyTorch.
+
+    Nothing here uses PyTorch, and the advice reads as if the run could not work. Later warnings are
+    not silenced.
+    """
     before = os.environ.get(NO_ADVICE)
     os.environ[NO_ADVICE] = "1"
     try:
@@ -40,22 +43,22 @@ PreTrainedTokenizerFast: Any = _without_advice("transformers").PreTrainedTokeniz
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 BARE = "{prompt}"
-"""Template of a prompt that stands alone, whatever chat template the tokenizer has."""
+"""Template of a bare prompt, whatever chat template the tokenizer has."""
 ANCHORS = ("\n", "a", ".")
-"""Texts that an answer is encoded behind, to see its tokens as they are inside of a text."""
+"""Texts before which an answer is encoded, to get its tokens as they are within a text."""
 MAX_FILE_BYTES = 2**28
 """Longest tokenizer.json."""
 SAMPLE = "What is 12 + 34?\n"
-"""What a tokenizer is tried on when it is loaded."""
+"""The text on which a tokenizer is tried when it is loaded."""
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer with the things that a run needs of it. Thread safe."""
+    """A Hugging Face fast tokenizer with what a run needs of it. Thread-safe."""
 
     def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
-        """`eos_ids` end an answer, the first of them is taught; None: the tokenizer's own."""
+        """eos_ids: end an answer; the first is taught. None: the tokenizer's own."""
         self.hf = hf
-        hf.backend_tokenizer.no_truncation()  # which would silently cut prompts and answers
+        hf.backend_tokenizer.no_truncation()  # truncation would silently cut prompts and answers
         hf.backend_tokenizer.no_padding()
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_ids = own if eos_ids is None else eos_ids
@@ -64,43 +67,43 @@ class Tokenizer:
             vocabulary.values(), default=-1
         )  # largest id + 1, added tokens included
         self._lock = threading.Lock()  # the backend's settings are not safe to share
-        self.num_inexact = 0  # answers that no tokens make the joined text of, see encode_answer
+        self.num_inexact = 0  # answers not encoded exactly, see encode_answer
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token; the first end token, then 0, where the tokenizer has none."""
+        """Id of the padding token; if there is none, the first end token, else 0."""
         pad = self.hf.pad_token_id
         return int(pad) if pad is not None else next(iter(self.eos_ids), 0)
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Token ids by "bos" and "pad", of those that the tokenizer names."""
+        """Token ids of "bos" and "pad", if the tokenizer names them."""
         named = {"bos": self.hf.bos_token_id, "pad": self.hf.pad_token_id}
         return {name: int(i) for name, i in named.items() if i is not None}
 
     def encode(self, text: str) -> IntArray:
-        """Ids of the text as it stands, without special tokens round it; [length] int32."""
+        """Encode a text verbatim, without special tokens around it; [length] int32."""
         return self._encode(text, special=False)
 
     def encode_prompt(self, text: str, template: str | None = None) -> IntArray:
-        """Ids of a prompt; [length] int32.
+        """Encode a prompt; [length] int32.
 
-        With a template: it, with {prompt} filled in. Else through the tokenizer's chat template as
-        one user message, where it has one. Else bare. Tokens that the tokenizer sets before a text
-        (bos) are set; an end token that it sets after it is not, since the answer goes on there.
+        The text is the template with {prompt} filled in, if one is given; else one user message in
+        the tokenizer's chat template, if it has one; else the bare prompt. Tokens that the
+        tokenizer adds before a text (bos) are kept; an end token that it adds after a text is not,
+        since the answer continues there.
         """
         return self._open_end(*self._shown(text, template))
 
     def encode_answer(self, prompt: str, answer: str, template: str | None = None) -> IntArray:
-        """Ids of an answer behind encode_prompt(prompt, template), and the end token that is
-        taught; [length] int32.
+        """Encode an answer after encode_prompt(prompt, template), with the end token to learn.
 
-        The text is prompt and answer joined as they are: whoever wants a space between them writes
-        it. Where the joined text's ids begin with the prompt's, the answer's are the rest. Where
-        they do not (a token reaches over the border: "Answer: " and "18" make " 18"), the prompt's
-        ids stay as the policy is asked with them, and the answer's are those of the answer alone,
-        or of the answer inside of a text, whichever decodes to the joined text behind the prompt's.
-        Where neither does, it is the answer alone, counted in num_inexact and logged.
+        Prompt and answer are joined verbatim, without a space. If the joined text's ids begin with
+        the prompt's, the answer's ids are the rest. If they do not (a token spans the border:
+        "Answer: " and "18" make " 18"), the prompt's ids are kept as the policy gets them, and the
+        answer's ids are those of the answer alone or of the answer within a text, whichever decodes
+        to the joined text after the prompt's. If neither does, the answer is encoded alone, counted
+        in num_inexact and logged. Returns [length] int32.
         """
         shown, special = self._shown(prompt, template)
         before, joined = (self._open_end(t, special) for t in (shown, shown + answer))
@@ -109,9 +112,9 @@ class Tokenizer:
         return np.concatenate([ids, np.asarray(self.eos_ids[:1], np.int32)]).astype(np.int32)
 
     def decode(self, token_ids: IntArray) -> str:
-        """Text of the ids; end tokens, special tokens and ids without a token are left out."""
+        """Decode ids, leaving out end tokens, special tokens and ids without a token."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
-        with self._lock, _told(f"the tokenizer cannot decode {len(ids)} tokens"):
+        with self._lock, _as_data_error(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -122,24 +125,24 @@ class Tokenizer:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
 
     def _shown(self, text: str, template: str | None) -> tuple[str, bool]:
-        """What a prompt looks like, and whether the tokenizer's special tokens go round it."""
+        """Return a prompt's text, and whether the tokenizer's special tokens go around it."""
         if template is not None or not self.hf.chat_template:
             return text if template is None else fill_template(template, text), True
         messages = [{"role": "user", "content": text}]
-        with self._lock, _told(f"the tokenizer's chat template fails on {_cut(text)}"):
+        with self._lock, _as_data_error(f"the tokenizer's chat template fails on {_cut(text)}"):
             shown = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
         return str(shown), False
 
     def _open_end(self, text: str, special: bool) -> IntArray:
-        """Ids of a text that goes on: without an end token that the tokenizer sets after it."""
+        """Encode a text that will be continued: without an end token after it."""
         ids = self._encode(text, special=special)
         bare = self._encode(text[-1:], special=special)
         return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
 
     def _behind(self, before: IntArray, joined: IntArray, answer: str) -> IntArray:
-        """Ids of the answer that decode, behind `before`, to what `joined` decodes to."""
+        """Encode the answer so that after `before` it decodes to the same text as `joined`."""
         wanted = self._whole_text(joined)
         for ids in self._ways(answer):
             if self._whole_text(np.concatenate([before, ids])) == wanted:
@@ -157,8 +160,10 @@ class Tokenizer:
         return self.encode(answer)
 
     def _ways(self, answer: str) -> Iterator[IntArray]:
-        """Ids of a text as it stands, then as it is inside of another one, where no space or mark
-        of a beginning is set before it (SentencePiece sets one)."""
+        """Yield ids of a text alone, then within other texts.
+
+        Alone, a tokenizer may add a space or a start mark before it, as SentencePiece does.
+        """
         yield self.encode(answer)
         for anchor in ANCHORS:
             head, whole = self.encode(anchor), self.encode(anchor + answer)
@@ -166,22 +171,22 @@ class Tokenizer:
                 yield whole[len(head) :]
 
     def _whole_text(self, token_ids: IntArray) -> str:
-        """Text of the ids, special tokens included."""
-        with self._lock, _told(f"the tokenizer cannot decode {len(token_ids)} tokens"):
+        """Decode ids, special tokens included."""
+        with self._lock, _as_data_error(f"the tokenizer cannot decode {len(token_ids)} tokens"):
             ids = [int(i) for i in token_ids]
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encode(self, text: str, *, special: bool) -> IntArray:
-        with self._lock, _told(f"the tokenizer cannot encode {_cut(text)}"):
+        with self._lock, _as_data_error(f"the tokenizer cannot encode {_cut(text)}"):
             ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=special).ids
         return np.asarray(ids, np.int32)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a Hugging Face directory: tokenizer.json, tokenizer_config.json if there.
+    """Load a tokenizer from a Hugging Face directory with tokenizer.json.
 
-    End tokens are the tokenizer's own and those of generation_config.json and config.json. Nothing
-    is looked up on a network and no code of the directory runs. Raises DataError.
+    End tokens are the tokenizer's own and those of generation_config.json and config.json. No
+    network is used and no code of the directory runs. Raises DataError.
     """
     folder = Path(folder)
     file = folder / "tokenizer.json"
@@ -192,7 +197,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         )
     hf = _open(folder, file)
     named = [*_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
-    with _told(f"{folder}: the tokenizer's special tokens cannot be read"):
+    with _as_data_error(f"{folder}: the tokenizer's special tokens cannot be read"):
         own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]
         eos_ids = tuple(dict.fromkeys([*own, *named]))
         tokenizer = Tokenizer(hf, eos_ids=eos_ids)
@@ -214,19 +219,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _open(folder: Path, file: Path) -> Any:
-    """tokenizer.json as it is, whatever class AutoTokenizer would put in its place."""
+    """Load tokenizer.json as it is, not as the class that AutoTokenizer would choose."""
     if file.stat().st_size > MAX_FILE_BYTES:
         raise DataError(f"{file}: longer than {MAX_FILE_BYTES:,} bytes: not a tokenizer.")
-    with _told(f"{file}: not a tokenizer"):
+    with _as_data_error(f"{file}: not a tokenizer"):
         Backend.from_file(str(file))
-    with _told(f"{folder}: the tokenizer cannot be loaded"):
+    with _as_data_error(f"{folder}: the tokenizer cannot be loaded"):
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Whatever the libraries raise as DataError: bare Exception, and Rust's panics, which are not
-    even that."""
+def _as_data_error(what: str) -> Iterator[None]:
+    """Raise DataError for whatever the libraries raise: bare Exception, and Rust's panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -241,19 +245,19 @@ def _cut(text: str) -> str:
 
 
 def _eos_of(file: Path) -> list[int]:
-    """The eos_token_id of a model's JSON file: none, one or several."""
+    """Return the eos_token_id of a model's JSON file: none, one or several."""
     if not file.is_file():
         return []
     try:
-        found = json.loads(file.read_text("utf-8")).get("eos_token_id")
+        eos = json.loads(file.read_text("utf-8")).get("eos_token_id")
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None
-    several = found if isinstance(found, list) else [found]
+    several = eos if isinstance(eos, list) else [eos]
     return [i for i in several if type(i) is int]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
-    """Raise DataError where the tokenizer makes ids that the model at `where` has no row for."""
+    """Raise DataError if the tokenizer has ids beyond the vocabulary of the model at `where`."""
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of "
@@ -262,8 +266,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
 
 
 def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, size: int, setting: str) -> None:
-    """Raise ConfigError where an id below `size` that the policy's tokenizer knows is another token
-    in the folder's tokenizer, or none. Ids that only that one knows are told in the log."""
+    """Raise ConfigError unless the folder's tokenizer has the policy's tokens at the same ids.
+
+    Ids from `size` on are not compared. Tokens that only the folder's tokenizer has are logged.
+    """
     own, other = (
         {i: token for token, i in t.hf.get_vocab().items() if i < size}
         for t in (tokenizer, load_tokenizer(folder))
@@ -300,14 +306,14 @@ def check_template(template: str) -> None:
 
 
 def fill_template(template: str, prompt: str) -> str:
-    """The template with {prompt} replaced."""
+    """Fill {prompt} into the template."""
     return template.format(prompt=prompt)
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
-    """One token per character of `alphabet`, after <pad>, <bos>, <eos> and <unk>.
+    """Make a tokenizer with <pad>, <bos>, <eos>, <unk> and one token per character of `alphabet`.
 
-    A real tokenizer: save_pretrained writes a directory that AutoTokenizer loads.
+    save_pretrained writes a directory that AutoTokenizer loads.
     """
     words = [PAD, BOS, EOS, UNKNOWN, *alphabet]
     backend = Backend(

@@ -107,7 +107,17 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
-    pairs = warm_start_pairs(config, tokenizer) if warms else None
+    pairs = (
+        warm_start_pairs(
+            config.data,
+            config.warm_start,
+            tokenizer,
+            seed=config.run.seed,
+            max_length=config.row_length,
+        )
+        if warms
+        else None
+    )
 
     whole, paths = claim(whole)
     config = config.model_copy(update={"run": whole.run})

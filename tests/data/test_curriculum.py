@@ -23,7 +23,8 @@ from jaxrl_async.data.curriculum import (
     observed,
     pass_share,
 )
-from jaxrl_async.data.prompts import PromptStream, Record
+from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.data.records import Record
 from jaxrl_async.errors import DataError
 from jaxrl_async.testing.fakes import make_group
 from jaxrl_async.types import Score, Ticket

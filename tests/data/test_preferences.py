@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
+from jaxrl_async.config.schema import DataSection, JsonlSection
 from jaxrl_async.data.preferences import PreferencePair, mismatched, read_preferences
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
@@ -19,7 +20,8 @@ def read(tmp_path, *lines, **settings):
     path.write_bytes(
         b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
     )
-    return read_preferences(path, TOKENIZER, **{"max_tokens": 20, **settings})
+    data = DataSection(max_prompt_tokens=20, jsonl=JsonlSection(**settings))
+    return read_preferences(path, data, TOKENIZER, max_tokens=20)
 
 
 def pair_of(prompt, chosen, rejected):
@@ -99,7 +101,7 @@ def test_mismatched_gives_each_prompt_another_prompts_answers(tmp_path):
 def test_one_prompt_has_no_other_prompts_answers():
     ids = np.ones(1, np.int32)
     pair = PreferencePair(prompt_ids=ids, chosen_ids=ids, rejected_ids=ids)
-    with pytest.raises(DataError, match="one prompt only"):
+    with pytest.raises(DataError, match="have the same prompt"):
         mismatched([pair, pair])
 
 

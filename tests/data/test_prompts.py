@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import AdditionSection, Config, DataSection, JsonlSection
-from jaxrl_async.data import prompts
+from jaxrl_async.data import records as records_module
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
-    MAX_LINE_BYTES,
     PromptStream,
-    Record,
     eval_prompts,
-    final_answer,
+    make_prompt,
     make_prompts,
-    read_jsonl,
     warm_start_pairs,
 )
+from jaxrl_async.data.records import MAX_LINE_BYTES, Record, final_answer, read_jsonl
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 
@@ -47,6 +45,15 @@ def jsonl(tmp_path, lines, **settings):
         b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
     )
     return DataSection(source="jsonl", jsonl=JsonlSection(path=str(path), **settings))
+
+
+def section(max_prompt_tokens=64, **settings):
+    return DataSection(max_prompt_tokens=max_prompt_tokens, jsonl=JsonlSection(**settings))
+
+
+def pairs_of(config, tokenizer=TOKENIZER):
+    seed, row = config.run.seed, config.row_length
+    return warm_start_pairs(config.data, config.warm_start, tokenizer, seed=seed, max_length=row)
 
 
 def question(i):
@@ -152,9 +159,9 @@ BAD = [
     ({"question": "q", "answer": None}, "a field is missing"),
     (b'{"question": "q", "answer": [NaN]}', "a field is missing"),
     ({"question": "q", "answer": ["\ud800"]}, "a field is missing"),
-    (b'{"question": "q", "answer": "1", "answer": "2"}', "a key stands twice"),
-    (b'{"question": "q", "answer": "1", "x": [{"a": 1, "a": 1}]}', "a key stands twice"),
-    (b'{"question": "q", "answer": "1", "x": ' + b"[" * 64 + b"]" * 64 + b"}", "more than 64"),
+    (b'{"question": "q", "answer": "1", "answer": "2"}', "a key appears twice"),
+    (b'{"question": "q", "answer": "1", "x": [{"a": 1, "a": 1}]}', "a key appears twice"),
+    (b'{"question": "q", "answer": "1", "x": ' + b"[" * 64 + b"]" * 64 + b"}", "lists and objects"),
     (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "not a JSON object"),
     ({"question": "q\ud800", "answer": "1"}, "a field is missing"),
     ({"question": "", "answer": "1"}, "the prompt has no tokens"),
@@ -210,7 +217,7 @@ def test_the_final_answer_stands_after_the_mark():
 
 def test_addition_pairs_teach_the_worked_answer_and_the_end():
     tokenizer = addition_tokenizer()
-    for ids, mask in islice(warm_start_pairs(Config(), tokenizer), 20):
+    for ids, mask in islice(pairs_of(Config(), tokenizer), 20):
         assert mask.dtype == bool and ids.dtype == np.int32
         a, b = (int(x) for x in tokenizer.decode(ids[~mask]).rstrip("=").split("+"))
         assert tokenizer.decode(ids[mask]) == worked_answer(a, b)
@@ -223,7 +230,7 @@ def test_jsonl_pairs_never_hold_a_held_out_record_and_fit_a_row(tmp_path):
     config = Config(
         data=jsonl(tmp_path, [question(0), long, question(2), question(3)], eval_size=1)
     )
-    texts = {TOKENIZER.decode(ids) for ids, _ in islice(warm_start_pairs(config, TOKENIZER), 20)}
+    texts = {TOKENIZER.decode(ids) for ids, _ in islice(pairs_of(config), 20)}
     assert texts == {"q0so it is 0 #### 0", "q2so it is 2 #### 2"}
 
 
@@ -231,7 +238,7 @@ def test_pairs_from_a_file_of_their_own(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_text(json.dumps(question(5)))
     config = Config(warm_start={"path": str(path), "steps": 1})
-    ids, _ = next(warm_start_pairs(config, TOKENIZER))
+    ids, _ = next(pairs_of(config))
     assert TOKENIZER.decode(ids) == "q5so it is 5 #### 5"
 
 
@@ -239,7 +246,7 @@ def test_a_warm_start_in_which_no_pair_fits_is_refused(tmp_path):
     long = {"question": "long", "answer": "x" * 200}
     config = Config(data=jsonl(tmp_path, [long, long, long], eval_size=1))
     with pytest.raises(DataError, match="no pair of the warm start fits"):
-        next(warm_start_pairs(config, TOKENIZER))
+        next(pairs_of(config))
 
 
 @needs_shared
@@ -267,11 +274,11 @@ def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
 
 
 def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 64)
     path = tmp_path / "d.jsonl"
     good = json.dumps({"question": "a", "answer": "b"})
     path.write_bytes(f"{'x' * 1000}\n{good}\n{'y' * 64}\n{' ' * 65}\n{good}z\n{'z' * 65}".encode())
-    found = read_jsonl(path, JsonlSection(max_bad_share=0.9), TOKENIZER, 64)
+    found = read_jsonl(path, section(max_bad_share=0.9), TOKENIZER)
     assert [record.text for record in found] == ["a"]
     told = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
     assert [line.split(": ")[0].rpartition(" ")[2] for line in told[:-1]] == [
@@ -291,7 +298,7 @@ def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
         file.seek(2**26)
         file.write(b'\n{"question": "a", "answer": "b"}\n')
     tracemalloc.start()
-    read_jsonl(path, JsonlSection(max_bad_share=0.5), TOKENIZER, 64)
+    read_jsonl(path, section(max_bad_share=0.5), TOKENIZER)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * MAX_LINE_BYTES
@@ -301,7 +308,7 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
     path.write_text("\n".join(lines))
-    assert len(read_jsonl(path, JsonlSection(), TOKENIZER, 64)) == 5
+    assert len(read_jsonl(path, section(), TOKENIZER)) == 5
     assert "2 of 5 records are copies of earlier ones" in caplog.text
 
 
@@ -309,7 +316,7 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
 def test_what_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="Give a file of JSON lines"):
-        read_jsonl(tmp_path / name, JsonlSection(), TOKENIZER, 64)
+        read_jsonl(tmp_path / name, section(), TOKENIZER)
 
 
 JSON = st.recursive(
@@ -337,11 +344,11 @@ LINES = st.one_of(
     st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_fuzz_any_bytes_are_records_or_a_data_error(tmp_path, monkeypatch, content, mark, share):
-    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 200)
     path = tmp_path / "d.jsonl"
     path.write_bytes(mark + content)
     try:
-        found = read_jsonl(path, JsonlSection(max_bad_share=share), TOKENIZER, 16)
+        found = read_jsonl(path, section(max_prompt_tokens=16, max_bad_share=share), TOKENIZER)
     except DataError as error:
         assert str(path) in str(error) and len(str(error)) < 1000
         return
@@ -372,8 +379,8 @@ def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
 @given(columns=st.dictionaries(st.text(max_size=3) | st.just("!"), JSON, max_size=3))
 def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
     record = {**columns, "question": "q", "answer": "a"}
-    (found,) = read_jsonl(one_line(tmp_path, record), JsonlSection(), TOKENIZER, 64)
-    again = loads(dumps(prompts._prompt(found, 0, 0)))
+    (found,) = read_jsonl(one_line(tmp_path, record), section(), TOKENIZER)
+    again = loads(dumps(make_prompt(found, 0, 0)))
     assert json.dumps(again.columns, sort_keys=True) == json.dumps(record, sort_keys=True)
 
 
@@ -396,7 +403,7 @@ def test_a_reference_is_the_whole_answer_and_json_where_that_is_no_text(
     tmp_path, answer, reference
 ):
     path = one_line(tmp_path, {"question": "q", "answer": answer})
-    (found,) = read_jsonl(path, JsonlSection(), TOKENIZER, 64)
+    (found,) = read_jsonl(path, section(), TOKENIZER)
     assert found.reference == reference
 
 
@@ -439,7 +446,7 @@ def test_an_answer_that_is_no_text_cannot_be_imitated(tmp_path, caplog):
     data = jsonl(tmp_path, [listed, question(1), question(2)], eval_size=1, max_bad_share=0.5)
     assert len({p.text for p in islice(make_prompts(data, TOKENIZER, 0), 2)}) == 2
     assert "skipped" not in caplog.text
-    pairs = islice(warm_start_pairs(Config(data=data), TOKENIZER), 3)
+    pairs = islice(pairs_of(Config(data=data)), 3)
     assert {TOKENIZER.decode(ids) for ids, _ in pairs} == {"q1so it is 1 #### 1"}
     assert "line 1: skipped: a field is missing" in caplog.text
 
@@ -448,5 +455,5 @@ def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     line = b"\xef\xbb\xbf" + json.dumps(question(1)).encode() + b"\r\n"
     path.write_bytes(line + line)
-    assert len(read_jsonl(path, JsonlSection(), TOKENIZER, 64)) == 2
+    assert len(read_jsonl(path, section(), TOKENIZER)) == 2
     assert "skipped" not in caplog.text
