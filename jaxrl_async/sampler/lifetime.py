@@ -38,8 +38,8 @@ class Lifetime:
 
         Args:
             part: has close(), which is called when the program ends.
-            step: what the thread repeats with the part. Returns how long to sleep then,
-                seconds (0: not at all; infinite: until `wake` is set), or None at the end.
+            step: what the thread does again and again with the part. Returns how long to sleep
+                after it, seconds (0: not at all; infinite: until `wake` is set); None at the end.
             name: of the thread.
         """
         self.lock = threading.RLock()  # guards all below, and what users hand to the thread
