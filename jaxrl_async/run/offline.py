@@ -70,7 +70,7 @@ HELD_OUT = {
     "preference/chosen_reward": "eval/chosen_reward",
     "preference/rejected_reward": "eval/rejected_reward",
 }
-"""What a step's `measure` says, and the keys under which it is reported of held-out examples."""
+"""Keys of a step's `measure`, and those under which held-out examples are reported."""
 
 
 def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
@@ -154,7 +154,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
 def sft(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
-    """Maximum likelihood of the records' answers."""
+    """Make the job that learns the records' answers by maximum likelihood."""
     return Job(
         step=supervised_update(policy.spec, learning(config, slices), **_course(config)),
         pack=functools.partial(pack_pairs, row_length=config.row_length),
@@ -172,7 +172,7 @@ def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
 def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
-    """A policy by better and worse answers: dpo and its kin."""
+    """Make the job that learns a policy from better and worse answers: dpo and its kin."""
     section, settings = config.preference, learning(config, slices)
     loss = preference_loss.resolve(section.loss)
     step = preference_update(policy.spec, settings, section.loss, **_course(config))
@@ -205,7 +205,7 @@ def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]
 def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
-    """A scalar head on the policy that scores better answers higher."""
+    """Make the job that learns a scalar head that scores better answers higher."""
     settings, margin = learning(config, slices), config.preference.margin
     step = reward_update(policy.spec, settings, margin=margin, **_course(config))
 
