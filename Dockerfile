@@ -11,7 +11,7 @@ COPY jaxrl_async ./jaxrl_async
 RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".[${EXTRA}]"
 
 FROM python:${PYTHON}
-# A number, so that Kubernetes can tell that it is not root; runs/ is theirs who bring no volume.
+# A numeric user, so that Kubernetes can check that it is not root; /runs is for containers without a volume.
 RUN useradd --uid 1000 --create-home jaxrl && install -d -o jaxrl /runs /app
 COPY --from=build /venv /venv
 COPY configs /app/configs

@@ -1,16 +1,15 @@
-"""How well each algorithm learns as its data gets older: accuracy by max_staleness, over seeds.
+"""Measure how well each algorithm learns from older data: accuracy by max_staleness, over seeds.
 
     python benchmarks/algorithms.py [--only grpo tis ...] [--staleness 0 2 8] [--seeds 0 1 2]
 
-Each run is the main job on the embedded addition task, made so small that all fit an hour: a
+Each run is the main job on the embedded addition task, so small that all runs fit into an hour: a
 decoder of a quarter of a million parameters, two digits, and small steps with a high learning rate,
 so that old data hurts. All runs of one seed start from the same warm-started policy. The table has
-one row for each algorithm and staleness: final held-out accuracy of each seed with its mean, what
-the data's age was, how many tokens the loss clipped or a correction changed, and wall time.
+one row for each algorithm and staleness: final held-out accuracy of each seed and its mean, the
+age of the data, how many tokens the loss clipped or a correction changed, and wall time.
 
-The rows by name of a file in configs/ take its algorithm, critic and teacher; the others are
-variations of one loss (REINFORCE with rewards centred in their group) which differ in the
-correction alone.
+Rows named like a file in configs/ take its algorithm, critic and teacher; the others vary one loss
+(REINFORCE with rewards centred in their group) and differ only in the correction.
 """
 
 import contextlib
@@ -91,7 +90,7 @@ def main() -> None:
 
 
 def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[dict[str, float]]:
-    """Metrics of one run."""
+    """Return one run's metrics."""
     sections = sections_of(name)
     start = Path(folder) / f"warm{seed}" / "policy"
     settings = {
@@ -111,7 +110,7 @@ def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[di
 
 
 def sections_of(name: str) -> dict[str, Any]:
-    """The algorithm, and what goes with it."""
+    """Return the sections of the algorithm: algorithm, critic, teacher."""
     if name in VARIATIONS:
         return {"algorithm": {**VARIATIONS[name], "group_size": 8, "groups_per_step": 8}}
     given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -126,7 +125,7 @@ def sections_of(name: str) -> dict[str, Any]:
 def run(
     folder: str, name: str, sections: dict[str, Any], settings: dict[str, str]
 ) -> list[dict[str, float]]:
-    """The main job with these settings; its metrics."""
+    """Run the main job with these settings and return its metrics."""
     file = Path(folder) / f"{name}.yaml"
     file.write_text(yaml.safe_dump({"run": {"name": name, "dir": folder}, **sections}))
     config = load(file, [f"{k}={v}" for k, v in {**BASE, **settings}.items()])
@@ -136,7 +135,7 @@ def run(
 
 
 def row_of(name: str, staleness: int, runs: list[list[dict[str, float]]]) -> Row:
-    """One row of the table, over seeds."""
+    """Average the runs of all seeds into one row of the table."""
 
     def of_steps(key: str) -> float:
         return statistics.fmean(line.get(key, 0.0) for lines in runs for line in lines[1:])

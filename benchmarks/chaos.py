@@ -1,9 +1,10 @@
-"""Kill a run at random moments, resume it each time, and compare the end with an undisturbed run.
+"""Kill a run at random moments, resume it each time, and compare it with an undisturbed run.
 
     python benchmarks/chaos.py [--kills 100] [--seed 0] [--staleness 0 2]
 
-The main job on the embedded addition task with a tiny decoder, as a process of its own that gets
-SIGKILL: some while it starts, most while it trains and writes checkpoints (one after every update).
+The main job on the embedded addition task with a tiny decoder runs in a process of its own that
+gets SIGKILL: sometimes while it starts, mostly while it trains and writes checkpoints (one after
+every update).
 At max_staleness 0 the metrics and the final weights must equal those of the undisturbed run bit for
 bit; at every staleness `python -m jaxrl_async.audit` must find the ledger clean.
 """
@@ -22,8 +23,7 @@ import numpy as np
 from common import Row, options, parser, report
 from safetensors.numpy import load_file
 
-from jaxrl_async.audit import audit_run
-from jaxrl_async.audit import report as report_of
+from jaxrl_async.audit import audit_report, audit_run
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.train import RESUME
@@ -45,9 +45,9 @@ REWARD = """
 def many_digits(prompt, completion, reference):
     return sum(c.isdigit() for c in completion) / 16
 """
-"""A reward that a random policy gets some of, so that every update moves the weights."""
+"""A reward that a random policy sometimes gets, so that every update moves the weights."""
 START_SHARE = 0.15
-"""Share of the kills that come while the process starts."""
+"""Share of the kills during the start of the process."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
-    """One line of the table: the undisturbed run, then the one that is killed."""
+    """Measure one row of the table: the undisturbed run, then the killed one."""
     settings = [f"run.steps={steps}", f"staleness.max_staleness={staleness}"]
     start = time.perf_counter()
     whole = process(folder, "whole", settings)
@@ -80,7 +80,7 @@ def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
     weights = [load_file(f / "policy" / "model.safetensors") for f in (first, second)]
     found = audit_run(second)
     if found.problems:
-        print(report_of(found), file=sys.stderr)
+        print(audit_report(found), file=sys.stderr)
     return {
         "model": "addition, tiny",
         "max_staleness": staleness,
@@ -100,7 +100,7 @@ def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
 def survive(
     folder: Path, name: str, settings: list[str], kills: int, steps: int, rng: random.Random
 ) -> tuple[int, int, int]:
-    """Run to the end through the kills: kills made, updates made twice, kills before an update."""
+    """Run through the kills; return kills, updates made twice, kills before an update."""
     metrics = folder / name / "metrics.jsonl"
     done = redone = starts = 0
     resume: list[str] = []
@@ -134,7 +134,7 @@ def superseded(folder: Path) -> list[dict[str, float]]:
 
 
 def wait_for_progress(running: "subprocess.Popen[bytes]", metrics: Path, before: int) -> None:
-    """Until the run has made an update more, or has ended."""
+    """Wait until the run has made another update or has ended."""
     while running.poll() is None and last_step(metrics) <= before:
         time.sleep(0.02)
 

@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long the trainer stands still, how large it is, how long to read.
+"""Measure what a checkpoint costs: how long it stops the trainer, its size, its time to restore.
 
     python benchmarks/checkpoint.py [--models 1M 25M] [--updates 12]
 
 Real runs of the main job on the embedded addition task with a checkpoint after every update, at
-max_staleness 2, so that rollouts in flight are in it. stall: the trainer's own time in the call
-(arrays copied off the devices, rollouts and buffer read); share: of the update's time beside it.
-With checkpoint.every=50 a fiftieth of that is what the run pays.
+max_staleness 2, so that it contains rollouts in flight. stall: the trainer's own time in the call
+(arrays copied off the devices, rollouts and buffer read); share: stall over the time of an update.
+With checkpoint.every=50 a run pays a fiftieth of that.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.assemble import check_model, make_learner, make_policy, make_tokenizer
+from jaxrl_async.run.builders.initial_policy import check_model, make_policy, make_tokenizer
+from jaxrl_async.run.builders.learning import make_learner
 from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.run.loop import train
 
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def row(model: str, updates: int, repeats: int) -> Row:
-    """One line of the table."""
+    """Measure one row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(model, folder, updates)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -84,8 +85,8 @@ def configuration(model: str, folder: str, updates: int) -> Config:
 
 
 def restored_s(config: Config, root: Path) -> float:
-    """Seconds to read the newest checkpoint back onto the devices, checksums included."""
-    tokenizer, slices = make_tokenizer(config), make_slices(config.mesh)
+    """Time the restore of the newest checkpoint onto the devices, checksums included, seconds."""
+    tokenizer, slices = make_tokenizer(config.data, config.model), make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     policy = make_policy(config, spec, tokenizer, slices)
     learner = make_learner(config, policy, slices, tokenizer)

@@ -1,9 +1,10 @@
-"""What the benchmarks share: workloads, the machine in words, repeats, a table, `--json`.
+"""Share what benchmarks need: workloads, a description of the machine, repeats, tables, `--json`.
 
     python benchmarks/generate.py [--quick] [--repeats 3] [--models 1M 25M] [--json [FILE]]
 
-Times are wall seconds of whole, compiled runs (a first run is left out): median, least and most of
-the repeats. `--quick` is a smoke test: smaller workloads, one repeat; compare no numbers from it.
+Times are wall seconds of whole, compiled runs (the first run is left out): median, least and most
+of the repeats. `--quick` is a smoke test with smaller workloads and one repeat; its numbers mean
+nothing.
 """
 
 import argparse
@@ -50,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of repeated measurements, seconds."""
+    """Median, least and most of repeated measurements, seconds."""
 
     median: float
     least: float
@@ -58,7 +59,7 @@ class Spread:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Make a parser of the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="smoke test: small and once")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each row")
@@ -76,7 +77,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, with what --quick changes."""
+    """Parse the command line and apply --quick."""
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.models = 1, ["1M"]
@@ -86,7 +87,7 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def force_cpu_devices(count: int) -> None:
     """Ask the CPU backend for `count` devices; call before JAX's first computation.
 
-    Without effect where an accelerator is the default backend, or XLA_FLAGS says how many.
+    Has no effect if an accelerator is the default backend or XLA_FLAGS sets the number.
     """
     os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives can hang with fewer threads
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -94,24 +95,24 @@ def force_cpu_devices(count: int) -> None:
 
 
 def make_params(spec: ModelSpec, seed: int = 0) -> Any:
-    """Random float32 weights on the default device."""
+    """Make random float32 weights on the default device."""
     return jax.jit(lambda key: init_params(spec, key, jnp.float32))(jax.random.key(seed))
 
 
 def random_prompts(vocab: int, count: int, seed: int = 0) -> list[IntArray]:
-    """`count` different prompts of PROMPT_TOKENS random tokens."""
+    """Make `count` different prompts of PROMPT_TOKENS random tokens."""
     rng = np.random.default_rng(seed)
     return list(rng.integers(0, vocab, (count, PROMPT_TOKENS), dtype=np.int32))
 
 
 def long_tail(count: int, seed: int = 0, *, median: int = 24, most: int = 128) -> list[int]:
-    """Answer lengths, tokens: log-normal (sigma 1) with this median, cut to 1..most."""
+    """Draw answer lengths, tokens: log-normal (sigma 1) with this median, clipped to 1..most."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
     return [int(n) for n in np.clip(np.round(drawn), 1, most)]
 
 
 def measure(work: Callable[[], object], repeats: int) -> Spread:
-    """Run once to compile, then `repeats` times; `work` must end with its results ready."""
+    """Run `work` once to compile, then time it `repeats` times; it must wait for its results."""
     work()
     taken_s = []
     for _ in range(repeats):
@@ -122,12 +123,12 @@ def measure(work: Callable[[], object], repeats: int) -> Spread:
 
 
 def spread(taken_s: Sequence[float]) -> Spread:
-    """Median, least and most."""
+    """Return median, least and most."""
     return Spread(statistics.median(taken_s), min(taken_s), max(taken_s))
 
 
 def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """Print the table, or the JSON, as the options say."""
+    """Print the table or write the JSON, as the options say."""
     result = {"benchmark": name, "quick": args.quick, "machine": machine(), "rows": list(rows)}
     if args.json == "-":
         json.dump(result, sys.stdout, indent=2)
@@ -141,7 +142,7 @@ def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine and the versions of the packages."""
     devices = jax.devices()
     return {
         "cpu": _cpu_model(),
@@ -162,7 +163,7 @@ def _cpu_model() -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of equal keys as aligned columns; numbers to the right."""
+    """Format rows of equal keys as aligned columns, numbers to the right."""
     names = list(rows[0])
     cells = [[_cell(row[name]) for name in names] for row in rows]
     widths = [max(len(line[i]) for line in [names, *cells]) for i in range(len(names))]
@@ -184,5 +185,5 @@ def _cell(value: Any) -> str:
 
 
 def columns(taken: Spread, unit: str = "s", scale: float = 1.0) -> Row:
-    """Columns `median_UNIT`, `least_UNIT`, `most_UNIT`."""
+    """Return the columns `median_UNIT`, `least_UNIT`, `most_UNIT`."""
     return {f"{k}_{unit}": v * scale for k, v in asdict(taken).items()}

@@ -1,9 +1,9 @@
-"""Whole updates of the asynchronous run, 8 prompts x 8 samples each, without disk and evaluation.
+"""Time whole updates of the asynchronous run, 8 prompts x 8 samples, without disk or evaluation.
 
 Sampler, rollouts, staleness gate, packing, GRPO update, weight transfer and probe are those of the
-main job, on one device for the trainer and one for the sampler; only the reward is made up, and the
-lengths of the answers are forced: all of 64 tokens, or of a long tail. At max_staleness 0 trainer
-and sampler take turns; from 1 on they overlap. The spread is over updates.
+main job, on one device for the trainer and one for the sampler. Only the reward is made up, and the
+lengths of the answers are forced: all 64 tokens, or a long tail. At max_staleness 0 trainer and
+sampler take turns; from 1 on they overlap. The spread is over updates.
 """
 
 import argparse
@@ -31,46 +31,59 @@ from common import (
     spread,
 )
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.rollout.rollout_loop import RolloutLoop
-from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
-from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
+from jaxrl_async.types import Completion, Episode, Partial, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
 LONGEST = 128
 """Longest answer, tokens."""
 WARM_UP = 3
-"""Updates before the clock starts: everything compiles in them."""
+"""Updates before the measurement starts: all programs compile in them."""
 
 
 class Forced:
-    """Generate with dictated lengths: the i-th request gets lengths[i], round and round."""
+    """A ports.Generate with forced lengths: the i-th request gets lengths[i], cyclically."""
 
     def __init__(self, sampler: Sampler, lengths: Sequence[int]) -> None:
         self._sampler, self._lengths = sampler, itertools.cycle(lengths)
+        self.seed = None
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """Queue all, each with its length."""
+    def progress(self) -> tuple[Partial, ...]:
+        """Implement ports.Generate: nothing is saved here."""
+        return ()
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> "list[Future[Completion]]":
+        """Queue all requests, each with its forced length."""
         return self._sampler.submit_many(
-            [replace(r, forced_length=next(self._lengths)) for r in requests]
+            [
+                replace(r, forced_length=next(self._lengths))
+                for r in requests
+                if isinstance(r, Request)
+            ]
         )
 
 
 async def made_up_reward(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """0 or 1 by the last token drawn: about half of a group gets each."""
+    """Return 0 or 1 by the last token drawn: each for about half of a group."""
     return tuple(Score(reward=float(e.token_ids[-1] % 2)) for e in episodes)
 
 
 class Watch:
-    """What the trainer reports: when each update was done, and the sampler's counters then."""
+    """Records when each update ended, and the sampler's counters at that time."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -79,7 +92,7 @@ class Watch:
         self.sampler: list[SamplerStats] = []
 
     def report(self, version: int, values: Mapping[str, float], groups: Sequence[Any]) -> None:
-        """Called after every update, and once before the first."""
+        """Record an update; called after each, and once before the first."""
         self.at_s.append(time.perf_counter())
         self.values.append(values)
         self.sampler.append(self._sampler.stats())
@@ -99,7 +112,7 @@ def main() -> None:
 
 
 def workloads(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Answer lengths, tokens, dealt out in order and round and round."""
+    """Return answer lengths, tokens, to be dealt out in order, cyclically."""
     if args.quick:
         return {"long tail": long_tail(64, median=4, most=16)}
     return {"64 each": [64], "long tail": long_tail(1024, most=LONGEST)}
@@ -137,7 +150,7 @@ def one_row(
 
 
 def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: int) -> Watch:
-    """The main job's parts, put together as run/assemble.py does, for `steps` updates."""
+    """Run the main job's parts, assembled as by run/assemble.py, for `steps` updates."""
     slices = make_slices(config.mesh)
     settings = LearningSettings(
         mesh=slices.trainer, trainer=config.trainer, row_length=config.row_length
@@ -147,28 +160,36 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
     table = weight_table(spec)
     push = Push(step.state_shardings.params, shardings(table, slices.sampler, SAMPLER_RULES))
     buffer = ReplayBuffer(
-        groups_per_step=config.algorithm.groups_per_step,
-        max_staleness=config.staleness.max_staleness,
+        BufferSettings(
+            groups_per_step=config.algorithm.groups_per_step,
+            max_staleness=config.staleness.max_staleness,
+        )
     )
-    channel = WeightChannel(push, on_live=buffer.set_live)
+    channel = WeightChannel([push], on_live=buffer.set_live)
     probe = probe_tokens(spec.vocab, 16)
     sampler = Sampler(
         (spec, push(state.params)),
         section=config.sampler,
         mesh=slices.sampler,
-        weights=channel,
-        probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        weights=channel.subscribe(),
+        settings=SamplerSettings(
+            probe=Probe(token_ids=probe, tolerance=config.weights.probe_tolerance)
+        ),
     )
     rollouts = RolloutLoop(
         endless_prompts(spec.vocab),
         Forced(sampler, lengths),
         made_up_reward,
         buffer,
-        group_size=config.algorithm.group_size,
-        sampling=SamplingParams(),
-        stop_token_ids=(),
-        max_new_tokens=config.sampler.max_new_tokens,
-        max_length=config.sampler.max_length,
+        settings=RolloutSettings(
+            group_size=config.algorithm.group_size,
+            limits=EpisodeLimits(
+                sampling=SamplingParams(),
+                stop_token_ids=(),
+                max_new_tokens=config.sampler.max_new_tokens,
+                max_length=config.sampler.max_length,
+            ),
+        ),
     )
     watch = Watch(sampler)
     learner = Learner(
@@ -200,7 +221,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
 
 
 def endless_prompts(vocab: int) -> Iterator[Prompt]:
-    """1,024 different prompts, round and round."""
+    """Yield 1,024 different prompts, again and again."""
     for position, tokens in enumerate(itertools.cycle(random_prompts(vocab, 1024))):
         yield Prompt(
             prompt_id=position % 1024, position=position, token_ids=tokens, text="", reference=""

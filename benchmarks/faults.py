@@ -1,9 +1,9 @@
-"""Each fault in a tiny run that goes on: what becomes of it, how long it takes, what is lost.
+"""Inject each fault into a tiny run: measure the outcome, the time to recover and what is lost.
 
 A run of two samplers on the embedded task, once for each fault (`--faults NAME ...`: only those),
-which strikes halfway. Printed: the outcome, the median time between two steps, the longest from the
-fault on (of a run that is stopped: until it has ended), and what the metrics count as survived, and
-as redone or given up.
+which strikes halfway. Prints the outcome, the median time between two steps, the longest time
+between two steps from the fault on (if the run is stopped: until it has ended), and what the
+metrics count as survived, redone or given up.
 """
 
 import argparse
@@ -46,16 +46,16 @@ SETTINGS = (
     "faults={backoff_s: 1.0, scorer_timeout_s: 1, env_timeout_s: 1, watchdog_s: 60}",
 )
 LOST = ("redone_requests", "failed_groups")
-"""Counters of what had to be done again or was given up."""
+"""Counters of work that was redone or given up."""
 
 
 async def two_rows() -> Reply:
-    """A reply of the wrong shape."""
+    """Return a reply of the wrong shape."""
     return Reply(token_ids=np.zeros((2, 2), np.int32), done=True)
 
 
 BLOCKS, SCORES, REPLIES, COMPLETIONS, STEPS = 1, 4, 1, 16, 1
-"""Calls in a step, at least: of a sampler, the scorer, environments, the router, the rest."""
+"""Least calls in a step: of a sampler, the scorer, environments, the router, the rest."""
 FAULTS: dict[str, tuple[Callable[[Hits], Fault], int]] = {
     "sampler dies": (faults.sampler_dies, BLOCKS),
     "sampler hangs": (faults.sampler_hangs, BLOCKS),
@@ -91,14 +91,14 @@ def main() -> None:
 
 
 def train(folder: Path, steps: int) -> None:
-    """One run. Raises JaxrlError kinds."""
-    wishes = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", "run.overwrite=true"]
+    """Run the job once. Raises kinds of JaxrlError."""
+    settings = [*SETTINGS, f"run.dir={folder}", f"run.steps={steps}", "run.overwrite=true"]
     with contextlib.redirect_stdout(io.StringIO()):
-        loop.train(load(CONFIG, wishes))
+        loop.train(load(CONFIG, settings))
 
 
 def measure(name: str, folder: Path, steps: int) -> Row:
-    """One fault's row."""
+    """Measure one fault's row."""
     fault, per_step = FAULTS[name]
     hits, trained_at = Hits(after=per_step * steps // 2), list[float]()
     outcome = "survived"
@@ -125,7 +125,7 @@ def measure(name: str, folder: Path, steps: int) -> Row:
 
 
 def _timed(trained_at: list[float]) -> Fault:
-    """No fault: when each step was reported."""
+    """Inject no fault; record when each step was reported."""
 
     def fault(parts: Parts) -> None:
         learner: Any = parts.trainer.learner

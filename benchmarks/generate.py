@@ -1,12 +1,12 @@
-"""Generated tokens per second of the sampler, alone on its devices.
+"""Measure generated tokens per second of the sampler, alone on its devices.
 
 Prompts of 32 tokens; 8, 64 and 256 slots; answers all of 64 or all of 128 tokens (as many requests
-as slots), or of a long tail (four times as many, so that freed slots are filled again). Lengths are
-forced: the weights are random.
+as slots), or a long tail (four times as many, so that freed slots are refilled). Lengths are
+forced, because the weights are random.
 
 --peers: the same workloads on vLLM's CPU build, Tunix's sampler, and transformers (static and
-continuous batching), each in an environment of its own that is made at first, in turns with ours.
-useful: wanted tokens over computed ones. first_tokens_ms: one token of every sequence at once.
+continuous batching), each in an environment of its own that is made first, in turns with ours.
+useful: wanted tokens over computed tokens. first_tokens_ms: one token of every sequence at once.
 start_s: loading the model; first_run_s: the first run of the workload, compilation included.
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def workloads(slots: int, *, quick: bool) -> dict[str, list[int]]:
-    """Answer lengths of each request, tokens."""
+    """Return each request's answer length, tokens."""
     if quick:
         return {"8 each": [8] * slots, "long tail": long_tail(2 * slots, median=4, most=16)}
     return {

@@ -1,11 +1,11 @@
-"""How far a decode step is from what this machine allows.
+"""Measure how far a decode step is from what this machine allows.
 
 Measured by this script: the matrix products of one decode step of 64 rows, with as many weights as
 the model has (so that they are read from memory, as in a step), through XLA in float32, through
 XLA in bfloat16 into float32, and through NumPy's BLAS; the peak product rate of both libraries on
 square matrices; and the bandwidth of reading and of copying. The floor of a step is the faster of
 the two float32 products plus the live keys and values at the reading bandwidth. Beside it: a step
-of the engine, and what a block costs apart from its steps (gathering pages, writing back).
+of the engine, and the cost of a block beyond its steps (gathering pages, writing back).
 """
 
 import time
@@ -22,7 +22,7 @@ from jaxrl_async.sampler.device.engine import DecodeArgs, Engine
 from jaxrl_async.sampler.device.sampling import Mix
 
 ROWS, LIVE, BLOCK = 64, 64, 32
-"""Rows that decode, tokens that each holds before the block, steps of the block."""
+"""Rows that decode, tokens of each row before the block, steps of the block."""
 
 
 def main() -> None:
@@ -66,8 +66,8 @@ def main() -> None:
 
 
 def step_flops(model: str) -> float:
-    """FLOPs of one decode step of ROWS: two for each weight but the embedding's look-up, and
-    attention over what is live."""
+    """Count the FLOPs of one decode step of ROWS: two per weight (without the embedding's look-up)
+    plus attention over the live tokens."""
     spec = MODELS[model]
     layer = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     layer += 3 * spec.width * spec.mlp
@@ -77,14 +77,13 @@ def step_flops(model: str) -> float:
 
 
 def live_bytes(model: str) -> float:
-    """Bytes of the live keys and values that a step must read, float32."""
+    """Count the bytes of live keys and values that a step must read, float32."""
     spec = MODELS[model]
     return 8.0 * spec.layers * ROWS * (LIVE + BLOCK / 2) * spec.kv_heads * spec.head_dim
 
 
 def products_s(model: str, library: Any, dtype: Any, repeats: int) -> float:
-    """Seconds of the matrix products of one step, one after the other, weights as wide as the
-    engine has them."""
+    """Time the matrix products of one step in sequence, with the engine's weights, seconds."""
     spec = MODELS[model]
     heads = spec.head_dim * (spec.heads + 2 * spec.kv_heads)
     shapes = [
@@ -117,7 +116,7 @@ def products_s(model: str, library: Any, dtype: Any, repeats: int) -> float:
 
 
 def peak_rate(library: Any, repeats: int, size: int = 1024) -> float:
-    """FLOP/s of a product of square float32 matrices."""
+    """Measure the FLOP/s of a product of square float32 matrices."""
     a, b = library.ones((size, size), np.float32), library.ones((size, size), np.float32)
     product: Callable[[], Any] = lambda: a @ b  # noqa: E731
     if library is jnp:
@@ -127,8 +126,8 @@ def peak_rate(library: Any, repeats: int, size: int = 1024) -> float:
 
 
 def read_rate(repeats: int) -> float:
-    """Bytes read per second by two threads that sum 256 MiB each (NumPy's dot of an array with
-    itself)."""
+    """Measure bytes read per second by two threads that each reduce 256 MiB (NumPy's dot of an
+    array with itself)."""
     halves = [np.ones(64 * 2**20, np.float32) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         seconds = best_s(
@@ -138,14 +137,14 @@ def read_rate(repeats: int) -> float:
 
 
 def copy_rate(repeats: int) -> float:
-    """Bytes read and written per second by a copy of 256 MiB through XLA."""
+    """Measure bytes read and written per second by XLA's copy of 256 MiB."""
     x = jnp.ones(64 * 2**20, jnp.float32)
     copy = jax.jit(lambda a: a + 1)
     return 2.0 * x.nbytes / best_s(lambda: copy(x), min(repeats, 5), inner=1)
 
 
 def best_s(work: Callable[[], Any], repeats: int, inner: int = 20) -> float:
-    """Least seconds of one call."""
+    """Return the least time of one call, seconds."""
     jax.block_until_ready(work())
     best = float("inf")
     for _ in range(repeats):
@@ -158,7 +157,7 @@ def best_s(work: Callable[[], Any], repeats: int, inner: int = 20) -> float:
 
 
 def decode_step(model: str, repeats: int) -> tuple[float, float]:
-    """(seconds of a step, seconds that a block costs beside its steps): medians."""
+    """Return (seconds of a step, seconds of a block beyond its steps): medians."""
     spec, width = MODELS[model], LIVE // 32 + 2
     engine = Engine(spec, slots=ROWS, max_length=256, pages=ROWS * width, block=BLOCK)
     weights, state = engine.prepare(make_params(spec)), engine.init_decode_state()

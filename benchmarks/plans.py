@@ -1,9 +1,9 @@
-"""The plans of configs/plans, from real compiles for slices that are not there.
+"""Make the plans of configs/plans, from real compiles for slices that are only described.
 
     python benchmarks/plans.py [--plans NAME ...] [--cache FOLDER] [--json [FILE]] [--write]
 
 Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
-no TPU; what was compiled before is read from the cache. --write puts the table into docs/plans.md.
+but no TPU; compiled programs are read from the cache. --write puts the table into docs/plans.md.
 """
 
 import argparse
@@ -37,15 +37,15 @@ def main() -> None:
         compile_s += sum(
             p["compile_s"] for side in ("trainer", "sampler") for p in plan[side]["programs"]
         )
-    told = {**machine(), "libtpu": version("libtpu"), "compile_s": round(compile_s)}
+    measured_on = {**machine(), "libtpu": version("libtpu"), "compile_s": round(compile_s)}
     if args.json:
-        result = json.dumps({"benchmark": "plans", "machine": told, "rows": rows}, indent=2)
+        result = json.dumps({"benchmark": "plans", "machine": measured_on, "rows": rows}, indent=2)
         sys.stdout.write(result + "\n") if args.json == "-" else Path(args.json).write_text(result)
     if args.json != "-":
-        print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in told.items()))
+        print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in measured_on.items()))
         print(table(rows))
     if args.write:
-        write(DOCS, markdown(rows, told))
+        write(DOCS, markdown(rows, measured_on))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def made(config: Path, cache: str | None) -> dict[str, Any]:
-    """The plan that a configuration's first line asks for. RuntimeError where there is none."""
+    """Make the plan of a configuration's first line. Raises RuntimeError if that line has none."""
     words = shlex.split(config.read_text(encoding="utf-8").splitlines()[0].split("   ")[0])[2:]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
@@ -71,7 +71,7 @@ def made(config: Path, cache: str | None) -> dict[str, Any]:
 
 
 def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one row of the table."""
     return {
         "setting": name,
         "trainer": plan["trainer"]["topology"],
@@ -90,7 +90,7 @@ TOGETHER = (
     "mfu", "gradient", "time_most", "decode_bandwidth", "decode_step", "answer_tokens_per_s",
     "trainer_idle", "sampler_idle", "staleness", "best_split",
 )  # fmt: skip
-"""What there is of plans whose programs the compiler accepted."""
+"""Columns of plans whose programs the compiler accepted."""
 
 
 def _together(plan: dict[str, Any]) -> dict[str, Any]:
@@ -125,18 +125,18 @@ def _most(kinds: dict[str, float]) -> str:
     return f"{name} {kinds[name] / GIB:.1f}"
 
 
-def markdown(rows: list[dict[str, Any]], told: dict[str, Any]) -> str:
-    """The table on its side: one column for each plan."""
+def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
+    """Transpose the table: one column for each plan."""
     head = ["", *(r["setting"] for r in rows)]
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for key in list(rows[0])[1:] if rows else []:
         lines.append(" | ".join([key.replace("_", " "), *(str(r[key]) for r in rows)]))
-    where = ", ".join(f"{k} {v}" for k, v in told.items())
+    where = ", ".join(f"{k} {v}" for k, v in measured_on.items())
     return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
 
 
 def write(file: Path, text: str) -> None:
-    """Between the two marks, which stay."""
+    """Write the table between the two marks of docs/plans.md."""
     before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

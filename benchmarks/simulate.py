@@ -1,19 +1,19 @@
-"""The simulation of the pipeline against real runs: predicted and measured utilisation.
+"""Compare the simulation of the pipeline with real runs: predicted and measured utilisation.
 
 Each setting is a whole run of the main job on the embedded task (`jaxrl_async.train`, random
-weights, dictated lengths of answers), `--repeats` times after a short one that compiles. What the
-simulation is given are times and lengths that a run wrote down: seconds of a decode step by rows,
+weights, forced lengths of answers), `--repeats` times after a short run that compiles. The
+simulation receives only times and lengths that a run recorded: seconds of a decode step by rows,
 of a round's prefill and the host's part, of an update by its tokens, of publishing, a swap, a
-report and a scorer; never a share, a rate or a wait. What it is compared with is metrics.jsonl.
+report and a scorer; never a share, a rate or a wait. Its results are compared with metrics.jsonl.
 
-device    slept: device time is dictated (a decode block and an update end when a formula says so,
-          and the thread sleeps until then): trainer and samplers do not compete for the cores.
+device    slept: a decode block and an update end when a formula says so, and the thread sleeps
+          until then, so that trainer and samplers do not compete for the cores.
           computed: the model's own time, trainer and sampler on the same cores; each slows the
-          other down, and the times are those of a run in which they do.
-error     of the prediction from the times of the run that it is compared with.
+          other down, and the times come from a run in which they do.
+error     of the prediction, made from the times of the run with which it is compared.
 left_out  steps in which a program was compiled, or that took over five times the median (the
-          process was held up), and max_staleness + 1 after each; the numbers are medians over the
-          repeats, least and most of what was measured.
+          process was delayed), and max_staleness + 1 steps after each; the numbers are medians
+          over the repeats, least and most of the measured values.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
@@ -66,7 +66,7 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dictated:
-    """Device time of the slept settings, seconds."""
+    """Device times of the slept settings, seconds."""
 
     step_s: float = 0.006  # of a decode step, and
     row_s: float = 0.0003  # for each of its rows
@@ -170,12 +170,12 @@ SETTINGS = (
     ),
 )
 HELD_UP = 5.0
-"""A step that takes so many times the median was held up by something else."""
+"""A step that takes so many times the median was delayed by something else."""
 COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
 
 
 class Disturbed(Exception):
-    """Too little of a run can be measured."""
+    """Too few steps of a run can be measured."""
 
 
 def main() -> None:
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Row]:
-    """One row for each number that is compared. Raises Disturbed."""
+    """Return one row for each compared number. Raises Disturbed."""
     run(setting, folder, args.warm_up + 4)  # compiles
     runs = [run(setting, folder, args.steps) for _ in range(args.repeats)]
     told = [predicted(r, args) for r in runs]
@@ -223,7 +223,7 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/plans.md: predicted / measured, and the largest error of the shares."""
+    """Format the table of docs/plans.md: predicted / measured, and the shares' largest error."""
     lines = [
         "| setting | device | trainer busy | sampler busy | slots in use | tokens/s | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -250,7 +250,7 @@ def _compared(told: Sequence[float], seen: Sequence[float]) -> Row:
     }
 
 
-# ---- a run, and what is written down of it
+# ---- a run, and what is recorded of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class Run:
 
 
 def run(setting: Setting, folder: Path, steps: int) -> Run:
-    """The whole job; equal samplers of one process compile once."""
+    """Run the whole job; equal samplers of one process compile once."""
     wishes = [*COMMON, f"run.dir={folder}", f"run.steps={steps}", *setting.wishes]
     config = load(CONFIG, wishes)
     notes = Run(
@@ -297,14 +297,14 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
         took = stack.enter_context(timed_blocks(setting.device))
-        noted = _noting(Sampler._round, notes.rounds, took, lambda: made[0].trainer.version)
-        stack.enter_context(patch.object(Sampler, "_round", noted))
+        noted = _noting(DecodeLoop.round, notes.rounds, took, lambda: made[0].trainer.version)
+        stack.enter_context(patch.object(DecodeLoop, "round", noted))
         loop.train(config)
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
 
 
 def prepare(parts: Parts, setting: Setting, notes: Run) -> None:
-    """Dictate lengths, the scorer's and the update's time; note what the calibration needs."""
+    """Force lengths and the scorer's and the update's time; record what the calibration needs."""
     rollouts: Any = parts.rollouts
     learner: Any = parts.trainer.learner
     channel: Any = parts.channel
@@ -341,13 +341,18 @@ def prepare(parts: Parts, setting: Setting, notes: Run) -> None:
 
 
 class Forced:
-    """ports.Generate with dictated lengths, by group and member: the same in every run."""
+    """ports.Generate with forced lengths by group and member, the same in every run."""
 
     def __init__(self, inner: Any, lengths: Sequence[int]) -> None:
         self._inner, self._lengths = inner, lengths
+        self.seed = None  # it continues no Partial
+
+    def progress(self) -> tuple[Any, ...]:
+        """Return nothing: no request is saved here."""
+        return ()
 
     def submit_many(self, requests: Sequence[Any]) -> Any:
-        """Queue all, each with its length."""
+        """Queue all requests, each with its forced length."""
         return self._inner.submit_many([replace(r, forced_length=self._of(r)) for r in requests])
 
     def _of(self, request: Any) -> int:
@@ -356,30 +361,30 @@ class Forced:
 
 
 def _noting(
-    play: Callable[[Any], bool],
+    play: Callable[[Any, Any], bool],
     rounds: list[Round],
     took: dict[int, float],
     version: Callable[[], int],
-) -> Callable[[Any], bool]:
-    """Sampler._round, written down."""
+) -> Callable[[Any, Any], bool]:
+    """DecodeLoop.round, written down."""
 
-    def noted(sampler: Any) -> bool:
-        before, programs, first = sampler.stats(), sampler.engine.num_compiled, version()
-        came = play(sampler)
-        after = sampler.stats()
-        steps = (after.slot_steps - before.slot_steps) // sampler.engine.slots
+    def noted(loop: Any, batch: Any) -> bool:
+        before, programs, first = loop.stats, batch.engine.num_compiled, version()
+        came = play(loop, batch)
+        after = loop.stats
+        steps = (after.slot_steps - before.slot_steps) // batch.engine.slots
         busy_s = after.busy_s - before.busy_s
         if busy_s > 0:
             rounds.append(
                 Round(
                     busy_s=busy_s,
-                    decode_s=took.pop(id(sampler._batch), 0.0),
+                    decode_s=took.pop(id(batch), 0.0),
                     steps=steps,
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
                     making=range(first + 1, version() + 2),
-                    compiled=sampler.engine.num_compiled > programs,
+                    compiled=batch.engine.num_compiled > programs,
                 )
             )
         return came
@@ -389,8 +394,8 @@ def _noting(
 
 @contextlib.contextmanager
 def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
-    """Seconds of the newest decode block, by its batch. Where a device is given, a block takes the
-    dictated time from its dispatch on; the host's work runs meanwhile, as beside a device."""
+    """Time each decode block. With a device, a block takes the device's forced time from its
+    dispatch on, while the host works, as beside a real device."""
     start_block, wait_for_block = Batch.start_block, Batch.wait_for_block
     began: dict[int, float] = {}
     took: dict[int, float] = {}
@@ -413,17 +418,17 @@ def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
 
 
 def sleep_until(at_s: float) -> None:
-    """Of time.perf_counter()."""
+    """Sleep until time.perf_counter() has this value."""
     left_s = at_s - time.perf_counter()
     if left_s > 0:
         time.sleep(left_s)
 
 
-# ---- from a run to the simulation's input, and to what it is compared with
+# ---- from a run to the simulation's input, and to the measured results
 
 
 def calibrated(found: Run, warm_up: int) -> Pipeline:
-    """What the simulation needs to know, from a run's times and lengths."""
+    """Derive the simulation's input from a run's times and lengths."""
     config, lines = found.config, found.lines[1:-1]  # the first and the last step evaluate
     bad = disturbed(found, warm_up)
     learnt = [x for x in lines[warm_up:] if x["step"] not in bad]
@@ -458,7 +463,7 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
 
 
 def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
-    """Seconds of a round by what it did: a block's steps, a prefill, the rest; means that add up to
+    """Split the time of rounds into a block's steps, a prefill and the rest; the means add up to
     the time of all rounds."""
     section, mesh = found.config.sampler, found.config.mesh
     assert section.slots is not None
@@ -490,7 +495,7 @@ def calibrated_samplers(found: Run, bad: set[int], warm_up: int) -> Samplers:
 
 
 def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
-    """By the simulation, from a run's times; medians over seeds."""
+    """Predict by simulation from a run's times; return medians over seeds."""
     pipeline = calibrated(found, args.warm_up)
     told = [
         simulate(pipeline, updates=args.steps - 1, warm_up=args.warm_up, seed=seed)
@@ -500,7 +505,7 @@ def predicted(found: Run, args: argparse.Namespace) -> dict[str, float]:
 
 
 def measured(found: Run, warm_up: int) -> dict[str, float]:
-    """The run's own metrics over the steps after the warm-up, as one."""
+    """Merge the run's own metrics over the steps after the warm-up."""
     lines, bad = found.lines[1:-1], disturbed(found, warm_up)
     pairs = [(a, b) for a, b in pairwise(lines[warm_up - 1 :]) if b["step"] not in bad]
     after = [b for _, b in pairs]
@@ -522,8 +527,8 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
 
 
 def disturbed(found: Run, warm_up: int) -> set[int]:
-    """Steps to leave out: a program was compiled in them, or they were held up; and those after
-    them in which what was drawn meanwhile is trained on."""
+    """Return the steps to leave out: those with a compile or a delay, and those after them that
+    train on data drawn meanwhile."""
     lines = found.lines[1:-1]
     compiled = {version for r in found.rounds if r.compiled for version in r.making}
     walls = {

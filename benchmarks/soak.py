@@ -1,15 +1,14 @@
-"""A long run with faults at random: do memory, threads, files and device buffers stay flat?
+"""Run for long with random faults: do memory, threads, files and device buffers stay flat?
 
     python benchmarks/soak.py [--minutes 45] [--seed 0]
 
 The main job on the embedded addition task with a tiny decoder and two samplers, in this process,
 with evaluations and checkpoints, while faults strike about every twenty seconds: a sampler dies, a
-completion is not finite, a scorer fails, scores of the wrong number, a transfer that cannot be
-started or arrives torn. (What hangs is left out: a thread that hangs is left behind, with what it
+completion is not finite, a scorer fails, the number of scores is wrong, a transfer cannot be
+started or arrives torn. (Hangs are left out: a thread that hangs is left behind with all that it
 holds.) Each resource is read nine hundred times; its slope is that of a line through the means of
-twenty equal parts of the last two thirds, half an hour, with a 95 % interval (Student's t). `flat`
-says whether the interval holds 0, or what the slope adds in an hour is below a hundredth of the
-level.
+twenty equal parts of the last two thirds, half an hour, with a 95 % interval (Student's t). `flat`:
+the interval contains 0, or the slope adds less than a hundredth of the level in an hour.
 """
 
 import argparse
@@ -45,17 +44,17 @@ PARTS = 20
 T_95 = 2.101
 """Student's t, 95 %, for PARTS - 2 degrees of freedom."""
 COMPILED: list[str] = []
-"""What was compiled: prompts of a new length, or new numbers of them at once, need one more
-program, and it stays in memory. Only so many shapes exist, and prompts here are all of one length,
-so that the last of them comes early; those that came late are named at the end."""
+"""Names of compiled programs. A new prompt length or batch size compiles one more, which stays in
+memory. The number of shapes is bounded, and prompts here have one length, so that the last program
+comes early; late ones are named at the end."""
 MEAN_S = 60.0
-"""Mean time between two strikes of one fault, beside SOONEST_S."""
+"""Mean time between two strikes of one fault, in addition to SOONEST_S."""
 SOONEST_S = 5.0
 
 
 class AtRandom(Hits):
-    """Strikes after a random time, again and again, but not soon again: a transfer that is torn
-    twice, say, ends the run, as it should."""
+    """Strikes repeatedly after random times, but not twice in quick succession: a transfer torn
+    twice, for example, ends the run, as it should."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class AtRandom(Hits):
         self._next = time.monotonic() + self._rng.expovariate(1 / MEAN_S)
 
     def strikes(self) -> bool:
-        """Whether this call is hit."""
+        """Return whether the fault strikes this call."""
         with self._lock:
             now = time.monotonic()
             if now < self._next:
@@ -107,15 +106,15 @@ def main() -> None:
         found = audit_run(root)
     struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items())
     print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
-    told = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
-    print(told, file=sys.stderr)
+    verdict = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
+    print(verdict, file=sys.stderr)
     first, *_, last = map(int, watch.late["programs compiled"])
     print(f"# compiled late: {', '.join(COMPILED[first:last]) or 'nothing'}", file=sys.stderr)
     report("soak", watch.rows(), args)
 
 
 def count_compiled(event: str, duration_secs: float, **about: str | int) -> None:
-    """Told of everything that JAX times."""
+    """Listen to the durations that JAX reports, and count compiles."""
     if "backend_compile" in event:
         COMPILED.append(str(about.get("fun_name", "?")))
 
@@ -138,7 +137,7 @@ def configuration(folder: str) -> Config:
 
 
 class Watch(threading.Thread):
-    """Reads the resources until the time is over; then it asks the run to stop."""
+    """Reads the resources until the time is over, then asks the run to stop."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(daemon=True)
@@ -156,21 +155,21 @@ class Watch(threading.Thread):
         os.kill(os.getpid(), signal.SIGINT)
 
     def rows(self) -> list[Row]:
-        """One line for each resource, of the last two thirds."""
+        """Return one row for each resource, over the last two thirds."""
         late = self.late
         hours = late.pop("seconds") / 3600
         return [slope(name, hours, values) for name, values in late.items()]
 
     @property
     def late(self) -> dict[str, np.ndarray]:
-        """The readings that count, by resource, and their times in seconds."""
+        """Return the readings of the last two thirds, by resource, and their times in seconds."""
         rows = np.array(self._values).reshape(-1, len(self._names))
         counts = rows[:, 0] > self._seconds / 3
         return dict(zip(self._names, rows[counts].T, strict=True))
 
 
 def resources() -> dict[str, float]:
-    """Readings of this process."""
+    """Read the resources of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     arrays = jax.live_arrays()
@@ -187,14 +186,16 @@ def resources() -> dict[str, float]:
 
 
 class MallInfo(ctypes.Structure):
-    """What glibc's mallinfo2() returns."""
+    """The struct that glibc's mallinfo2() returns."""
 
     _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
 
 
 def allocated() -> dict[str, float]:
-    """What is allocated and not freed, over all of malloc's arenas: a leak grows here. Resident
-    memory has, beside it, what was freed and malloc keeps. Empty where malloc is not glibc's."""
+    """Read the bytes allocated and not freed in all of malloc's arenas, where a leak grows.
+
+    Resident memory also contains freed memory that malloc keeps. Empty if malloc is not glibc's.
+    """
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if read is None or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return {}
@@ -204,7 +205,7 @@ def allocated() -> dict[str, float]:
 
 
 def slope(name: str, hours: np.ndarray, values: np.ndarray) -> Row:
-    """Of a line through the means of PARTS equal parts."""
+    """Fit a line through the means of PARTS equal parts."""
     x = np.array([part.mean() for part in np.array_split(hours, PARTS)])
     y = np.array([part.mean() for part in np.array_split(values, PARTS)])
     dx = x - x.mean()

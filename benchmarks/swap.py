@@ -1,8 +1,8 @@
-"""New weights at every decode block, for a minute, while all slots decode: what does it cost?
+"""Swap weights at every decode block for a minute while all slots decode: what does it cost?
 
-A second thread publishes the next version as soon as the last one is live. Printed: swaps and
+A second thread publishes the next version as soon as the last one is live. Prints swaps and
 blocks, the pause of a swap (median and most), a block's time with swaps and without, programs
-compiled after the start, tokens whose version is wrong, and resident memory at the start and end.
+compiled after the start, tokens with a wrong version, and resident memory at the start and end.
 """
 
 import resource
@@ -20,9 +20,10 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Request
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 SLOTS, LENGTH = 64, 128
-"""Sequences at once, and tokens of each answer."""
+"""Sequences at a time, and tokens of each answer."""
 
 
 def main() -> None:
@@ -35,31 +36,31 @@ def main() -> None:
 
 
 def measure(model: str, seconds: float) -> Row:
-    """One decoder's row."""
+    """Measure one decoder's row."""
     spec, params = MODELS[model], make_params(MODELS[model])
     copied = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1, tree))
-    channel = WeightChannel(copied)
+    channel = WeightChannel([FunctionLink(copied)])
     pauses: list[float] = []
-    told: list[tuple[int, int]] = []  # tokens of each answer, and how many have a wrong version
+    answers: list[tuple[int, int]] = []  # tokens of each answer, and how many have a wrong version
     section = schema.SamplerSection(
         slots=SLOTS, max_length=32 + LENGTH, max_new_tokens=LENGTH, block=16
     )
-    sampler = Sampler((spec, params), section=section, weights=channel)
+    sampler = Sampler((spec, params), section=section, weights=channel.subscribe())
     try:
-        timed_blocks(sampler, spec.vocab, 0.0, told)  # compile
-        quiet = timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), told)
+        timed_blocks(sampler, spec.vocab, 0.0, answers)  # compile
+        quiet = timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), answers)
         first = threading.Thread(target=publish, args=(channel, params, sampler, pauses))
         first.start()
-        timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), told)
+        timed_blocks(sampler, spec.vocab, min(3.0, seconds / 2), answers)
         before, memory = sampler.stats(), resident_mib()
         pauses.clear()
-        told.clear()
-        busy = timed_blocks(sampler, spec.vocab, seconds, told)
+        answers.clear()
+        busy = timed_blocks(sampler, spec.vocab, seconds, answers)
         after, grown = sampler.stats(), resident_mib() - memory
     finally:
         channel.close()
         sampler.close()
-    tokens, wrong = (sum(numbers) for numbers in zip(*told, strict=True))
+    tokens, wrong = (sum(numbers) for numbers in zip(*answers, strict=True))
     return {
         "model": model,
         "seconds": seconds,
@@ -77,7 +78,7 @@ def measure(model: str, seconds: float) -> Row:
 
 
 def publish(channel: WeightChannel, params: Any, sampler: Sampler, pauses: list[float]) -> None:
-    """The next version as soon as the last is live, until the channel closes."""
+    """Publish the next version as soon as the last is live, until the channel closes."""
     version = 0
     try:
         while True:
@@ -90,13 +91,13 @@ def publish(channel: WeightChannel, params: Any, sampler: Sampler, pauses: list[
 
 
 def timed_blocks(
-    sampler: Sampler, vocab: int, seconds: float, told: list[tuple[int, int]]
+    sampler: Sampler, vocab: int, seconds: float, answers: list[tuple[int, int]]
 ) -> float:
-    """Keep all slots busy for so long; mean seconds of a block."""
+    """Keep all slots busy for so many seconds; return the mean time of a block, seconds."""
     prompts, number = random_prompts(vocab, SLOTS), 0
     before, start = sampler.stats(), time.perf_counter()
     while number == 0 or time.perf_counter() - start < seconds:
-        wishes = [
+        requests = [
             Request(
                 request_id=f"{number}/{i}",
                 token_ids=prompt,
@@ -106,21 +107,21 @@ def timed_blocks(
             )
             for i, prompt in enumerate(prompts)
         ]
-        told += [(len(c.token_ids), wrong_versions(c)) for c in sampler.generate(wishes)]
+        answers += [(len(c.token_ids), wrong_versions(c)) for c in sampler.generate(requests)]
         number += 1
     after = sampler.stats()
     return (after.busy_s - before.busy_s) / max(1, after.blocks - before.blocks)
 
 
 def wrong_versions(completion: Completion) -> int:
-    """Tokens whose version falls, or changes elsewhere than at a block's second token."""
+    """Count tokens whose version falls, or changes elsewhere than at a block's second token."""
     steps = np.diff(completion.versions)
     changes = np.flatnonzero(steps) + 1
     return int((steps < 0).sum() + ((changes - 1) % 16 != 0).sum())
 
 
 def resident_mib() -> float:
-    """Resident memory now, MiB; the most so far where there is no /proc."""
+    """Return resident memory now, MiB; without /proc, the most so far."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         return int(pages.read_text(encoding="ascii").split()[1]) * resource.getpagesize() / 2**20

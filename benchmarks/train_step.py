@@ -1,4 +1,4 @@
-"""Seconds of one GRPO update: 64 sequences of 96 tokens (32 of prompt), packed, AdamW included.
+"""Time one GRPO update: 64 sequences of 96 tokens (32 of prompt), packed, AdamW included.
 
 The share of the peak counts the model's FLOPs (train_flops) against a square matrix product
 measured on the same device.
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def one_row(spec: ModelSpec, remat: str, peak: float, args: argparse.Namespace) -> Row:
-    """Update again and again from the same batch; the state moves on."""
+    """Time repeated updates from the same batch; the state changes each time."""
     batch = random_batch(spec.vocab, args.sequences)
     settings = LearningSettings(
         mesh=make_slices(schema.MeshSection(colocated=True)).trainer,
@@ -76,7 +76,7 @@ def one_row(spec: ModelSpec, remat: str, peak: float, args: argparse.Namespace) 
 
 
 def random_batch(vocab: int, count: int, seed: int = 0) -> PackedBatch:
-    """`count` sequences of LENGTH random tokens, of which the policy drew all but the prompt."""
+    """Make `count` sequences of LENGTH random tokens, all drawn by the policy except the prompt."""
     rng = np.random.default_rng(seed)
     mask = np.arange(LENGTH) >= PROMPT_TOKENS
     return pack(

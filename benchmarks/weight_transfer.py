@@ -1,11 +1,11 @@
-"""Weights from the trainer's mesh to the sampler's: our push against a plain jax.device_put.
+"""Time the push of weights from the trainer's mesh to the sampler's, beside jax.device_put.
 
     1 -> 1                              one device to another
     fsdp 2 x tensor 2 -> tensor 4       four devices to four others, other shard boundaries
 
-`caller` is how long the call keeps the trainer's thread while the step that makes the weights still
-runs (its time is `step`); `median`, `least`, `most` are from weights that are ready to the last
-array on the sampler's mesh.
+`caller` is how long the call blocks the trainer's thread while the step that makes the weights
+still runs (its time is `step`); `median`, `least`, `most` are from the moment the weights are ready
+until the last array is on the sampler's mesh.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
 def both_ways(
     spec: ModelSpec, mesh: schema.MeshSection, args: argparse.Namespace
 ) -> dict[str, Row]:
-    """The same weights over the same meshes, pushed and put."""
+    """Time push and device_put with the same weights and meshes."""
     slices = make_slices(mesh)
     table = weight_table(spec)
     source = shardings(table, slices.trainer, TRAINER_RULES)
@@ -71,7 +71,7 @@ def both_ways(
 
 
 def one_row(way: Callable[[Any], Any], params: Any, source: Any, repeats: int) -> Row:
-    """Time of a whole transfer, and of the call behind a step that still runs."""
+    """Time a whole transfer, and the call while a step still runs."""
     taken = measure(lambda: jax.block_until_ready(way(params)), repeats)
     step = jax.jit(_slow_copy, out_shardings=source)
     step_s = measure(lambda: jax.block_until_ready(step(params)), repeats)
@@ -93,7 +93,7 @@ def one_row(way: Callable[[Any], Any], params: Any, source: Any, repeats: int) -
 
 
 def _slow_copy(params: Any) -> Any:
-    """The same weights after some work that they depend on: a stand-in for a train step."""
+    """Return the same weights after some work, which stands in for a train step."""
     x = jnp.eye(512) * 0.5
     x = jax.lax.fori_loop(0, 40, lambda _, y: y @ x + y * 0.5, x)
     nothing = jnp.minimum(jnp.abs(x).sum(), 0.0)

@@ -1,6 +1,6 @@
 """Asynchronous reinforcement learning of language models in JAX.
 
-The public names below are loaded when they are first used: importing the package costs nothing.
+The public names below are loaded on first use: importing the package costs nothing.
 The main job is `python -m jaxrl_async.train CONFIG`; from Python,
 `jaxrl_async.run.loop.train(config)`.
 """
@@ -27,7 +27,7 @@ __all__ = [*sorted(_HOMES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from the module that it lives in."""
+    """Return a public name from the module that defines it."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

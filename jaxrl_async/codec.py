@@ -1,8 +1,8 @@
-"""Carriers to bytes and back, for checkpoints: JSON for the structure, one buffer for all arrays.
+"""Convert carriers to bytes and back, for checkpoints: JSON for structure, one buffer for arrays.
 
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
-Only the dataclasses and enums that the reader names can come out; there is no pickle.
+Only the dataclasses and enums that the reader names can be loaded; there is no pickle.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from jaxrl_async import types
 Bytes = NDArray[np.uint8]
 
 KIND = "!"
-"""Key that marks a JSON object as something else than a mapping, and says what."""
+"""Key that marks a JSON object as something other than a mapping, and names its kind."""
 CARRIERS: tuple[type, ...] = tuple(
     kind
     for kind in vars(types).values()
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum))
 )
-"""The records of types.py, and their enums."""
+"""The records and enums of types.py."""
 PLAIN_KINDS = "biufcSU"
-"""Kinds of NumPy's own number and text types that are saved, each by its `str`."""
+"""Kinds of NumPy's own dtypes that are saved, each by its `str`: numbers and text."""
 ML_DTYPES: dict[str, Any] = {
     name: np.dtype(kind)
     for name, kind in vars(ml_dtypes).items()
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
-"""bfloat16, the 8-bit floats and so on, which NumPy itself knows no name for, by name."""
+"""dtypes that NumPy itself has no name for (bfloat16, 8-bit floats), by name."""
 
 
 def dumps(tree: Any) -> Bytes:
-    """Records, enums, arrays, tuples, lists, mappings with str keys and plain values as bytes.
+    """Convert records, enums, arrays, tuples, lists, str-keyed mappings and plain values to bytes.
 
-    TypeError names anything else.
+    Raises TypeError for anything else, naming it.
     """
     arrays: list[NDArray[Any]] = []
     text = json.dumps(_encoded(tree, arrays)).encode()
@@ -50,7 +50,10 @@ def dumps(tree: Any) -> Bytes:
 
 
 def loads(data: Bytes, kinds: Sequence[type] = ()) -> Any:
-    """What dumps was given. kinds: records beside those of types.py. ValueError for other bytes."""
+    """Convert what `dumps` wrote back; `kinds` are records in addition to those of types.py.
+
+    Raises ValueError for other bytes.
+    """
     known = {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
     raw = np.ascontiguousarray(data, np.uint8).tobytes()
     size = int(np.frombuffer(raw[:8], "<u8")[0]) if len(raw) >= 8 else -1
@@ -74,15 +77,15 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        told = {name: _encoded(field, arrays) for name, field in fields.items()}
-        return {KIND: type(value).__name__, "fields": told}
+        encoded = {name: _encoded(field, arrays) for name, field in fields.items()}
+        return {KIND: type(value).__name__, "fields": encoded}
     if isinstance(value, tuple):
         return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
     if isinstance(value, list):
         return [_encoded(v, arrays) for v in value]
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        told = {k: _encoded(v, arrays) for k, v in value.items()}
-        return {KIND: "mapping", "fields": told} if KIND in value else told
+        encoded = {k: _encoded(v, arrays) for k, v in value.items()}
+        return {KIND: "mapping", "fields": encoded} if KIND in value else encoded
     raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
 
 
@@ -95,15 +98,15 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def _named_dtype(name: str) -> np.dtype[Any]:
-    """What _dtype_name told; ValueError for another."""
-    found = ML_DTYPES[name] if name in ML_DTYPES else np.dtype(name)
-    if _dtype_name(found) != name:
+    """Return the dtype that `_dtype_name` names so; raise ValueError for another name."""
+    dtype = ML_DTYPES[name] if name in ML_DTYPES else np.dtype(name)
+    if _dtype_name(dtype) != name:
         raise ValueError(f"not a record of this program: arrays of {name!r} are never written")
-    return found
+    return dtype
 
 
 def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
-    """`at` is where the next array starts: they lie in the order in which they were met."""
+    """Decode a JSON value; `at[0]` is the byte at which the next array starts, in writing order."""
     if isinstance(value, list):
         return [_decoded(v, buffer, known, at) for v in value]
     if not isinstance(value, dict):
@@ -111,7 +114,7 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
     if KIND not in value:
         return {k: _decoded(v, buffer, known, at) for k, v in value.items()}
     kind = value[KIND]
-    if kind == "mapping":  # one that has the key KIND itself
+    if kind == "mapping":  # a mapping that itself has the key KIND
         return {k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()}
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])

@@ -1,4 +1,4 @@
-"""Every error that a user can cause. One base class; each kind is also a standard-library type.
+"""Define every error that a user can cause, with one base; each is also a standard-library type.
 
 A message says what was wrong, where, and what to do.
 """
@@ -8,20 +8,23 @@ import threading
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or, as XLA says it, a device had too little memory."""
+    """Return whether the host or a device (XLA's RESOURCE_EXHAUSTED) ran out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def is_the_runs_own_end(error: BaseException) -> bool:
-    """Whether an exception that comes out of a user's code is not of its making: the task that runs
-    it is cancelled, its coroutine is closed, or the user pressed Ctrl-C in the main thread."""
+    """Return whether an exception raised in a user's code was caused by the run ending instead.
+
+    That is the case if the task that runs the code is cancelled, its coroutine is closed, or the
+    user pressed Ctrl-C in the main thread.
+    """
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is threading.main_thread()
     if not isinstance(error, asyncio.CancelledError | GeneratorExit):
         return False
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no loop runs: a coroutine that is left behind is closed
+    except RuntimeError:  # no running loop: an abandoned coroutine is being closed
         return True
     return task is not None and task.cancelling() > 0
 
@@ -43,11 +46,11 @@ class CheckpointError(JaxrlError, OSError):
 
 
 class EarlierSaveError(CheckpointError):
-    """The checkpoint before the one asked for could not be written; that one is under way."""
+    """The previous checkpoint could not be written; the requested one is being written."""
 
 
 class MeshError(JaxrlError, ValueError):
-    """The mesh asked for does not fit the devices that are there."""
+    """The requested mesh does not fit the available devices."""
 
 
 class WeightsError(JaxrlError, RuntimeError):
@@ -63,7 +66,7 @@ class RolloutTimeout(RolloutError, TimeoutError):
 
 
 class RefusedScore(RolloutError):
-    """What a scorer gave is no score of each episode, and asking again would not change that."""
+    """A scorer did not return one valid score per episode; a retry would not change that."""
 
 
 class StalledError(JaxrlError, TimeoutError):
@@ -71,23 +74,23 @@ class StalledError(JaxrlError, TimeoutError):
 
 
 class TrainingError(JaxrlError, ArithmeticError):
-    """Training cannot go on: steps in a row were not finite, or no group has anything to teach."""
+    """Training cannot continue: steps in a row were not finite, or no group has a signal."""
 
 
 class ReplayError(JaxrlError, RuntimeError):
-    """A run cannot be replayed from a recorded schedule, or has come apart from it."""
+    """A run cannot be replayed from a recorded schedule, or has diverged from it."""
 
 
 class Closed(JaxrlError, RuntimeError):
-    """The part was closed while somebody waited on it: the run is stopping."""
+    """The part was closed while a caller waited for it: the run is stopping."""
 
 
 class Preempted(JaxrlError, InterruptedError):
-    """The run was told to end by SIGTERM; everything is saved, and a resumed run goes on."""
+    """SIGTERM ended the run; everything is saved, and the run can be resumed."""
 
 
 class Stopped(JaxrlError, InterruptedError):
-    """The run was told to end by Ctrl-C before there was a policy to write; all else is saved."""
+    """Ctrl-C ended the run before there was a policy to write; everything else is saved."""
 
 
 class MissingExtraError(JaxrlError, ImportError):

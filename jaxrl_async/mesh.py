@@ -1,5 +1,4 @@
-"""Devices split into a trainer slice and a sampler slice, and what lies where on them: one table a
-role."""
+"""Split devices into a trainer slice and sampler slices; one table a role says how to shard."""
 
 import functools
 import logging
@@ -16,13 +15,13 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import MeshError
+from jaxrl_async.config.processes import mesh_devices_per_process
+from jaxrl_async.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""From the one that communicates least to the one that does most: data alone crosses slices, and
-tensor lies on neighbouring chips."""
+"""By communication, least first: only data crosses slices, tensor is on neighbouring chips."""
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -40,10 +39,10 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": ("context", "data", "fsdp", "expert"),
     "looked_up": ("context", "data", "expert"),
 }
-"""Where each logical axis lies in the trainer: weights are shared over fsdp, expert and tensor.
+"""How the trainer shards each logical axis: weights over fsdp, expert and tensor.
 
-tokens: rows and their lengths in one axis, in the order of model/layout.py; looked_up: the same
-where the embedding's columns lie over fsdp."""
+tokens: rows and lengths flattened into one axis, in the order of model/layout.py; looked_up: the
+same while the embedding's columns are sharded over fsdp."""
 
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
@@ -52,12 +51,13 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": None,
     "looked_up": None,
 }
-"""Where each logical axis lies in the sampler: weights and KV pages over tensor and expert. The
-other axes of its mesh repeat the same work on their devices."""
+"""How a sampler shards each logical axis: weights and KV pages over tensor and expert.
+
+Along the other axes of its mesh, devices repeat the same work."""
 
 
 class Slices(NamedTuple):
-    """The trainer's mesh and each sampler's; the same devices where colocated."""
+    """The trainer's mesh and each sampler's; the same devices if colocated."""
 
     trainer: Mesh
     samplers: tuple[Mesh, ...]
@@ -65,26 +65,24 @@ class Slices(NamedTuple):
 
     @property
     def sampler(self) -> Mesh:
-        """The first sampler's."""
+        """The first sampler's mesh."""
         return self.samplers[0]
 
 
 def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | None = None) -> Slices:
-    """Trainer on the first devices, sampler on the next (or the same). MeshError where there are
-    too few.
+    """Give the trainer the first devices and the samplers the next (or the same) ones.
 
-    Of several processes, each gives its first devices to the trainer's mesh, which spans them all;
-    the samplers are those of this process (colocated: none, a slice of all devices cannot sample).
+    With several processes, each gives its first devices to the trainer's mesh, which spans them
+    all; the samplers are those of this process (none if colocated: a slice that spans processes
+    cannot sample). Raises MeshError if there are too few devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
             f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, "
-            "sampler "
-            f"{section.samplers} x {section.sampler.num_devices}, colocated {section.colocated}), "
-            "but there are "
-            f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
-            "mesh.colocated=true."
+            f"sampler {section.samplers} x {section.sampler.num_devices}, colocated "
+            f"{section.colocated}), but there are {len(devices)}: {devices[0].platform}. Make "
+            "the axes smaller or set mesh.colocated=true."
         )
     hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
     if len(hosts) > 1:
@@ -108,10 +106,10 @@ def _processes(devices: Sequence[jax.Device]) -> list[int]:
 
 
 def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Device]]) -> None:
-    """Raise MeshError where the slices cannot be cut from the devices of several processes."""
+    """Raise MeshError if the slices cannot be cut from the devices of several processes."""
     try:
-        needed = section.devices_of_process(len(hosts))
-    except ValueError as error:
+        needed = mesh_devices_per_process(section, len(hosts))
+    except ConfigError as error:
         raise MeshError(str(error)) from None
     fewest = min(len(host) for host in hosts)
     if fewest < needed:
@@ -124,19 +122,25 @@ def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Devic
 def make_mesh(
     axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
 ) -> Mesh:
-    """A mesh of the devices, as arranged. Raises MeshError."""
+    """Make a mesh of the devices, as `arranged` orders them. Raises MeshError."""
     return Mesh(arranged(axes, devices, reorder=reorder), AXES)
 
 
 def arranged(
     axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
 ) -> np.ndarray:
-    """The devices [data, fsdp, expert, context, tensor], in their own order but on TPU.
+    """Arrange devices as [data, fsdp, expert, context, tensor]; only on TPU is their order changed.
 
-    There, slices of a network between data centers (DCN) are divided over data alone, each slice a
-    block of it; MeshError where they cannot be. reorder: within a slice the axes follow its torus;
-    else they keep the order given, in which each process's devices lie together (its samplers take
-    their weights from them).
+    On TPU, slices joined by a data center network (DCN) are split along data only, each slice one
+    block of it.
+
+    Args:
+        axes: Size of each axis.
+        devices: As many as the product of the sizes.
+        reorder: Let the axes follow each slice's torus. False keeps the given order, in which a
+            process's devices are adjacent (its samplers take their weights from them).
+
+    Raises MeshError if the slices cannot be split so.
     """
     shape = tuple(getattr(axes, name) for name in AXES)
     if devices[0].platform != "tpu":
@@ -158,8 +162,10 @@ def arranged(
 
 
 def _on_torus(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    """Devices of one slice so that neighbours on an axis are neighbours in the slice, where they
-    fill a box that can be divided so."""
+    """Arrange one slice's devices so that neighbours on an axis are neighbours on the torus.
+
+    Keeps their order, with a warning, if they do not fill a box that can be divided so.
+    """
     if _is_box([(*d.coords, d.core_on_chip) for d in devices]):
         try:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -174,26 +180,26 @@ def _on_torus(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarr
     return np.array(devices).reshape(shape)
 
 
-def _is_box(places: Sequence[tuple[int, ...]]) -> bool:
-    sides = [max(along) - min(along) + 1 for along in zip(*places, strict=True)]
-    return math.prod(sides) == len(set(places))
+def _is_box(coordinates: Sequence[tuple[int, ...]]) -> bool:
+    sides = [max(along) - min(along) + 1 for along in zip(*coordinates, strict=True)]
+    return math.prod(sides) == len(set(coordinates))
 
 
 def num_shards(mesh: Mesh, rules: Rules, axis: str) -> int:
-    """Ways that the rules divide a logical axis on a mesh."""
+    """Return into how many shards the rules divide a logical axis on a mesh."""
     names = rules.get(axis) or ()
     return math.prod(mesh.shape[n] for n in ((names,) if isinstance(names, str) else names))
 
 
 def batch_sharding(mesh: Mesh, rules: Rules = TRAINER_RULES) -> NamedSharding:
-    """Of arrays [rows, length, ...] that the mesh divides: rows over the batch's axes."""
+    """Return the sharding of arrays [rows, length, ...] that the mesh divides."""
     return NamedSharding(mesh, PartitionSpec(rules["batch"], rules["length"]))
 
 
 def spec_for(
     shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh, rules: Rules
 ) -> PartitionSpec:
-    """The PartitionSpec of an array; a dimension that its mesh axes do not divide is left whole."""
+    """Return an array's PartitionSpec; a dimension that its mesh axes do not divide stays whole."""
     used: set[str] = set()
     entries: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
@@ -210,7 +216,7 @@ def spec_for(
 
 
 def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
-    """A NamedSharding for each Weight of a weight table, in the same tree."""
+    """Return a NamedSharding for each Weight of a weight table, in the same tree."""
     return jax.tree.map(
         lambda w: NamedSharding(mesh, spec_for(w.shape, w.axes, mesh, rules)),
         table,
@@ -219,11 +225,11 @@ def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 HOST, DEVICE = "pinned_host", "device"
-"""Kinds of memory: beside the host's processors, and beside the device's."""
+"""JAX's memory kinds: the host's, and the device's."""
 
 
 def in_memory(kind: str, tree: Any) -> Any:
-    """Arrays, or their shardings, in the host's or the device's memory, divided as before."""
+    """Move arrays, or their shardings, to the host's or the device's memory, sharded as before."""
 
     def one(x: Any) -> Any:
         if isinstance(x, NamedSharding):
@@ -234,16 +240,17 @@ def in_memory(kind: str, tree: Any) -> Any:
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:
-    """Arrays or their shapes as shapes that say where they lie: for programs that are lowered and
-    do not run."""
+    """Return shapes with shardings for arrays or shapes: to lower programs without running them."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Host arrays on the devices of a sharding, of which other processes may hold some: all then
-    give the same arrays."""
+    """Put host arrays on the devices of a sharding.
+
+    If other processes own some of the devices, all processes must pass the same arrays.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -254,7 +261,7 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """The array on the host. Where other processes hold parts of it, all must call this."""
+    """Copy an array to the host. If other processes hold parts of it, all must call this."""
     if not (array.is_fully_addressable or array.is_fully_replicated):
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
         array = _everywhere(array.sharding.mesh)(array)
@@ -267,7 +274,7 @@ def _everywhere(mesh: Mesh) -> Any:
 
 
 class DeviceLock:
-    """A lock that serves in order of asking, for two threads that dispatch to the same devices."""
+    """A first-come, first-served lock for two threads that dispatch to the same devices."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -279,9 +286,9 @@ class DeviceLock:
             if not self._held:
                 self._held = True
                 return self
-            mine = threading.Event()
-            self._waiting.append(mine)
-        mine.wait()
+            turn = threading.Event()
+            self._waiting.append(turn)
+        turn.wait()
         return self
 
     def __exit__(
@@ -298,7 +305,7 @@ class DeviceLock:
 
 
 class _NoDeviceLock:
-    """Lock nothing: no other thread dispatches to these devices."""
+    """A lock that does nothing, for devices to which no other thread dispatches."""
 
     def __enter__(self) -> "_NoDeviceLock":
         return self

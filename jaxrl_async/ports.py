@@ -1,10 +1,13 @@
-"""The seams: one- and two-method Protocols that the parts meet at. No part imports another."""
+"""The seams: Protocols that the parts meet at, so that no part imports another, and null objects
+for what a part can do without."""
 
+import threading
 from asyncio import Future
 from collections.abc import Sequence
+from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from jaxrl_async.types import (
     Completion,
@@ -25,24 +28,126 @@ from jaxrl_async.types import (
 class Generate(Protocol):
     """Whatever turns requests into completions: our sampler, a router, a scripted double."""
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """Queue all requests at once, in this order; one future each, on the running event loop.
+    @property
+    def seed(self) -> int | None:
+        """Seed of the Partials that it can continue; None: it continues none."""
+        ...
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> "Sequence[Future[Completion]]":
+        """Queue all requests at once, in this order; return a future of the running event loop for
+        each.
 
         Queuing is atomic (no plan sees half of them), so that the same requests given to an idle
-        sampler always run on the same schedule. Cancelling a future frees its slot.
+        sampler always run on the same schedule. Cancelling a future frees its slot. A Partial in
+        place of a request, of this `seed`, continues where it was saved.
         """
         ...
 
+    def progress(self) -> tuple[Partial, ...]:
+        """Return all running requests that have drawn a token, as data. Callable from any thread.
+        A request that is missing here and was submitted has its result in its future already, or
+        has drawn nothing."""
+        ...
 
-@runtime_checkable
-class SavesProgress(Protocol):
-    """A Generate whose half-drawn requests can be saved: its submit_many takes Partials, too."""
 
-    seed: int  # Partials of another seed are refused
+class ReplicaStats(Protocol):
+    """Statistics of one replica, which know how to merge."""
+
+    @property
+    def work_done(self) -> tuple[int, ...]:
+        """Counters of which at least one rises while the replica is making progress."""
+        ...
+
+    def after(self, earlier: Self) -> Self:
+        """Return these statistics with those of the replica that this one replaced added."""
+        ...
+
+    def ended(self) -> Self:
+        """Return the statistics of a replica that is gone: its gauges are 0."""
+        ...
+
+    def beside(self, others: Sequence[Self]) -> Self:
+        """Return one reading for this replica and the others that work beside it."""
+        ...
+
+
+class Replica(Protocol):
+    """One of the samplers behind a router: all that the router uses of it."""
+
+    @property
+    def seed(self) -> int | None:
+        """See Generate.seed; the same for all replicas of a router."""
+        ...
+
+    @property
+    def places(self) -> int:
+        """Number of requests that it holds at once."""
+        ...
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether its completions carry log-probs; False: they are NaN, and no sign of a fault."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that ended its thread, set before the futures of its requests fail."""
+        ...
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """Ids of the requests that were on its device when its thread ended with `error`."""
+        ...
+
+    def start(self) -> None:
+        """Start its thread unless that was done before."""
+        ...
+
+    def close(self) -> None:
+        """Stop it; requests that are not done fail with Closed. Idempotent."""
+        ...
+
+    def check_waits(self) -> None:
+        """Raise RolloutError where waiting for this replica would never end: on its own thread, or
+        in a forked process."""
+        ...
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as any replica will serve them. Raises RolloutError for one that
+        cannot be served, which names the field. Works after the replica has failed, too."""
+        ...
+
+    def start_many(self, requests: Sequence[Request | Partial]) -> "list[ThreadFuture[Completion]]":
+        """Queue all requests at once, in this order; return a future for each. Raises `error` if
+        its thread has ended, Closed if it was closed."""
+        ...
 
     def progress(self) -> tuple[Partial, ...]:
-        """All requests under way that have drawn something, from any thread. What is done by then
-        is in its future already."""
+        """See Generate.progress."""
+        ...
+
+    def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
+        """Return a running request as data. Raises RolloutError if it is not running here.
+
+        Args:
+            stop: end it, with its tokens so far and StopReason.CANCELLED.
+            with_kv: include its KV if one version of the weights made all of it.
+        """
+        ...
+
+    def stats(self) -> ReplicaStats:
+        """Return a consistent reading of its statistics."""
+        ...
+
+    def abandon(self) -> None:
+        """Detach from its thread, which is dead or hung: it produces nothing that counts from now
+        on, and no weight update waits for it."""
+        ...
+
+    def successor(self) -> "Replica":
+        """Return a fresh replica in the place of this one, which was abandoned: the same settings,
+        the newest weights, no requests. May wait for weights. Raises Closed and WeightsError, as
+        the weight source does."""
         ...
 
 
@@ -50,39 +155,38 @@ class Scorer(Protocol):
     """Whatever judges a group."""
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """One score per episode, same order. Must not change its arguments. Called once per
-        group, and again where it raised or took too long."""
+        """Return one score per episode, in the same order. Must not change its arguments. Called
+        once per group, and again if it raised or timed out."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment answers to one turn of the policy."""
+    """An environment's answer to one turn of the policy."""
 
-    token_ids: (
-        IntArray  # [reply] int32, appended to the sequence as it is; empty with done=True ends it
-    )
+    token_ids: IntArray  # [reply] int32, appended unchanged; with done=True it may be empty
     done: bool
 
 
 class Env(Protocol):
-    """One episode's environment: made fresh for each episode, used once."""
+    """The environment of one episode: made afresh for each episode, used once."""
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """Answer the policy's last turn."""
+        """Return the answer to the policy's last turn."""
         ...
 
 
 @runtime_checkable
 class SavesState(Protocol):
-    """An environment that a resumed run can go on with. One without starts its episode over."""
+    """An environment that a resumed run can continue. An episode whose environment lacks these
+    methods starts over."""
 
     def state(self) -> Any:
-        """Where it is, between two replies: plain values, lists, mappings and arrays."""
+        """Return its state between two replies: plain values, lists, mappings and arrays."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Go on where `state` was taken; called once, before the first reply."""
+        """Continue from this state; called once, before the first reply."""
         ...
 
 
@@ -90,85 +194,141 @@ class Gate(Protocol):
     """The rollout side of the replay buffer."""
 
     def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
-        """Block until a group may start, then give tickets for all that may start now.
+        """Block until a group may start, then return tickets for all that may start now.
 
         Empty after timeout_s. Raises Closed when the run stops.
         """
         ...
 
     def put(self, group: EpisodeGroup) -> Drop | None:
-        """Hand in a finished group; the reason where it was dropped at once."""
+        """Hand in a finished group; return the reason if it was dropped at once."""
         ...
 
     def fail(self, ticket: Ticket, prompt: Prompt, reason: Drop) -> None:
-        """Give a ticket back: the group will never come. Its slot is free again."""
+        """Return a ticket whose group will never come. Its slot is free again."""
         ...
 
 
 class WeightSource(Protocol):
-    """Where a sampler looks for new weights between two decode blocks."""
+    """Where one sampler gets new weights from, between two decode blocks."""
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """Newest complete version that is newer than the last one returned, or None.
+        """Return the newest complete version if it is newer than the last one returned, else None.
 
-        Never blocks, but with wait=True (an idle sampler) finishes a transfer under way first.
+        Never blocks, unless wait=True (an idle sampler): then it finishes a running transfer first.
         """
         ...
 
     def live(self, version: int) -> None:
-        """The sampler says: from now on every new token comes from this version."""
+        """Take note that every new token of this sampler comes from this version."""
         ...
+
+    def attach(self, wake: threading.Event) -> None:
+        """Set this event whenever new weights arrive, and now if some are there already."""
+        ...
+
+    def leave(self) -> None:
+        """Stop waiting for this sampler: it draws no more. Callable from any thread. Idempotent."""
+        ...
+
+    def rejoin(self) -> "WeightSource":
+        """Return a source for the sampler that replaces this one, which has left. Its first poll
+        gives the newest weights, or None if this sampler drew from them already. Raises Closed."""
+        ...
+
+
+class FixedWeights:
+    """A WeightSource whose weights never change."""
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """Return None."""
+        return None
+
+    def live(self, version: int) -> None:
+        """Do nothing."""
+
+    def attach(self, wake: threading.Event) -> None:
+        """Do nothing: no weights will arrive."""
+
+    def leave(self) -> None:
+        """Do nothing: no update waits for this sampler."""
+
+    def rejoin(self) -> "FixedWeights":
+        """Return this source, which has no state."""
+        return self
+
+
+FIXED_WEIGHTS = FixedWeights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """What a sampler takes in between two decode blocks."""
+    """What a sampler must take in between two decode blocks, as it was recorded."""
 
     requests: tuple[str, ...] = ()  # ids, in the order of their queue
-    cancelled: tuple[str, ...] = ()  # ids of those that nobody waits for any more
-    version: int | None = None  # of new weights; None: none
+    cancelled: tuple[str, ...] = ()  # ids of those whose futures were cancelled
+    version: int | None = None  # of new weights; None: no new weights
 
 
 class NotYet(Enum):
-    """The answer of Schedule.due() where something else was recorded to happen before."""
+    """Nothing may be taken in yet: something else was recorded to happen before."""
 
     NOT_YET = "not yet"
 
 
 class Schedule(Protocol):
-    """Writes down in which order a run's threads did what; a replay prescribes it. Any thread."""
+    """Records in which order a run's threads did what; a replay prescribes it. Any thread."""
 
     def write(self, **event: Any) -> None:
-        """Something has happened, after all that is written already."""
+        """Record that this event has happened, after all events written before."""
         ...
 
     def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
-        """What this sampler is to take in after so many blocks; None: whatever has come.
+        """Return what this sampler must take in now; None: whatever has come.
 
-        working: it has something to decode, and could go on without.
+        Args:
+            sampler: its name.
+            block: number of blocks that it has decoded.
+            working: whether it has something to decode, and could continue without taking anything.
         """
         ...
 
 
-class Clock(Protocol):
-    """Seconds since some moment; monotone."""
+class Unrecorded:
+    """A Schedule that records nothing and prescribes nothing."""
 
-    def __call__(self) -> float: ...
+    def write(self, **event: Any) -> None:
+        """Do nothing."""
+
+    def due(self, sampler: str, block: int, working: bool) -> None:
+        """Return None: whatever has come is taken in."""
+
+
+UNRECORDED = Unrecorded()
+
+
+class Clock(Protocol):
+    """A monotone clock."""
+
+    def __call__(self) -> float:
+        """Return the seconds since some fixed moment."""
+        ...
 
 
 class GroupSource(Protocol):
     """The trainer side of the replay buffer."""
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """Block until one step's groups may be trained on at this version. Raises Closed."""
+        """Block until the groups of one step may be trained on at this version, and return them.
+        Raises Closed, and TimeoutError after timeout_s."""
         ...
 
     def give_back(self) -> None:
-        """No step came of the last draw: its groups are as before it. For a run that ends here."""
+        """Undo the last draw, which no step was made from. For a run that ends here."""
         ...
 
     def pause(self) -> None:
-        """Admit no further group until resume()."""
+        """Admit no more groups until resume()."""
         ...
 
     def resume(self) -> None:
@@ -176,7 +336,7 @@ class GroupSource(Protocol):
         ...
 
     def set_limit(self, limit: int) -> None:
-        """Aim at this staleness from now on, in versions; the hard bound stays."""
+        """Set the staleness target, in versions; the hard bound stays."""
         ...
 
 
@@ -184,11 +344,11 @@ class Publisher(Protocol):
     """The trainer side of the weight channel."""
 
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
-        """Send weights to every sampler, device to device, without waiting for the copy."""
+        """Send weights to every sampler, device to device, without waiting for the copies."""
         ...
 
     def wait_taken(self) -> None:
-        """Block until every sampler has taken the last weights sent. Raises Closed."""
+        """Block until every sampler has taken the last weights that were sent. Raises Closed."""
         ...
 
     def wait_live(self, version: int, timeout_s: float) -> None:

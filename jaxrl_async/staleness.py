@@ -18,10 +18,36 @@ from jaxrl_async.types import Drop, EpisodeGroup
 def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
     """Uses of groups that may be outstanding at once: (S + 1) * P - K * L.
 
-    At least K * P, or a step could never be filled: with all slots free, P different groups must
-    be admitted. Config and ReplayBuffer refuse less.
+    It must be at least K * P, or a step could never be filled: with all slots free, P different
+    groups must be admitted. See `never_fills_a_step`.
     """
     return (max_staleness + 1) * groups_per_step - reuse * lookahead
+
+
+def never_fills_a_step(
+    max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1
+) -> str | None:
+    """Return why no step could ever be filled, as an error's words; None: steps can be filled.
+
+    Pacing by waiting needs a capacity of K * P uses: S >= least_limit(P, L, K). For K = 1 that is
+    L <= S * P, the largest look-ahead.
+    """
+    least = least_limit(groups_per_step, lookahead, reuse)
+    if max_staleness >= least:
+        return None
+    most = max_staleness * groups_per_step
+    if lookahead > most:
+        return (
+            f"staleness.lookahead ({lookahead}) must be at most max_staleness * groups_per_step "
+            f"({most}): a step could never be filled. Set staleness.lookahead={most} or raise "
+            f"staleness.max_staleness to {least}."
+        )
+    groups = capacity(max_staleness, groups_per_step, lookahead, reuse) // reuse
+    return (
+        f"buffer.reuse ({reuse}) leaves room for {groups} groups at once, fewer than "
+        f"algorithm.groups_per_step ({groups_per_step}): a step could never be filled. Lower it, "
+        f"or raise staleness.max_staleness to {least}."
+    )
 
 
 def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:

@@ -1,14 +1,13 @@
 """python -m jaxrl_async.train CONFIG [section.key=value ...]: the main job.
 
-    --help           every field with its unit, range and default
-    --print-config   the resolved configuration, as YAML
+    --help           list every field with its unit, range and default
+    --print-config   print the resolved configuration, as YAML
     --resume         continue from the newest good checkpoint of the run (run.resume=true)
     --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
-stderr; 2 a bad command line or configuration; 75 told to end by SIGTERM, with everything saved
-within checkpoint.grace_s: start it again with --resume; 130 a second Ctrl-C, or one before anything
-was begun.
+stderr; 2 a bad command line or configuration; 75 ended by SIGTERM, with everything saved within
+checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was begun.
 """
 
 import importlib
@@ -33,11 +32,11 @@ SMALLER = (
 
 
 RESUME = ("run.resume=true", "run.overwrite=false")
-"""What --resume stands for: an example's run.overwrite is for new runs."""
+"""What --resume sets: an example's run.overwrite is for new runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (without the program's name); the exit code."""
+    """Run the command line `argv` (without the program's name); return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         print(USAGE, "", help_text(), sep="\n")
@@ -77,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return distributed.leave(1)
-    except OSError as error:  # a path that is too long, not permitted or not there; a full disk
+    except OSError as error:  # a path that is too long, not permitted or missing; a full disk
         print(
-            f"{type(error).__name__}: {error}. Look whether the path is right, permitted and not "
+            f"{type(error).__name__}: {error}. Check that the path is right, permitted and not "
             "on a full disk.",
             file=sys.stderr,
         )
@@ -96,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_value(args: list[str], option: str) -> tuple[list[str], list[str]]:
-    """`args` without "OPTION VALUE" and "OPTION=VALUE", and the values; a missing one stays."""
+    """Split "OPTION VALUE" and "OPTION=VALUE" from `args`; return the rest and the values. An
+    option without a value stays."""
     rest: list[str] = []
     values: list[str] = []
     words = iter(args)

@@ -5,8 +5,8 @@
                  +---- VersionedParams <---- WeightUpdate <---- train step
 
 A *version* is the number of updates that made a set of weights: version 0 is the start of the
-run, and each update publishes the next one. A token's version is that of the weights whose
-logits it was drawn from.
+run, and each update publishes the next version. A token's version is that of the weights that
+computed the logits from which it was drawn.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class StopReason(StrEnum):
 
 
 class Drop(StrEnum):
-    """Why a group was not trained on. Every exit from the pipe is a member, counted by name."""
+    """Why a group was not trained on. Every way out of the pipeline is a member and is counted."""
 
     STALE = "stale"  # older than max_staleness allows
     FROM_THE_FUTURE = (
@@ -51,18 +51,18 @@ class Prompt:
     """One task from the data stream."""
 
     prompt_id: int  # index of the record in the dataset
-    position: int  # place in the shuffled, repeated stream: unique within a run
+    position: int  # in the shuffled, repeated stream: unique within a run
     token_ids: IntArray  # [prompt] int32
-    text: str  # what token_ids say, for people and for rewards
+    text: str  # token_ids decoded, for people and for rewards
     reference: str  # what scorers need (the right answer)
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Leave to start one group, given by the staleness gate."""
+    """Permission to start one group, given by the staleness gate."""
 
-    group: int  # admission number: 0, 1, 2, ... and the order in which strict draws take groups
+    group: int  # admission number: 0, 1, 2, ...; strict draws take groups in this order
     version: int  # policy version live in every sampler at admission
 
 
@@ -85,39 +85,39 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
-    # (group or prompt, member): with seed and position, all that randomness depends on. None: a
-    # fresh one from the sampler, so that requests of one prompt draw different tokens
+    # (group or prompt, member): with seed and position, all that randomness depends on. None: the
+    # sampler chooses a fresh key, so that requests of one prompt draw different tokens
     key: tuple[int, int] | None = None
-    branch: int = 0  # which continuation of a forked prefix: other numbers from where it forked
+    branch: int = 0  # which continuation of a fork: changes random numbers after the fork
     forced_length: int | None = (
         None  # benchmarks: ignore stop tokens and end after this many tokens
     )
-    extras: bool = False  # full_logprobs and kept with the completion
+    extras: bool = False  # the completion has full_logprobs and kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The sampling mask of each drawn token: the token ids that had a probability above 0."""
+    """The sampling mask of each drawn token: the token ids with a probability above 0."""
 
-    ids: IntArray  # [kept in all] int32, ascending for each drawn token
+    ids: IntArray  # [sum of kept tokens] int32, ascending for each drawn token
     starts: IntArray  # [drawn + 1] int32: those of token t are ids[starts[t] : starts[t + 1]]
 
     def of(self, token: int) -> IntArray:
-        """Ids that drawn token number `token` was chosen from."""
+        """Return the ids from which drawn token number `token` was chosen."""
         return self.ids[self.starts[token] : self.starts[token + 1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the sampler drew for one request.
+    """The tokens that the sampler drew for one request.
 
-    Drew A A B; the weights changed from 7 to 9 before B's logits were made:
+    Drawn: A A B; the weights changed from version 7 to 9 before B's logits were computed:
         token_ids = [A A B]   logprobs = [a a b]   versions = [7 7 9]
     """
 
     request_id: str
     token_ids: IntArray  # [drawn] int32, the stop token included
-    logprobs: FloatArray  # [drawn] float32, of the distribution really drawn from; NaN: not told
+    logprobs: FloatArray  # [drawn] float32, of the distribution drawn from; NaN: not reported
     versions: IntArray  # [drawn] int32, policy version of the logits; never falls
     stop: StopReason
     queued_s: float = 0.0  # submit to prefill, seconds
@@ -125,27 +125,27 @@ class Completion:
     latency_s: float = 0.0  # submit to finish, seconds
     full_logprobs: FloatArray | None = None  # [drawn] of the whole distribution at temperature 1
     kept: KeptTokens | None = None  # which tokens could be drawn, with top-k, top-p or min-p
-    # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts
-    # that each token went through, prompt and answer, when the one after it was drawn or, within
-    # the prompt, when its KV was made; the last token's made no logits. [0, ...]: none was drawn.
-    # None: a sampler without keep_routing
+    # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts of
+    # each token in the pass that drew the next token or, within the prompt, that computed its KV.
+    # The last token has none: it made no logits. [0, ...]: nothing was drawn. None: a sampler
+    # without keep_routing
     expert_ids: ExpertIds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A request under way: all that is needed to go on elsewhere with the same tokens."""
+    """A running request as data: all that a sampler needs to continue it with the same tokens."""
 
     request: Request
     token_ids: IntArray  # [drawn] int32
     logprobs: FloatArray  # [drawn] float32
     versions: IntArray  # [drawn] int32
-    seed: int  # of the sampler that drew them
+    seed: int  # of the sampler that drew the tokens
     full_logprobs: FloatArray | None = None  # as in Completion
     kept: KeptTokens | None = None
     expert_ids: ExpertIds | None = None  # as in Completion
     kv: FloatArray | None = None  # [layers, 2, tokens, kv_heads, head_dim]; prompt and drawn tokens
-    kv_version: int | None = None  # the one version that made all of kv
+    kv_version: int | None = None  # the version that computed all of kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +158,19 @@ class Episode:
     """
 
     token_ids: IntArray  # [length] int32
-    drawn: BoolArray  # [length] True where the policy drew the token
-    logprobs: (
-        FloatArray  # [length] float32, of the distribution really drawn from; 0 where not drawn
-    )
+    drawn: BoolArray  # [length] True: the policy drew the token
+    logprobs: FloatArray  # [length] float32, of the distribution drawn from; 0 where not drawn
     versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
     stop: StopReason
     num_turns: int = 1
-    kept: KeptTokens | None = None  # of the drawn tokens, in order, all turns; None: not asked
-    # [length, layers, k]: experts that each token itself went through, as in Completion; -1 where
-    # not known: the last token, and what came after it. None: not asked
+    kept: KeptTokens | None = None  # of all turns' drawn tokens, in order; None: not requested
+    # [length, layers, k]: the experts of each token, as in Completion; -1 where unknown: the last
+    # drawn token and what follows it. None: not requested
     expert_ids: ExpertIds | None = None
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the policy drew."""
+        """Number of tokens that the policy drew."""
         return int(self.drawn.sum())
 
 
@@ -182,12 +180,12 @@ CORRECT = "correct"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a scorer thinks of one episode."""
+    """A scorer's judgement of one episode."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)  # named components, before weighting
     token_rewards: FloatArray | None = (
-        None  # [length] float32 on top of reward, e.g. at the end of each step; None: none
+        None  # [length] float32 added to reward, e.g. at the end of each reasoning step
     )
 
 
@@ -202,32 +200,32 @@ class EpisodeGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version of any drawn token; the ticket's where nothing was drawn."""
+        """Smallest version of any drawn token; the ticket's if nothing was drawn."""
         drawn = [int(e.versions[e.drawn].min()) for e in self.episodes if e.drawn.any()]
         return min(drawn, default=self.ticket.version)
 
     @property
     def newest_version(self) -> int:
-        """Largest version of any drawn token; the ticket's where nothing was drawn."""
+        """Largest version of any drawn token; the ticket's if nothing was drawn."""
         drawn = [int(e.versions[e.drawn].max()) for e in self.episodes if e.drawn.any()]
         return max(drawn, default=self.ticket.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What the buffer gave for one step, in training order, and what it threw away meanwhile."""
+    """The groups that the buffer gives for one step, in training order, and those it dropped."""
 
     groups: tuple[EpisodeGroup, ...]
     dropped: tuple[tuple[EpisodeGroup, Drop], ...]
-    waited_s: float  # how long the trainer stood still
+    waited_s: float  # time the trainer waited, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """Token sequences side by side in fixed rows; segment 0 is padding.
+    """Token sequences packed into rows of fixed length; segment 0 is padding.
 
-    Position t holds token t; `mask[t]` says that token t was drawn and is to be learnt, and its
-    log-prob comes from the logits at t - 1. A segment's first token is never masked.
+    Position t holds token t. `mask[t]` says that token t was drawn and is learnt; its log-prob
+    comes from the logits at t - 1. The mask is never set on a segment's first token.
     """
 
     token_ids: IntArray  # [rows, length] int32
@@ -238,24 +236,24 @@ class PackedBatch:
     versions: IntArray  # [rows, length] int32, NOT_DRAWN outside the mask
     advantages: FloatArray  # [rows, length] float32, 0 outside the mask
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
-    group_ids: IntArray  # [rows, length] int32, place of the group in the step; -1 is padding
+    group_ids: IntArray  # [rows, length] int32, index of the group in the step; -1 is padding
     supervised: BoolArray  # [rows, length] tokens of worked answers, learnt by likelihood
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 says that token v could be drawn
-    # here; all bits outside of drawn tokens. None: everything could (algorithm.keep_sampling_mask)
+    # here; all bits are set outside drawn tokens. None: any token (algorithm.keep_sampling_mask)
     kept: NDArray[np.uint8] | None = None
-    # [rows, length, layers, k] int8 or int16: experts that the token at t itself went through; -1
-    # where not known. None: algorithm.keep_routing is off
+    # [rows, length, layers, k] int8 or int16: the experts of the token at t; -1 where unknown.
+    # None: algorithm.keep_routing is off
     expert_ids: ExpertIds | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are learnt."""
+        """Number of learnt tokens."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionedParams:
-    """Weights on a sampler's devices, complete and checked, with the version they are."""
+    """Weights on a sampler's devices, complete and checked, with their version."""
 
     version: int
     params: Any  # pytree of device arrays; host code never looks inside

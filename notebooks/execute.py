@@ -1,7 +1,7 @@
 """Run notebooks and write their outputs into them: python notebooks/execute.py [FILE.ipynb ...]
 
-Without names, all. Each runs in an empty folder of its own. With JAXRL_NOTEBOOK=quick in the
-environment nothing is written: the settings are tiny then, and the outputs mean nothing.
+Without names, all are run, each in an empty folder of its own. With JAXRL_NOTEBOOK=quick in the
+environment nothing is written, because the settings are tiny and the outputs mean nothing.
 """
 
 import os
@@ -19,7 +19,7 @@ LONGEST_S = 3600
 
 
 def main(names: Sequence[str]) -> None:
-    """Run those named, one after another."""
+    """Run the named notebooks, one after another."""
     for path in [Path(n) for n in names] or sorted(FOLDER.glob("*.ipynb")):
         notebook = executed(path)
         if os.environ.get("JAXRL_NOTEBOOK") != "quick":
@@ -28,7 +28,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs. Raises nbclient's CellExecutionError."""
+    """Run a notebook and return it with its outputs. Raises nbclient's CellExecutionError."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(

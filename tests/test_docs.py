@@ -1,4 +1,4 @@
-"""README, CI and the configurations say what is: each sentence that can be checked is."""
+"""README, docs, CI and the configurations agree with the code wherever that can be checked."""
 
 import json
 import os
@@ -8,29 +8,35 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-import jax
 import pytest
+from builders import tiny_params, tiny_spec
 
+from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.config.load import load
-from jaxrl_async.config.schema import ArchitectureSection, Config
+from jaxrl_async.config.schema import AlgorithmSection, Config
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
-def blocks(language: str) -> list[str]:
-    """README's code blocks in that language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    """Return the page's code blocks in that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 def kept_files() -> set[str]:
-    """Every file of the project; those in folders of tests/ are one entry, tests/PART/."""
+    """List every file of the project; those in folders of tests/ are one entry, tests/PART/."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -67,10 +73,29 @@ def test_the_files_that_tell_the_story_exist():
     assert all((ROOT / path).is_file() for path in story)
 
 
-def test_readme_links_lead_somewhere():
-    links = [link for link in re.findall(r"\]\((.+?)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((.+?)\)", page.read_text("utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert "://" in link or target.exists(), link
+        assert "://" in link or not anchor or anchor in anchors(target), link
+
+
+def test_readme_leads_to_every_page_of_docs():
+    assert [
+        p.name for p in PAGES if p.parent.name == "docs" and f"(docs/{p.name})" not in README
+    ] == []
+
+
+def test_the_glossary_is_short_and_names_files_that_exist():
+    text = (ROOT / "docs/glossary.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert 10 <= len(rows) <= 20
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    for row in rows:
+        paths = re.findall(r"`(jaxrl_async/\S+)`", row[2])
+        assert paths and all((ROOT / path).is_file() for path in paths), row[0]
 
 
 def test_the_first_command_installs_and_runs_the_main_job():
@@ -140,11 +165,13 @@ BESIDE = {
 """What a setting needs to be read, by how it begins."""
 
 
-def test_overrides_in_readme_are_valid():
+def test_overrides_in_readme_and_docs_are_valid():
     sections = "|".join(Config.model_fields)
-    words = re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))", README)
-    assert len(words) > 10
-    for word in words:
+    override = rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))"
+    pages = [page.read_text("utf-8") for page in PAGES if page.name != "metrics.md"]  # prose
+    words = {word for page in pages for word in re.findall(override, page)}
+    assert len(words) > 20
+    for word in sorted(words):
         base = "configs/dpo.yaml" if word.startswith("preference.") else "configs/addition.yaml"
         beside = next((words for start, words in BESIDE.items() if word.startswith(start)), [])
         load(ROOT / base, [*beside, word])
@@ -152,10 +179,8 @@ def test_overrides_in_readme_are_valid():
 
 def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
     tokenizer = addition_tokenizer()
-    spec = ModelSpec.from_architecture(
-        ArchitectureSection(layers=1, width=32), tokenizer.vocab_size
-    )
-    policy = Policy(spec, init_params(spec, jax.random.key(0)), tokenizer)
+    spec = tiny_spec(tokenizer.vocab_size)
+    policy = Policy(spec, tiny_params(spec), tokenizer)
     (tmp_path / "runs/addition").mkdir(parents=True)
     policy.save_pretrained(tmp_path / "runs/addition/policy")
     monkeypatch.chdir(tmp_path)
@@ -163,6 +188,13 @@ def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
     names: dict = {}
     exec(example, names)
     assert 1 <= len(names["completion"].token_ids) <= 48
+
+
+def test_the_loss_in_docs_is_accepted_as_a_users_own(tmp_path):
+    (example,) = blocks("python", (ROOT / "docs/algorithms.md").read_text("utf-8"))
+    file = tmp_path / "my_file.py"
+    file.write_text(example, encoding="utf-8")
+    make_recipe(AlgorithmSection(loss={f"{file}:my_loss": {"strength": 0.5}}))
 
 
 def test_the_reward_in_readme_runs():

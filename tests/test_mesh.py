@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from builders import mesh_of, tiny_spec
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import MeshError
@@ -21,21 +22,13 @@ from jaxrl_async.mesh import (
     TRAINER_RULES,
     DeviceLock,
     arranged,
-    make_mesh,
     make_slices,
     shardings,
     spec_for,
 )
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import weight_table
 
-SPEC = ModelSpec.from_architecture(
-    schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24), 32
-)
-
-
-def mesh_of(**axes: int) -> Mesh:
-    section = schema.AxesSection(**axes)
-    return make_mesh(section, jax.devices()[: section.num_devices])
+SPEC = tiny_spec(32, layers=2, width=16, mlp=24)
 
 
 def section_of(trainer: dict, sampler: dict, **kw: object) -> schema.MeshSection:

@@ -137,3 +137,15 @@ def test_a_split_keeps_order_and_loses_nobody():
         (3, Drop.FROM_THE_FUTURE),
         (4, Drop.STALE),
     ]
+
+
+@given(st.integers(0, 4), st.integers(1, 6), st.integers(0, 20), st.integers(1, 3))
+def test_why_a_step_is_never_filled_is_said_exactly_where_it_is(s, p, lookahead, reuse):
+    """With all slots free, a step's groups must be admitted; the way out that is named works."""
+    slots = capacity(s, p, lookahead, reuse)
+    problem = never_fills_a_step(s, p, lookahead, reuse)
+    assert (problem is None) == (may_admit(0, slots, reuse) >= p)
+    if problem is not None:
+        least = int(problem.removesuffix(".").rpartition(" ")[2])
+        assert never_fills_a_step(least, p, lookahead, reuse) is None
+        assert least == s + 1 or never_fills_a_step(least - 1, p, lookahead, reuse) is not None

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]: the run on this host's accelerators, half trainer and half
-# sampler. On a slice of several hosts it is started on each of them, with the same words.
+# tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]: run on this host's accelerators, half for the trainer and
+# half for a sampler. On a slice of several hosts, start it on each of them with the same arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,7 +8,7 @@ python=${PYTHON:-.venv/bin/python}
 config=${1:?usage: tpu_scripts/run_on_host.sh CONFIG [section.key=value ...]}
 shift
 hosts=$("$python" -m jaxrl_async.launch.distributed)
-# JAX itself cannot be asked on a slice of several hosts: it would wait for the others.
+# Do not ask JAX on a slice of several hosts: it would wait for the others.
 chips=${CHIPS_PER_HOST:-$(find /dev -maxdepth 2 \( -path '/dev/accel[0-9]*' -o -path '/dev/vfio/[0-9]*' \) | wc -l)}
 ((chips)) || chips=$("$python" -c 'import jax; print(jax.local_device_count())')
 if ((chips > 1)); then

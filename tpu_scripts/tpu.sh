@@ -3,19 +3,19 @@
 #
 #   create                        ask for the slice as a queued resource (spot with SPOT=1), wait for it
 #   install                       this checkout and its dependencies, on all hosts
-#   start CONFIG [key=value ...]  the run on all hosts; it goes on where an earlier start left it
+#   start CONFIG [key=value ...]  the run on all hosts; it resumes where an earlier start ended
 #   status                        the slice's state, and the run's on each host
-#   logs [HOST]                   follow a host's output (default 0, which alone tells of the run)
+#   logs [HOST]                   follow a host's output (default 0: only host 0 reports the run)
 #   stop                          SIGTERM: the run saves and ends
-#   supervise CONFIG [...]        all of it, again after each preemption, until the run is done
+#   supervise CONFIG [...]        all of these, again after each preemption, until the run is done
 #   delete                        the slice and its request
 #
 # Settings come from the environment:
-#   TPU_NAME ZONE ACCELERATOR RUNTIME   needed: name, such as us-east5-b, v6e-16, v2-alpha-tpuv6e
-#   PROJECT                             gcloud's own where unset
-#   SPOT=1                              cheaper, and may be taken away
+#   TPU_NAME ZONE ACCELERATOR RUNTIME   required: a name, and such as us-east5-b, v6e-16, v2-alpha-tpuv6e
+#   PROJECT                             default: gcloud's own
+#   SPOT=1                              cheaper, but may be preempted
 #   RUNS                                gs://BUCKET, mounted with gcsfuse, or a folder that all hosts share
-#   POLL_S=30 MAX_FAILURES=3            supervise: seconds between two looks, failures before it gives up
+#   POLL_S=30 MAX_FAILURES=3            supervise: seconds between two checks, failures before it gives up
 set -euo pipefail
 
 readonly UNIT=jaxrl_async FOLDER=jaxrl_async PREEMPTED=75
@@ -30,7 +30,7 @@ command=${1-}
 [[ -n $command && $command != --help && $command != -h ]] || { usage; exit 0; }
 shift
 
-gc() {  # a gcloud command of this slice's zone and project
+gc() {  # run a gcloud command with this slice's zone and project
     local where=(--zone "$ZONE")
     [[ -z ${PROJECT-} ]] || where+=(--project "$PROJECT")
     if [[ -n $dry_run ]]; then
@@ -42,14 +42,14 @@ gc() {  # a gcloud command of this slice's zone and project
 
 on_hosts() { gc tpu-vm ssh "$TPU_NAME" --worker "$1" --command "$2"; }
 
-state() {  # of the slice: ACTIVE, ...; NONE where there is none, UNKNOWN where gcloud fails otherwise
-    local told
-    if told=$(gc queued-resources describe "$TPU_NAME" --format 'value(state.state)' 2>&1); then
-        tail -n 1 <<<"$told"
-    elif [[ $told == *NOT_FOUND* ]]; then
+state() {  # print the slice's state: ACTIVE, ...; NONE: there is no slice, UNKNOWN: gcloud failed otherwise
+    local output
+    if output=$(gc queued-resources describe "$TPU_NAME" --format 'value(state.state)' 2>&1); then
+        tail -n 1 <<<"$output"
+    elif [[ $output == *NOT_FOUND* ]]; then
         echo NONE
     else
-        echo "$told" >&2
+        echo "$output" >&2
         echo UNKNOWN
     fi
 }
@@ -68,7 +68,7 @@ wait_for_slice() {
     while now=$(state); [[ $now != ACTIVE ]]; do
         case $now in
             NONE | FAILED | SUSPENDED | SUSPENDING | DELETING)
-                echo "the request for $TPU_NAME is $now: tpu.sh delete, and ask again, perhaps elsewhere" >&2
+                echo "the request for $TPU_NAME is $now: run tpu.sh delete, then try again, perhaps in another zone" >&2
                 return 1 ;;
         esac
         [[ $now == "$before" ]] || echo "$TPU_NAME: $now"
@@ -78,7 +78,7 @@ wait_for_slice() {
     echo "$TPU_NAME: ACTIVE"
 }
 
-packed() {  # this checkout's files, without what git ignores (environments, runs), as a tar file
+packed() {  # write this checkout, without the files that git ignores (environments, runs), to a tar file
     if git -C "$here" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
         git -C "$here" ls-files -z --cached --others --exclude-standard |
             while IFS= read -r -d '' file; do [[ ! -e $here/$file ]] || printf '%s\0' "$file"; done |
@@ -91,7 +91,7 @@ packed() {  # this checkout's files, without what git ignores (environments, run
 install() {
     local archive
     archive=$(mktemp --suffix=.tar.gz)
-    # shellcheck disable=SC2064  # the name as it is now
+    # shellcheck disable=SC2064  # expand the name now
     trap "rm -f '$archive'" EXIT
     packed "$archive"
     gc tpu-vm scp "$archive" "$TPU_NAME:$FOLDER.tar.gz" --worker all
@@ -122,17 +122,17 @@ start() {
             \$HOME/$FOLDER/tpu_scripts/run_on_host.sh $words run.dir=$runs run.resume_or_start=true"
 }
 
-run_states() {  # one line for each host: active/exited 0, active/running 0, failed/failed 75, ...
+run_states() {  # print one line for each host: active/exited 0, active/running 0, failed/failed 75, ...
     on_hosts all "systemctl show $UNIT --property=ActiveState,SubState,ExecMainStatus --value | paste -sd ' '"
 }
 
-verdict() {  # of run_states' lines, their words in any order: running, over, preempted, gone, or failed CODE
+verdict() {  # reduce run_states' lines, words in any order, to: running, over, preempted, gone, or failed CODE
     local line code worst=over
     while read -r line; do
         code=$(grep -oE '\b[0-9]+\b' <<<"$line" | head -n 1) || code=
         case $line in
             *running* | *activating*) [[ $worst != over ]] || worst=running ;;
-            *dead*) [[ $worst == preempted ]] || worst=gone ;;  # the host has started anew
+            *dead*) [[ $worst == preempted ]] || worst=gone ;;  # the host has rebooted
             *" $PREEMPTED" | "$PREEMPTED "* | *" $PREEMPTED "*) worst=preempted ;;
             *) [[ $code == 0 || $worst == preempted ]] || worst="failed ${code:-?}" ;;
         esac
@@ -140,44 +140,44 @@ verdict() {  # of run_states' lines, their words in any order: running, over, pr
     echo "$worst"
 }
 
-watch() {  # until the run is no longer running; prints what became of it
-    local found=running silent=0 now lines
-    while [[ $found == running ]]; do
+watch() {  # wait until the run has ended; print its outcome
+    local outcome=running silent=0 now lines
+    while [[ $outcome == running ]]; do
         sleep "${POLL_S:-30}"
         now=$(state)
         if [[ $now != ACTIVE && $now != UNKNOWN ]]; then
-            found=preempted
+            outcome=preempted
         elif [[ $now == ACTIVE ]] && lines=$(run_states); then
             silent=0
-            found=$(verdict <<<"$lines")
+            outcome=$(verdict <<<"$lines")
         elif ((++silent == 10)); then
-            found=unreachable
+            outcome=unreachable
         fi
     done
-    echo "$found"
+    echo "$outcome"
 }
 
 supervise() {
     (($#)) || fail "supervise needs a configuration: tpu.sh supervise CONFIG [section.key=value ...]"
     if [[ -n $dry_run ]]; then create; install; start "$@"; run_states; return; fi
-    local failures=0 found
+    local failures=0 outcome
     while true; do
         case $(state) in
             ACTIVE) ;;
             NONE) create; install ;;
             SUSPENDED | SUSPENDING | FAILED)
-                echo "$TPU_NAME was taken away: asking for another one"
+                echo "$TPU_NAME was preempted: asking for another slice"
                 delete; create; install ;;
             *) wait_for_slice; install ;;
         esac
         start "$@"
-        found=$(watch)
-        case $found in
+        outcome=$(watch)
+        case $outcome in
             over) echo "the run is done"; return 0 ;;
-            preempted) echo "preempted: the run goes on from its newest checkpoint" ;;
+            preempted) echo "preempted: the run resumes from its newest checkpoint" ;;
             *)
                 failures=$((failures + 1))
-                echo "the run: $found (failure $failures of ${MAX_FAILURES:-3}); tpu.sh logs tells more" >&2
+                echo "the run: $outcome (failure $failures of ${MAX_FAILURES:-3}); see tpu.sh logs" >&2
                 ((failures < ${MAX_FAILURES:-3})) || return 1 ;;
         esac
     done
@@ -187,7 +187,7 @@ delete() { gc queued-resources delete "$TPU_NAME" --force --quiet; }
 
 : "${TPU_NAME:?set it to the name of the slice}" "${ZONE:?set it to its zone, such as us-east5-b}"
 case $command in
-    create | install | delete) (($# == 0)) || fail "$command takes no further words: $*"; "$command" ;;
+    create | install | delete) (($# == 0)) || fail "$command takes no further arguments: $*"; "$command" ;;
     start | supervise) "$command" "$@" ;;
     status) state; run_states ;;
     logs) on_hosts "${1:-0}" "journalctl --unit $UNIT --output cat --lines 200 --follow" ;;

@@ -1,6 +1,6 @@
-"""An environment of its own for each peer, made once: their dependencies exclude one another's.
+"""Make an environment for each peer, once, since their dependencies exclude each other.
 
-python benchmarks/peers/environments.py trl tunix   # make these, and say where they are
+python benchmarks/peers/environments.py trl tunix   # make these two and print where they are
 """
 
 import os
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("JAXRL_PEERS", Path.home() / ".cache" / "jaxrl_async" / "peers"))
-"""Where the environments are; $JAXRL_PEERS says otherwise."""
+"""Folder of the environments; $JAXRL_PEERS overrides it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a peer is installed from, and the worker of the benchmark that runs in it."""
+    """The packages of a peer, and the benchmark's worker that runs with them."""
 
     folder: str
     requirements: tuple[str, ...]
     script: str = ""  # none: only tests/agreement uses it
     words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
-    without: tuple[str, ...] = ()  # packages to take out again: wheels that do not fit together
+    without: tuple[str, ...] = ()  # packages to uninstall: wheels that do not fit together
 
 
 TORCH = ("torch==2.13.0",)
@@ -52,8 +52,10 @@ ENVIRONMENTS = {
 
 
 def python_of(environment: Environment) -> Path:
-    """The environment's Python, installed where it is not there, or was made of other versions.
-    RuntimeError where that fails."""
+    """Return the environment's Python, installing it if it is missing or has other versions.
+
+    Raises RuntimeError if that fails.
+    """
     folder = FOLDER / environment.folder
     python = folder / "bin" / "python"
     done, wanted = folder / "installed", " ".join(environment.requirements)
@@ -69,7 +71,7 @@ def python_of(environment: Environment) -> Path:
 
 
 def run(*words: str) -> None:
-    """Run a command. RuntimeError with the end of what it said where it fails."""
+    """Run a command. Raises RuntimeError with the end of its output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words[:4])} ... failed: {done.stderr.strip()[-300:]}")

@@ -1,8 +1,8 @@
-"""Our sampler and its peers side by side: same weights, prompts and lengths, in turns.
+"""Measure our sampler and its peers in turns, with the same weights, prompts and lengths.
 
-Each engine is a process in an environment of its own (see environments.py); only one computes at
-any moment. For each workload every engine runs once to compile and warm up, then all of them run
-`repeats` times in turns, so that a slow minute of the machine meets every engine alike.
+Each engine is a process in an environment of its own (environments.py); only one computes at a
+time. For each workload every engine runs once to compile and warm up, then all of them run
+`repeats` times in turns, so that a slow minute of the machine affects every engine equally.
 """
 
 import json
@@ -40,14 +40,14 @@ class Worker:
         self.startup_s, self.version = float(answer["startup_s"]), str(answer["version"])
 
     def ask(self, prompts: Sequence[Any], lengths: Sequence[int], concurrency: int) -> Any:
-        """Generate; what the worker measured. Raises RuntimeError where it failed."""
+        """Generate and return the worker's measurements. Raises RuntimeError if it failed."""
         assert self._process.stdin is not None
-        wish = {
+        request = {
             "prompts": [p.tolist() for p in prompts],
             "lengths": list(lengths),
             "concurrency": concurrency,
         }
-        self._process.stdin.write(json.dumps(wish) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -66,7 +66,7 @@ class Worker:
 
 
 def workloads(concurrency: int, *, quick: bool) -> Mapping[str, list[int]]:
-    """Answer lengths of each request, tokens."""
+    """Return each request's answer length, tokens."""
     if quick:
         return {"8 each": [8] * concurrency, "long tail": long_tail(2 * concurrency, most=16)}
     return {
@@ -85,7 +85,7 @@ def measure_peers(
     replicas: Mapping[str, int],
     quick: bool = False,
 ) -> list[Row]:
-    """Rows of all engines on all workloads; one that cannot be set up is told and left out."""
+    """Measure all engines on all workloads; report and skip an engine that cannot be set up."""
     rows: list[Row] = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -104,10 +104,10 @@ def measure_peers(
 
 
 def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
-    """Seconds from an engine's start to the first token of eight prompts, in a fresh process.
+    """Time each engine from its start to the first token of eight prompts, in a fresh process.
 
-    Ours twice: with an empty compilation cache and with the one that the first time left behind.
-    Peers as they come: what they keep between processes, they may use.
+    Ours runs twice: with an empty compilation cache, and with the cache that the first run left.
+    Peers run as installed and may use whatever they keep between processes.
     """
     rows: list[Row] = []
     prompts = random_prompts(MODELS[model].vocab, 8)
@@ -134,7 +134,7 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
 
 
 def start_all(folder: Path, names: Sequence[str], replicas: int) -> list[Worker]:
-    """Ours first, then the peers that can be had here."""
+    """Start ours, then the peers that can be installed here."""
     workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, str(replicas))]
     for name in names:
         environment = ENVIRONMENTS[name]
@@ -155,7 +155,7 @@ def one_workload(
     lengths: list[int],
     repeats: int,
 ) -> list[Row]:
-    """One row for each engine; an engine that fails is told and left out from then on."""
+    """Measure one row for each engine; report an engine that fails and leave it out afterwards."""
     prompts = random_prompts(MODELS[model].vocab, len(lengths))
     first_s: dict[str, float] = {}
     for worker in list(workers):

@@ -1,8 +1,8 @@
-"""What every peer's worker shares: JSON lines on stdin and stdout, one request at a time.
+"""Share what every worker needs: JSON lines on stdin and stdout, one request at a time.
 
-A worker is a script that runs with the Python of its peer's own environment and imports nothing of
-ours but this file. It says {"ready": true, ...} once the model is loaded, then answers each line
-{"prompts": [[ids]], "lengths": [n], "concurrency": c} with what it measured.
+A worker is a script that runs with the Python of its peer's own environment and imports only this
+file of ours. It writes {"ready": true, ...} once the model is loaded, then answers each line
+{"prompts": [[ids]], "lengths": [n], "concurrency": c} with its measurements.
 """
 
 import json
@@ -20,7 +20,7 @@ Generate = Callable[[list[list[int]], list[int], int], int]
 def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
     """Load the model of argv[1], then answer requests until stdin ends.
 
-    What libraries print goes to stderr: stdout holds nothing but JSON.
+    Output of libraries goes to stderr, so that stdout has nothing but JSON.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -45,7 +45,7 @@ def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Most memory that this process and its children held, bytes."""
+    """Return the peak memory of this process and its children, bytes."""
     own, children = (
         resource.getrusage(who).ru_maxrss * 1024
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -54,7 +54,7 @@ def peak_rss_bytes() -> int:
 
 
 def say(answers: Any, **what: Any) -> None:
-    """One line of JSON."""
+    """Write one line of JSON."""
     answers.write(json.dumps(what) + "\n")
     answers.flush()
 
@@ -62,6 +62,6 @@ def say(answers: Any, **what: Any) -> None:
 def static_batches(
     prompts: list[list[int]], lengths: list[int], concurrency: int
 ) -> list[tuple[list[list[int]], int]]:
-    """Without continuous batching: fixed batches, each as long as its longest answer."""
+    """Generate in fixed batches, each as long as its longest answer."""
     starts = range(0, len(prompts), concurrency)
     return [(prompts[i : i + concurrency], max(lengths[i : i + concurrency])) for i in starts]

@@ -1,5 +1,7 @@
-"""Our sampler, in a process of its own like its peers: argv[2] samplers, each on one CPU
-device; argv[3]: folder of JAX's compilation cache."""
+"""Run our sampler in a process of its own, like its peers.
+
+argv[2]: number of samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache.
+"""
 
 import sys
 
@@ -8,7 +10,7 @@ from worker import Generate, serve
 
 
 def load(folder: str) -> tuple[Generate, str]:
-    """One sampler, or several behind a router; samplers are made anew for each concurrency."""
+    """Make one sampler, or several behind a router; new ones for each concurrency."""
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     jax.config.update("jax_num_cpu_devices", count)
     if len(sys.argv) > 3:
@@ -22,6 +24,7 @@ def load(folder: str) -> tuple[Generate, str]:
     from jaxrl_async.model.policy import Policy
     from jaxrl_async.sampler.router.router import Router
     from jaxrl_async.sampler.sampler import Sampler
+    from jaxrl_async.sampler.setup import SamplerSettings
     from jaxrl_async.types import Request
 
     policy = Policy.from_pretrained(folder)
@@ -44,7 +47,12 @@ def load(folder: str) -> tuple[Generate, str]:
             ]
             made[concurrency] = Router(
                 [
-                    Sampler(policy, section=section, mesh=mesh, one_thread=count > 1)
+                    Sampler(
+                        policy,
+                        section=section,
+                        mesh=mesh,
+                        settings=SamplerSettings(one_thread=count > 1),
+                    )
                     for mesh in meshes
                 ]
             )

@@ -1,4 +1,4 @@
-"""transformers on CPU torch: static `generate`, or continuous batching, as argv[2] says.
+"""Run transformers on CPU torch: static `generate` or continuous batching, as argv[2] says.
 
 Static: batches of the concurrency, equal prompts (no padding), each run to its longest answer.
 Continuous: its own `generate_batch`, pages for all sequences at once.
@@ -10,7 +10,7 @@ from worker import Generate, serve, static_batches
 
 
 def load(folder: str) -> tuple[Generate, str]:
-    """A float32 causal language model."""
+    """Load a float32 causal language model."""
     import torch
     import transformers
 
@@ -40,7 +40,7 @@ def load(folder: str) -> tuple[Generate, str]:
 
     def batching(prompts: list[list[int]], lengths: list[int], concurrency: int) -> int:
         computed = 0
-        # one length for all of a call is all that its API offers: groups of similar length
+        # its API has one length per call, so call it with groups of similar length
         for batch, longest in static_batches(prompts, lengths, concurrency):
             config = transformers.GenerationConfig(
                 max_new_tokens=longest, do_sample=True, eos_token_id=-1, pad_token_id=0

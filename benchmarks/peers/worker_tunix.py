@@ -1,4 +1,4 @@
-"""Tunix's own sampler (`tunix.generate.sampler.Sampler`), a static batcher in JAX, fp32.
+"""Run Tunix's own sampler (`tunix.generate.sampler.Sampler`), a static batcher in JAX, fp32.
 
 Batches of the concurrency, equal prompts, each run to its longest answer; compiled before the first
 measured call by the warm-up of that shape. Greedy, its fastest mode: it samples by sorting. Its
@@ -12,31 +12,31 @@ from worker import Generate, serve, static_batches
 
 
 class Ids:
-    """A tokenizer whose text is token ids in words: 'encode' gives them back."""
+    """A tokenizer whose text is the token ids as words."""
 
     def encode(self, text: str, **_: object) -> list[int]:
-        """'3 5 7' -> [3, 5, 7]."""
+        """Convert '3 5 7' to [3, 5, 7]."""
         return [int(word) for word in text.split()]
 
     def decode(self, ids: list[int], **_: object) -> str:
-        """The opposite."""
+        """Convert [3, 5, 7] to '3 5 7'."""
         return " ".join(str(i) for i in ids)
 
     def bos_id(self) -> int:
-        """None: prompts are given whole."""
+        """Return None: prompts are complete."""
         return 0
 
     def eos_id(self) -> int:
-        """Beyond the vocabulary, so that no answer ends early."""
+        """Return an id beyond the vocabulary, so that no answer ends early."""
         return 10**6
 
     def pad_id(self) -> int:
-        """Prompts have equal lengths: nothing is padded."""
+        """Return any id: prompts have equal lengths and need no padding."""
         return 0
 
 
 def load(folder: str) -> tuple[Generate, str]:
-    """Sampler over the llama3 model of the folder."""
+    """Make a sampler over the llama3 model in the folder."""
     import importlib.metadata
 
     import jax

@@ -1,7 +1,7 @@
-"""vLLM's CPU build, in process. fp32, one call for all, lengths forced by min = max tokens.
+"""Run vLLM's CPU build in this process: fp32, one call for all, lengths forced by min = max tokens.
 
-As its users run it: compiled (40 % faster than eager here, at the price of the start), KV space
-for all of the workload, its own continuous batching, no prefix cache, no log-probs.
+Set up as its users do: compiled (40 % faster than eager here, but slower to start), KV space for
+the whole workload, its own continuous batching, no prefix cache, no log-probs.
 """
 
 import os
@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def load(folder: str) -> tuple[Generate, str]:
-    """An LLM over a Hugging Face directory without a tokenizer."""
+    """Load an LLM from a Hugging Face directory without a tokenizer."""
     import vllm
 
     llm = vllm.LLM(

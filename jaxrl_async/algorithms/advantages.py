@@ -3,15 +3,14 @@
     StepData (groups, rewards, token rewards, values) ──estimator──> StepAdvantages
 
 An estimator sees all groups of the step at once, since some normalise over the batch. It computes
-in float64 and gives float32 arrays `[length]` that are 0 where the policy drew nothing. Edges are
-the same for all: what has no variance (a group of one, equal rewards) is normalised to exactly 0,
-whatever the rounding; a completion without tokens has nothing to give its reward to. Groups may
-differ in size.
+in float64 and returns float32 arrays `[length]` that are 0 where the policy drew nothing. All treat
+edge cases alike: equal values (a group of one, equal rewards) are normalised to exactly 0, whatever
+the rounding, and the reward of an episode without drawn tokens is lost. Groups may differ in size.
 
-A reward belongs to the token that earned it: the sequence's to the last drawn token, a token's
-to itself, and one on a token that was not drawn (a tool's reply) to the last one drawn before it;
-what stands before the first drawn token was earned by nobody. Estimators of one number per
-sequence look at its return: its reward plus the sum of what its tokens earned.
+Each reward is credited to a drawn token: the sequence's reward to the last one; the reward of a
+token to itself, or, if it was not drawn (a tool's reply), to the last one drawn before it. Rewards
+before the first drawn token are not credited. Estimators of one number per sequence look at its
+return: its reward plus the rewards credited to its tokens.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,14 +33,14 @@ PerToken = tuple[tuple[FloatArray, ...], ...]  # per group, per episode: [length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """What one step's advantages are made of.
+    """The input of an estimator: one step's groups and rewards.
 
     Two groups, of two episodes and of one:
         groups = (g0, g1)   rewards = ([1., 0.], [1.])   token_rewards = ((a0, None), (b0,))
     """
 
     groups: tuple[EpisodeGroup, ...]
-    rewards: tuple[Doubles, ...]  # per group [episodes] float64: of the sequences, after shaping
+    rewards: tuple[Doubles, ...]  # per group [episodes] float64, of the sequences after shaping
     token_rewards: tuple[tuple[FloatArray | None, ...], ...] | None = (
         None  # per episode [length]: process rewards, and -beta * KL of drawn tokens; None: none
     )
@@ -55,10 +54,10 @@ class StepData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAdvantages:
-    """What the policy is to learn from, and the critic."""
+    """The output of an estimator: what policy and critic learn from."""
 
     advantages: PerToken  # 0 where not drawn
-    returns: PerToken | None = None  # what the critic is to predict, 0 where not drawn; None: none
+    returns: PerToken | None = None  # the critic's targets, 0 where not drawn; None: no critic
 
 
 AdvantageFn = Callable[..., StepAdvantages]  # (StepData, **settings) -> StepAdvantages
@@ -68,10 +67,12 @@ class AdvantageFacts(NamedTuple):
     """What an advantage estimator declares."""
 
     level: Literal["token", "sequence"] | None = "sequence"
-    """Whether each token gets a number of its own, or all of an episode the same. None: not known,
-    so that a KL in the rewards is taken off the sequences' rewards: at both levels an estimator
-    must look at token_rewards (`returns_of` adds them up)."""
-    needs: tuple[str, ...] = ()  # values: of a critic
+    """"token": each token gets a number of its own; "sequence": all tokens of an episode the same.
+
+    Both look at token_rewards (`returns_of` adds them up), so that a KL in the rewards is taken off
+    these. None: not known, and the KL is taken off the sequences' rewards.
+    """
+    needs: tuple[str, ...] = ()  # "values": a critic's
     compared_in_group: bool = False  # 0 for a group of one, whatever its tokens earned
     divided_in_group: bool = False  # by the spread or the mean of the group's rewards
     centered_in_step: bool = False  # 0 for a step of one answer, undiscounted
@@ -84,20 +85,20 @@ advantage: Registry[AdvantageFn, AdvantageFacts] = Registry(
 
 
 def needs_critic(choice: Choice) -> bool:
-    """Whether the chosen estimator needs a critic's values."""
+    """Return whether the chosen estimator needs a critic's values."""
     return "values" in advantage.facts(choice).needs
 
 
 def step_data(
     groups: Sequence[EpisodeGroup], values: Sequence[Sequence[FloatArray]] | None = None
 ) -> StepData:
-    """The step as the scorers left it, nothing shaped."""
-    told = any(s.token_rewards is not None for g in groups for s in g.scores)
+    """Return the step's data from its scores, before any shaping."""
+    has_token_rewards = any(s.token_rewards is not None for g in groups for s in g.scores)
     return StepData(
         groups=tuple(groups),
         rewards=tuple(np.array([s.reward for s in g.scores], np.float64) for g in groups),
         token_rewards=tuple(tuple(s.token_rewards for s in g.scores) for g in groups)
-        if told
+        if has_token_rewards
         else None,
         values=None if values is None else tuple(tuple(of_group) for of_group in values),
     )
@@ -119,8 +120,8 @@ def group_normalized(
     """(r_i - mean(r)) / (max(std(r), floor) + epsilon): GRPO. std is the population's, over G.
 
     Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision, which has
-    no floor: there a difference of 0.001 between wrong answers of several lengths weighs as much as
-    one of 1 between right and wrong. A floor of 0.1 lets it weigh 0.01 of that.
+    no floor: a difference of 0.001 between wrong answers of different lengths then weighs as much
+    as one of 1 between right and wrong. With a floor of 0.1 it weighs 0.01 of that.
     """
     return _per_sequence(data, [_standardized(r, epsilon, floor) for r in returns_of(data)])
 
@@ -139,8 +140,8 @@ def kimi(data: StepData) -> StepAdvantages:
     """r_i - mean(r): Kimi k1.5, eq. 3, whose empirical mean stands for tau log Z.
 
     Team Kimi 2025 (arXiv:2501.12599), sec. 2.3.2. The second term of that gradient,
-    -tau / 2 * grad (log policy - log behavior)^2 of the whole sequence, looks at the policy that
-    learns: it belongs to the loss or the KL, with tau as its coefficient, and not here.
+    -tau / 2 * grad (log policy - log behavior)^2 of the whole sequence, depends on the policy that
+    learns and thus belongs to the loss or the KL, with tau as its coefficient.
     """
     return group_mean(data)
 
@@ -181,7 +182,7 @@ def maxrl(data: StepData) -> StepAdvantages:
     lambda k, group_size: k <= group_size,
 )
 def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
-    """The reward is that any of k answers is right; analytic over all subsets of the group.
+    """Reward that any of k answers is right; analytic over all subsets of the group.
 
     With N answers, M of them wrong, R = 1 - C(M, k) / C(N, k) and sigma = sqrt(R (1 - R)):
         right  (1 - R) / sigma
@@ -215,7 +216,7 @@ def grpo_lead(
     steepness: AtLeast0 = 10.0,
     epsilon: Above0 = 1e-6,
 ) -> StepAdvantages:
-    """GRPO's, times w(rho) where above 0 and w(1 - rho) where not; rho is the group's pass rate.
+    """Scale GRPO's by w(rho) where above 0, else by w(1 - rho); rho is the group's pass rate.
 
     w(rho) = lowest + (highest - lowest) / (1 + exp(steepness (rho - middle))): being right weighs
     more on a hard prompt. Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), difficulty-aware
@@ -262,16 +263,16 @@ def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdva
 def gdpo(
     data: StepData, *, weights: Mapping[str, Finite] | None = None, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
-    """Each named part normalised in its group, the weighted sum normalised over the step.
+    """Normalise each named part in its group, then their weighted sum over the step.
 
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
-    al. 2026 (arXiv:2601.05242). A weight that is not given is 1. What shaping added to the reward
-    is one more part, `shaping`, and what tokens earned another, `tokens`; a reward without parts
-    is the part `reward`. A weight of a part that no score of the step names has no effect:
-    `check_weights` looks for wrong names before the run.
+    al. 2026 (arXiv:2601.05242). Weights default to 1. What shaping added to the reward is one more
+    part, `shaping`, and what tokens earned another, `tokens`; a reward without parts is the part
+    `reward`. A weight of a part that no score of the step names has no effect; `check_weights`
+    looks for wrong names before the run.
     """
-    told = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
-    named = [_parts(*of_group) for of_group in told]
+    per_group = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
+    named = [_parts(*of_group) for of_group in per_group]
     sums = [
         np.sum([(weights or {}).get(n, 1.0) * _standardized(v, epsilon) for n, v in p.items()], 0)
         for p in named
@@ -281,8 +282,7 @@ def gdpo(
 
 
 def check_weights(choice: Choice, parts: Collection[str]) -> None:
-    """Raise ConfigError where the estimator weighs a part that the reward has not. parts: those it
-    has."""
+    """Raise ConfigError if the estimator weighs a part that is not one of the reward's parts."""
     argument = advantage.facts(choice).part_weights
     if argument is None:
         return
@@ -297,7 +297,7 @@ def check_weights(choice: Choice, parts: Collection[str]) -> None:
 
 
 def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[str, Doubles]:
-    """Each part of the group's returns, [episodes]; a part that a score does not name is 0."""
+    """Return each part of the group's returns, [episodes]; 0 where a score does not name it."""
     names = sorted({name for s in group.scores for name in s.parts})
     shaped = rewards - np.array([s.reward for s in group.scores])
     parts = {n: np.array([s.parts.get(n, 0.0) for s in group.scores]) for n in names}
@@ -312,11 +312,11 @@ def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[st
 def discounted(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
-    """Discounted return-to-go, normalised over all drawn tokens of the group. No critic.
+    """Normalise the discounted return-to-go over all drawn tokens of the group. No critic.
 
-    G_t = r_t + gamma G_{t+1}, with gamma * turn_gamma where a tool's reply lies between: reward for
-    steps reaches what led to them. DeepSeekMath (arXiv:2402.03300), sec. 4.1.3, sums what follows
-    in the same way.
+    G_t = r_t + gamma G_{t+1}, with gamma * turn_gamma where a tool's reply lies between, so that a
+    step's reward reaches what led to it. DeepSeekMath (arXiv:2402.03300), sec. 4.1.3, sums the same
+    way.
     """
     returns = _to_go(data, gamma, turn_gamma)
     return _drawn(data, [_normalized([of_group], epsilon)[0] for of_group in returns])
@@ -326,7 +326,7 @@ def discounted(
 def discounted_batch(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
-    """As `discounted`, normalised over all drawn tokens of the step."""
+    """Normalise the discounted return-to-go over all drawn tokens of the step; see `discounted`."""
     return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
 
 
@@ -346,11 +346,10 @@ def gae(
     tokens only; V after the last is 0. returns = A + V. `whiten` then normalises A over the step.
     Raises ConfigError without a critic's values.
 
-    bootstrap: V after the last token of an episode that StopReason.LENGTH cut is the critic's:
-    Pardo et al. 2018 (arXiv:1712.00378), sec. 2.2. Right where the limit belongs to the training
-    alone and the reward to the tokens so far. By default the limit is part of the task: the
-    sequence's reward judges the answer as it was cut, and what might have come is not counted
-    again.
+    bootstrap: after the last token of an episode that StopReason.LENGTH cut, V is the critic's
+    value (Pardo et al. 2018, arXiv:1712.00378, sec. 2.2). It is right if the limit exists only in
+    training and the reward is for the tokens so far. By default the limit is part of the task: the
+    sequence's reward judges the answer as it was cut, and nothing is added for its continuation.
     """
     if data.values is None:
         raise ConfigError(
@@ -386,7 +385,7 @@ advantage.check_known(function_facts.WEIGHS_PARTS, lambda facts: facts.part_weig
 
 
 def _bootstrapped(data: StepData) -> list[Doubles]:
-    """Value of the state after each episode's last token: 0 unless its length cut it."""
+    """Return the value of the state after each episode's last token: 0 unless its length cut it."""
     assert data.last_values is not None, "a critic's values come with those after the last token"
     cut = [[e.stop is StopReason.LENGTH for e in g.episodes] for g in data.groups]
     return [np.where(c, v, 0.0) for c, v in zip(cut, data.last_values, strict=True)]
@@ -396,7 +395,7 @@ def _bootstrapped(data: StepData) -> list[Doubles]:
 
 
 def _centered(values: Doubles, weights: Doubles | None = None) -> Doubles:
-    """Values less their mean; exactly 0 where all are equal, whatever the rounding of the mean."""
+    """Subtract the (weighted) mean; exactly 0 if all are equal, whatever the mean's rounding."""
     if not len(values) or np.all(values == values[0]):
         return np.zeros_like(values)
     if weights is None or not weights.any():
@@ -405,18 +404,21 @@ def _centered(values: Doubles, weights: Doubles | None = None) -> Doubles:
 
 
 def _standardized(values: Doubles, epsilon: float, floor: float = 0.0) -> Doubles:
-    """(values - mean) / (max(std, floor) + epsilon), std of the population; exactly 0 where all are
-    equal."""
+    """Return (values - mean) / (max(std, floor) + epsilon), std of the population.
+
+    Exactly 0 if all are equal.
+    """
     centered = _centered(values)
     return centered / (max(values.std(), floor) + epsilon) if centered.any() else centered
 
 
 def _positive(mean: float) -> float:
-    """A divisor: the mean, or infinity where it is not above 0."""
+    """Return the mean as a divisor: infinity if it is not above 0."""
     return mean if mean > 0 else float("inf")
 
 
 def _lengths(group: EpisodeGroup) -> Doubles:
+    """Return the episodes' numbers of drawn tokens."""
     return np.array([e.num_drawn for e in group.episodes], np.float64)
 
 
@@ -426,21 +428,21 @@ Drawn = Sequence[Sequence[Doubles]]
 
 
 def returns_of(data: StepData) -> list[Doubles]:
-    """Each sequence's reward plus what its tokens earned; per group [episodes]."""
+    """Add up each sequence's reward and what its tokens earned; per group [episodes]."""
     return [r + t for r, t in zip(data.rewards, _earned_by_tokens(data), strict=True)]
 
 
 def _earned_by_tokens(data: StepData) -> list[Doubles]:
-    """Sum of the token rewards that a drawn token earned; per group [episodes]."""
+    """Sum the token rewards credited to each episode's drawn tokens; per group [episodes]."""
     extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
     return [
-        np.array([_earned_in(e, 0.0, told).sum() for e, told in zip(*both, strict=True)])
+        np.array([_earned_in(e, 0.0, rewards).sum() for e, rewards in zip(*both, strict=True)])
         for both in zip((g.episodes for g in data.groups), extra, strict=True)
     ]
 
 
 def _earned(data: StepData) -> Drawn:
-    """The reward that each drawn token earned."""
+    """Return the reward credited to each drawn token."""
     extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
     return [
         [_earned_in(*one) for one in zip(g.episodes, rewards.tolist(), of_group, strict=True)]
@@ -449,33 +451,34 @@ def _earned(data: StepData) -> Drawn:
 
 
 def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None) -> Doubles:
+    """Return the rewards credited to an episode's drawn tokens: [drawn]."""
     drawn = episode.num_drawn
     if not drawn:
         return np.zeros(0)
     earned = np.zeros(drawn)
     if token_rewards is not None:
-        earner = np.cumsum(episode.drawn) - 1  # -1: before the first drawn token, earned by nobody
-        told = np.asarray(token_rewards, np.float64)[earner >= 0]
-        np.add.at(earned, earner[earner >= 0], told)
+        earner = np.cumsum(episode.drawn) - 1  # -1: before the first drawn token, not credited
+        credited = np.asarray(token_rewards, np.float64)[earner >= 0]
+        np.add.at(earned, earner[earner >= 0], credited)
     earned[-1] += reward
     return earned
 
 
 def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> Drawn:
-    """Discounted sum of what a drawn token and those after it earned."""
+    """Return the discounted sum of what each drawn token and those after it earned."""
     earned = _earned(data)
     discounts = [_discounts(e, gamma, turn_gamma) for g in data.groups for e in g.episodes]
     return _regrouped(_discounted_sums(_flat(earned), discounts), earned)
 
 
 def _discounts(episode: Episode, gamma: float, turn_gamma: float) -> Doubles:
-    """From each drawn token to the next one."""
+    """Return the discount from each drawn token to the next one."""
     gaps = np.diff(np.flatnonzero(episode.drawn), append=0)
     return np.where(gaps > 1, gamma * turn_gamma, gamma).astype(np.float64)
 
 
 def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> list[Doubles]:
-    """y_t = terms_t + discounts_t * y_{t+1}, for all sequences at once, from the last time on."""
+    """Return y_t = terms_t + discounts_t * y_{t+1}, for all sequences at once, from the end."""
     shape = max((len(x) for x in terms), default=0), len(terms)
     y, d = np.zeros(shape), np.zeros(shape)
     for i, (x, of_x) in enumerate(zip(terms, discounts, strict=True)):
@@ -486,21 +489,23 @@ def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> 
 
 
 def _normalized(values: Drawn, epsilon: float) -> Drawn:
-    """(values - mean) / (std + epsilon) over all tokens given; exactly 0 where all are equal."""
+    """Return (values - mean) / (std + epsilon) over all tokens; exactly 0 if all are equal."""
     flat = np.concatenate([np.zeros(0), *_flat(values)])
     return _regrouped(_cut(_standardized(flat, epsilon), _flat(values)), values)
 
 
 def _cut(flat: Doubles, like: Sequence[Doubles]) -> list[Doubles]:
-    """One array as pieces as long as those of `like`."""
+    """Cut an array into pieces as long as those of `like`."""
     return np.split(flat, np.cumsum([len(v) for v in like], dtype=np.int64))[:-1]
 
 
 def _flat(values: Drawn) -> list[Doubles]:
+    """List the episodes of all groups."""
     return [v for of_group in values for v in of_group]
 
 
 def _regrouped(flat: Sequence[Doubles], like: Drawn) -> Drawn:
+    """Group a flat list of episodes as `like`."""
     rest: Iterator[Doubles] = iter(flat)
     return [[next(rest) for _ in of_group] for of_group in like]
 
@@ -509,7 +514,7 @@ def _regrouped(flat: Sequence[Doubles], like: Drawn) -> Drawn:
 
 
 def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
-    """The same value on every drawn token of an episode; values: per group [episodes]."""
+    """Give each drawn token its episode's value; values: per group [episodes]."""
     return StepAdvantages(
         advantages=tuple(
             tuple(
@@ -522,7 +527,7 @@ def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
 
 
 def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
-    """A value for each drawn token."""
+    """Give each drawn token its own value."""
     return StepAdvantages(
         advantages=tuple(
             tuple(_placed(e, v) for e, v in zip(group.episodes, of_group, strict=True))
@@ -532,6 +537,7 @@ def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
 
 
 def _placed(episode: Episode, values: Doubles) -> FloatArray:
+    """Return an array [length] with these values at the drawn tokens, else 0."""
     placed = np.zeros(len(episode.token_ids), np.float32)
     placed[episode.drawn] = values
     return placed

@@ -1,8 +1,8 @@
 """How token losses become one number: the only place that divides by a count.
 
-An aggregate looks at the whole step's batch, on the host, before the first micro-batch, and gives
-each token its weight; the loss is the sum of weight * token loss. Denominators are therefore global
-by construction: micro-batches, devices and packing only change the order of a sum. A mini-batch's
+Before the first micro-batch an aggregate looks at the whole step's batch on the host and gives each
+token its weight; the loss is the sum of weight * token loss. Denominators are therefore global by
+construction: micro-batches, devices and packing only change the order of a sum. A mini-batch's
 tokens keep the weights that the whole step gave them, times the number of mini-batches.
 """
 
@@ -32,7 +32,7 @@ def token_mean(batch: PackedBatch) -> FloatArray:
 
 @aggregate
 def sequence_mean(batch: PackedBatch) -> FloatArray:
-    """Mean over sequences of their token means: every sequence counts the same.
+    """Average the sequences' token means: every sequence counts the same.
 
     GRPO (arXiv:2402.03300), eq. 3. A sequence with nothing to learn does not count.
     """
@@ -43,7 +43,7 @@ def sequence_mean(batch: PackedBatch) -> FloatArray:
 
 @aggregate
 def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
-    """Mean over sequences of their token sum / divisor, the same for all: no bias by length.
+    """Average the sequences' token sums / divisor, the same for all: no bias by length.
 
     Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.
     """
@@ -53,7 +53,7 @@ def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
 
 @aggregate
 def sequence_sum(batch: PackedBatch) -> FloatArray:
-    """Mean over sequences of their token sum: the policy gradient itself, long answers weigh more.
+    """Average the sequences' token sums: the policy gradient itself, long answers weigh more.
 
     Williams 1992 (REINFORCE); `constant` with a divisor of 1.
     """
@@ -62,7 +62,7 @@ def sequence_sum(batch: PackedBatch) -> FloatArray:
 
 @aggregate
 def per_group(batch: PackedBatch) -> FloatArray:
-    """Mean over groups of the mean over all their tokens: every prompt counts the same.
+    """Average the groups' token means: every prompt counts the same.
 
     DAPO's token mean (arXiv:2503.14476, sec. 3.3) within a group, so that a prompt with long or
     many answers does not weigh more than another. A group with nothing to learn does not count.
@@ -73,14 +73,15 @@ def per_group(batch: PackedBatch) -> FloatArray:
 
 
 def mean_of(total: float, count: float) -> float:
-    """total / count; 0 where nothing was counted."""
+    """Return total / count; 0 if nothing was counted."""
     return total / count if count else 0.0
 
 
 def _tokens_of(ids: IntArray, batch: PackedBatch) -> NDArray[np.int64]:
-    """Learnt tokens of each id; a last entry for padding, whose id -1 points at it."""
+    """Count the learnt tokens of each id; a last entry is for padding, whose id is -1."""
     return np.bincount(ids[batch.mask], minlength=int(ids.max(initial=-1)) + 2)
 
 
 def _weights(batch: PackedBatch, weights: NDArray[np.float64]) -> FloatArray:
+    """Return the weights as float32, 0 outside the mask."""
     return np.where(batch.mask, weights, 0.0).astype(np.float32)

@@ -1,24 +1,24 @@
 """Corrections for tokens that other weights drew: a factor per token, on the policy loss.
 
-w = proximal / behavior is the importance weight of a token (level token), the product of its
-sequence's (sequence) or their geometric mean (geometric). A correction says which multiple of w
-counts: weights * w is the corrected importance weight. It has no gradient, is 1 on-policy, and
+w = proximal / behavior is the importance weight: of a token (level token), the product over its
+sequence (sequence) or the geometric mean over it (geometric). A correction returns a factor, and
+weights * w is the corrected importance weight. The factor has no gradient and is 1 on-policy and
 outside the mask.
 
-    algorithm.anchor=behavior   the loss's ratio is policy / behavior and holds w: loss * weights
+    algorithm.anchor=behavior   the loss's ratio is policy / behavior and contains w: loss * weights
     algorithm.anchor=proximal   it is policy / proximal: loss * weights * exp(log_ratio).
                                 Decoupled PPO, AReaL (arXiv:2505.24298), eq. 5
 
-At the levels sequence and geometric, `truncate` and `band` therefore mean what they say with
+At the levels sequence and geometric, `truncate` and `band` are therefore exact with
 anchor=proximal; with behavior each token keeps its own ratio times weights.
 
-A list of corrections: `combined`. Its order does not matter: factors multiply, and the importance
-weight (w, with anchor=proximal) is that of the one in the list that bounds it. Each correction is
+`combined` makes one correction of a list, in any order: factors multiply. With anchor=proximal the
+importance weight is the w of the one correction in the list that bounds it. Each declares a role:
 
-    bounds      gives w a bound and is the importance weight; one in a list
-    rejects     keeps or drops by w: a factor of 1 or 0. Where nothing bounds w, it is w at this
-                level (masked importance sampling)
-    filters     has nothing to do with w; with anchor=proximal and nothing else, w is left out
+    bounds      bounds w, which is the importance weight; at most one in a list
+    rejects     keeps or drops by w: a factor of 1 or 0. If nothing in the list bounds w, the
+                importance weight is w at this level (masked importance sampling)
+    filters     does not look at w; alone with anchor=proximal, w is left out
 """
 
 import math
@@ -54,7 +54,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class Correction(NamedTuple):
-    """What a correction gives."""
+    """The output of a correction."""
 
     weights: Array  # [rows, length] float32 >= 0, no gradient; at most 1, but for `band`
     truncated: Array  # [rows, length] bool, tokens whose weight is not 1
@@ -68,9 +68,8 @@ class CorrectionFacts(NamedTuple):
     """What a correction declares."""
 
     role: Literal["bounds", "rejects", "filters"] = "rejects"  # see above
-    level: Level | None = "token"
-    """Whose w it looks at, unless an argument `level` says so. None: not known."""
-    may_grow: bool = False  # whether its factor may exceed 1
+    level: Level | None = "token"  # of w, if no argument `level` says it; None: not known
+    may_grow: bool = False  # its factor may exceed 1
 
 
 correction: Registry[CorrectionFn, CorrectionFacts] = Registry(
@@ -79,71 +78,71 @@ correction: Registry[CorrectionFn, CorrectionFacts] = Registry(
 
 
 def weighs(choices: Choices | None) -> bool:
-    """Whether any of the chosen corrections carries an importance weight."""
+    """Return whether any of the chosen corrections carries an importance weight."""
     return any(correction.facts(c).role != "filters" for c in _listed(choices or "none"))
 
 
 def default_correction(loss: Choice, anchor: str) -> str:
-    """What a loss asks for where algorithm.correction is null; a user's own, as OPEN_RATIO."""
-    asked = token_loss.facts(loss).correction
-    return asked.proximal if anchor == "proximal" else asked.behavior
+    """Return the correction that a loss declares as its default."""
+    defaults = token_loss.facts(loss).correction
+    return defaults.proximal if anchor == "proximal" else defaults.behavior
 
 
 def correction_of(algorithm: AlgorithmSection) -> Choices:
-    """The corrections that are used: those that are set, or what the loss asks for."""
+    """Return the corrections that are used: those that are set, or the loss's default."""
     if algorithm.correction is not None:
         return algorithm.correction
     return default_correction(algorithm.loss, algorithm.anchor)
 
 
 def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
-    """The chosen corrections as one: weights multiply, a token is truncated where any says so.
+    """Combine the chosen corrections: weights multiply, a token is truncated if any truncates it.
 
-    log_ratio is that of the one that bounds w, else of one that rejects (all of one level), else 0.
-    Raises ConfigError on an unknown name, two bounds, and, where the anchor is proximal, on a list
-    that leaves open which w is meant.
+    log_ratio is that of the correction that bounds w, else of one that rejects (all of one level),
+    else 0. Raise ConfigError on an unknown name, on two that bound w, and, if the anchor is
+    proximal, on a list that leaves open which w is meant.
     """
     listed = _listed(choices)
     parts = [correction.resolve(choice) for choice in listed]
     if len(parts) == 1:
         return parts[0]
-    told = _place_of_weight(listed, anchor)
+    weighing = _index_of_weight(listed, anchor)
 
     def apply(x: TokenInputs) -> Correction:
         done = [part(x) for part in parts]
         return Correction(
             reduce(jnp.multiply, (c.weights for c in done)),
             reduce(jnp.logical_or, (c.truncated for c in done)),
-            done[told].log_ratio,
+            done[weighing].log_ratio,
         )
 
     return apply
 
 
 def _listed(choices: Choices) -> list[Choice]:
+    """Return the choices as a list. Raise ConfigError if there is none."""
     listed = each_of(choices)
     if not listed:
         raise ConfigError("algorithm.correction: a list needs at least one: write none.")
     return listed
 
 
-def _place_of_weight(listed: Sequence[Choice], anchor: str) -> int:
-    """Where in the list the correction stands whose log_ratio counts."""
+def _index_of_weight(listed: Sequence[Choice], anchor: str) -> int:
+    """Return the index of the correction whose log_ratio counts."""
     names = [name_of(choice) for choice in listed]
     roles = [correction.facts(choice).role for choice in listed]
     bounds = [i for i, role in enumerate(roles) if role == "bounds"]
     if len(bounds) > 1:
         raise ConfigError(
-            f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each say what the "
-            "importance weight is at most, and there is one. Keep one of them, and reject or mask "
-            "beside it."
+            f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each bound the one "
+            "importance weight. Keep one of them, and reject or mask beside it."
         )
     others = [i for i, role in enumerate(roles) if role == "rejects"]
     levels = sorted({level_of(listed[i]) for i in others})
     if not bounds and len(levels) > 1 and anchor == "proximal":
         raise ConfigError(
             "algorithm.correction: with algorithm.anchor=proximal the loss needs one importance "
-            f"weight, and {', '.join(names[i] for i in others)} speak of several "
+            f"weight, and {', '.join(names[i] for i in others)} look at several "
             f"({', '.join(levels)}). Add the one that is meant, such as {{truncate: {{cap: 5.0}}}}."
         )
     return next(iter([*bounds, *others, 0]))
@@ -163,7 +162,7 @@ def level_of(choice: Choice) -> str:
 
 @correction(role="filters")
 def none(x: TokenInputs) -> Correction:
-    """1 everywhere, and no importance weight either."""
+    """1 everywhere, and no importance weight."""
     return _filter(x, jnp.ones(x.mask.shape, jnp.float32))
 
 
@@ -211,10 +210,10 @@ def band(
 def reject(
     x: TokenInputs, *, low: Share = 0.5, high: AtLeast1 = 2.0, level: Level = "geometric"
 ) -> Correction:
-    """0 for all tokens of a sequence with low <= w <= high broken, else 1. low <= 1 <= high.
+    """0 for all tokens of a sequence that violates low <= w <= high, else 1. low <= 1 <= high.
 
-    level token: broken by any of its tokens; else by the sequence's own w. Rejection of sequences
-    by their geometric mean: Liu et al. 2025 (see mask).
+    At level token any of its tokens may violate it, else the sequence's own w. Rejection of
+    sequences by their geometric mean: Liu et al. 2025 (see mask).
     """
     logs = level_log_ratio(x, level)
     broken = sequence_any(_outside(logs, low, high), x.mask, x.segment_ids)
@@ -260,13 +259,13 @@ def seq_mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
 
 @correction(role="rejects", level="geometric")
 def geo_mis(x: TokenInputs, *, low: Share = 0.99, cap: AtLeast1 = 1.01) -> Correction:
-    """Sequences whose geometric mean of w leaves a narrow band are out, whatever their length."""
+    """0 for sequences outside a narrow band, whatever their length: `mask` at level geometric."""
     return mask(x, low=low, cap=cap, level="geometric")
 
 
 @correction(role="rejects")
 def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correction:
-    """Tokens are masked on both sides: 1 where low <= w <= cap, else 0.
+    """1 where low <= w <= cap, else 0: `mask` at level token, on both sides.
 
     IcePop, Ling Team 2025 (Ring-1T, arXiv:2510.18855), with alpha = low and beta = cap; as there,
     with anchor=proximal.
@@ -281,7 +280,7 @@ def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correcti
 def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     """0 where A < 0 and the mean over the sequence of log(behavior / policy) exceeds delta, nats.
 
-    Off-policy sequence masking: a bad answer that the policy would hardly give any more teaches
+    Off-policy sequence masking: a bad answer that the policy has become unlikely to give teaches
     nothing. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
     """
     away = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
@@ -305,7 +304,7 @@ def age_decay(x: TokenInputs, *, half_life: Above0 = 4.0) -> Correction:
 
 
 def level_log_ratio(x: TokenInputs, level: Level) -> Array:
-    """log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
+    """Return log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
     logs = mismatch(x)
     if level == "sequence":
         total = sequence_sum(logs, x.mask, x.segment_ids)
@@ -316,10 +315,12 @@ def level_log_ratio(x: TokenInputs, level: Level) -> Array:
 
 
 def _correct(x: TokenInputs, weights: Array, acts: Array, logs: Array) -> Correction:
+    """Return a correction that does nothing outside the mask."""
     return Correction(jnp.where(x.mask, weights, 1.0), x.mask & acts, logs)
 
 
 def _filter(x: TokenInputs, weights: Array) -> Correction:
+    """Return a correction without an importance weight."""
     return _correct(x, weights, weights != 1, jnp.zeros(x.mask.shape, jnp.float32))
 
 
@@ -328,7 +329,7 @@ def _outside(logs: Array, low: float, high: float) -> Array:
 
 
 def _ages(x: TokenInputs) -> Array:
-    """Versions, at least 0; 0 outside the mask."""
+    """Return the tokens' ages in versions, at least 0; 0 outside the mask."""
     ages = jnp.zeros(x.mask.shape, jnp.int32) if x.ages is None else x.ages
     return jnp.where(x.mask, jnp.maximum(ages, 0), 0).astype(jnp.float32)
 

@@ -32,7 +32,7 @@ kl: Registry[KLFn, KLFacts] = Registry("kl estimator", "algorithm.kl", KLFacts)
 
 
 def is_whole(choice: Choice) -> bool:
-    """Whether the chosen estimator compares distributions over the whole vocabulary."""
+    """Return whether the chosen estimator compares distributions over the whole vocabulary."""
     return "reference_divergence" in kl.facts(choice).needs
 
 
@@ -58,8 +58,8 @@ def k3(x: TokenInputs) -> Array:
 def unbiased(x: TokenInputs) -> Array:
     """r k3, r = policy / behavior with its gradient: unbiased also for tokens of another policy.
 
-    Its gradient is r d d log policy, so in expectation that of the true divergence, which k3's is
-    not. DeepSeek-V3.2 (arXiv:2512.02556), eq. 7.
+    Its gradient is r d d log policy: in expectation that of the true divergence, unlike k3's.
+    DeepSeek-V3.2 (arXiv:2512.02556), eq. 7.
     """
     ratio = jnp.exp(bounded_difference(x, x.policy_logprobs, x.behavior_logprobs))
     return ratio * k3_of(_from_reference(x))
@@ -67,7 +67,7 @@ def unbiased(x: TokenInputs) -> Array:
 
 @kl(needs=("reference_divergence",))
 def full(x: TokenInputs) -> Array:
-    """The divergence over the whole vocabulary at each token, which the caller computed: exact."""
+    """sum_v policy(v) log(policy(v) / reference(v)) over the vocabulary; the caller computes it."""
     assert x.reference_divergence is not None, "the full KL needs the reference's distribution"
     return jnp.where(x.mask, x.reference_divergence, 0.0)
 
@@ -79,9 +79,10 @@ kl.check_known(function_facts.WITHOUT_GRADIENT, lambda f: not f.has_gradient)
 def next_coefficient(
     coefficient: float, measured: float, *, target: float, horizon: float
 ) -> float:
-    """coefficient (1 + clip(measured / target - 1, -0.2, 0.2) / horizon): towards the target.
+    """Return coefficient (1 + clip(measured / target - 1, -0.2, 0.2) / horizon).
 
-    Once a step; horizon in steps. Ziegler et al. 2019 (arXiv:1909.08593), sec. 2.2, where
+    It steers the measured KL towards the target, once a step; horizon is in steps. Ziegler et al.
+    2019 (arXiv:1909.08593), sec. 2.2, where
     K_beta = 1 / horizon = 0.1.
     """
     error = min(max(measured / target - 1, -0.2), 0.2)
@@ -89,11 +90,11 @@ def next_coefficient(
 
 
 def k3_of(difference: Array) -> Array:
-    """exp(-d) - 1 + d for d = log policy - log other; finite for every finite d."""
+    """Return exp(-d) - 1 + d for d = log policy - log other; finite for every finite d."""
     return jnp.expm1(jnp.minimum(-difference, MAX_LOG_RATIO)) + difference
 
 
 def _from_reference(x: TokenInputs) -> Array:
-    """log policy - log reference, 0 outside the mask."""
+    """Return log policy - log reference; 0 outside the mask."""
     assert x.reference_logprobs is not None, "a KL to the reference needs the reference's log-probs"
     return jnp.where(x.mask, x.policy_logprobs - x.reference_logprobs, 0.0)

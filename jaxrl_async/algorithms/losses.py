@@ -1,13 +1,12 @@
 """Token losses: a formula over named arrays. No averaging here (aggregate.py), no configuration.
 
-Every array is `[rows, length]`. What lies outside the mask may be anything, NaN included, and gives
-neither loss nor gradient.
+Every array is `[rows, length]`. Values outside the mask may be anything, even NaN, and give neither
+loss nor gradient.
 
 A loss looks at the ratio r = policy / anchor. With `algorithm.anchor=behavior` the anchor is the
 distribution that drew the token, and r is the whole importance ratio. With `proximal` it is the
-policy at the start of the step, and what lies between behaviour and proximal is the corrections'
-matter (corrections.py): that is decoupled PPO (AReaL, arXiv:2505.24298), so it is no loss of its
-own, and any loss here can be decoupled.
+policy at the start of the step, and the corrections (corrections.py) take care of proximal /
+behaviour: decoupled PPO (AReaL, arXiv:2505.24298). Any loss here can thus be decoupled.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,19 +42,19 @@ SMALLEST_REST = 1e-8
 
 
 class TokenInputs(NamedTuple):
-    """What a token loss may look at; position t is token t and its log-prob under each policy."""
+    """The input of a token loss; position t holds token t's log-prob under each policy."""
 
     policy_logprobs: (
         Array  # [rows, length] float32, of the weights that learn; carries the gradient
     )
     behavior_logprobs: Array  # [rows, length] float32, of the distribution that drew the token
     advantages: Array  # [rows, length] float32
-    mask: Array  # [rows, length] bool, tokens that are learnt
+    mask: Array  # [rows, length] bool, learnt tokens
     versions: Array  # [rows, length] int32, policy version that drew the token
     entropy: Array  # [rows, length] float32, of the policy at the token, nats
     reference_logprobs: Array | None = None  # [rows, length] float32, of the frozen reference
     anchor_logprobs: Array | None = None
-    """[rows, length] float32, what the loss's ratio is against. None: behavior_logprobs."""
+    """[rows, length] float32, the denominator of the loss's ratio. None: behavior_logprobs."""
     proximal_logprobs: Array | None = None
     """[rows, length] float32, of the weights at the start of the step. None: the policy's own."""
     segment_ids: Array | None = None
@@ -67,8 +66,8 @@ class TokenInputs(NamedTuple):
     teacher_divergence: Array | None = None
     """[rows, length] float32, divergence from the teacher at the token; carries the gradient."""
     covariance_rank: Array | None = None
-    """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
-    log-prob and advantage, (log policy - mean) * (A - mean)."""
+    """[rows, length] float32 in [0, 1): share of the step's tokens whose log-prob and advantage
+    covary more, by (log policy - mean) * (A - mean)."""
 
 
 check_fields("TokenInputs", TokenInputs._fields, (n for n, c in COLUMNS.items() if c.in_loss))
@@ -82,36 +81,36 @@ def token_inputs(columns: Mapping[str, ArrayLike | None]) -> TokenInputs:
 
 
 class TokenLoss(NamedTuple):
-    """What a token loss gives."""
+    """The output of a token loss."""
 
     loss: Array  # [rows, length] float32, 0 outside the mask
-    clipped: Array  # [rows, length] bool, tokens whose gradient the loss cut off or bounded
+    clipped: Array  # [rows, length] bool, tokens whose gradient the loss removed or bounded
 
 
 TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 
 
 class DefaultCorrections(NamedTuple):
-    """The correction of a loss where algorithm.correction is null, by algorithm.anchor."""
+    """The correction of a loss if algorithm.correction is not set, by algorithm.anchor."""
 
     behavior: str = "truncate_token"
     proximal: str = "truncate_token"
 
 
 OPEN_RATIO = DefaultCorrections()
-"""The loss's ratio has no bound on one side of A at least: the correction bounds it."""
+"""The loss's ratio is unbounded for one sign of A at least: the correction bounds it."""
 OWN_BOUND = DefaultCorrections(behavior="none")
-"""The loss bounds its whole ratio. Against the proximal policy what lies before is not in it, and
-is the correction's matter."""
+"""The loss bounds its whole ratio. Against the proximal policy, proximal / behaviour is not in that
+ratio, and the correction bounds it."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
-"""The loss does without importance weights, whatever drew the token."""
+"""The loss has no importance weight, whatever drew the token."""
 
 
 class LossFacts(NamedTuple):
     """What a token loss declares."""
 
-    correction: DefaultCorrections = OPEN_RATIO  # where algorithm.correction is null
-    needs: tuple[str, ...] = ()  # fields of TokenInputs that are made only for those who ask
+    correction: DefaultCorrections = OPEN_RATIO
+    needs: tuple[str, ...] = ()  # fields of TokenInputs that are only made on request
     ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
     gradient_of: Literal["token", "sequence"] = "token"
     """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""
@@ -124,10 +123,9 @@ supervised_loss: Registry[TokenLossFn, NoFacts] = Registry("supervised loss", "r
 
 
 def masked_loss(function: TokenLossFn) -> TokenLossFn:
-    """Return a user's loss in the form of those here: a TokenLoss, and nothing outside the mask.
+    """Wrap a user's loss so that it returns a TokenLoss and is 0 outside the mask.
 
-    What lies outside reaches the function as 0 and gives no loss. The function may return the loss
-    alone: [rows, length].
+    The function sees 0 outside the mask, and may return the loss alone: [rows, length].
     """
 
     def masked(x: TokenInputs) -> TokenLoss:
@@ -143,24 +141,24 @@ def masked_loss(function: TokenLossFn) -> TokenLossFn:
 
 
 def log_ratio(x: TokenInputs) -> Array:
-    """log(policy / anchor) per token, within MAX_LOG_RATIO; 0 outside the mask."""
+    """Return log(policy / anchor) per token, within MAX_LOG_RATIO; 0 outside the mask."""
     return bounded_difference(x, x.policy_logprobs, _anchor(x))
 
 
 def mismatch(x: TokenInputs) -> Array:
-    """log(proximal / behavior) per token, within MAX_LOG_RATIO; 0 outside the mask. No gradient."""
+    """Return log(proximal / behavior) per token, as `log_ratio` but without gradient."""
     proximal = x.policy_logprobs if x.proximal_logprobs is None else x.proximal_logprobs
     return jax.lax.stop_gradient(bounded_difference(x, proximal, x.behavior_logprobs))
 
 
 def sequence_log_ratio(x: TokenInputs) -> Array:
-    """log(policy / anchor) of the token's whole sequence, within MAX_LOG_RATIO."""
+    """Return log(policy / anchor) of each token's whole sequence, within MAX_LOG_RATIO."""
     total = sequence_sum(log_ratio(x), x.mask, x.segment_ids)
     return jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
-    """logprobs - others, within MAX_LOG_RATIO; 0 outside the mask."""
+    """Return logprobs - others, within MAX_LOG_RATIO; 0 outside the mask."""
     difference = jnp.where(x.mask, logprobs - others, 0.0)
     return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -176,8 +174,8 @@ def ppo_clip(
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = policy / anchor.
 
     Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two bounds: DAPO (arXiv:2503.14476), sec. 3.1.
-    dual_clip > 1 also bounds it where A < 0, to max(that minimum, dual_clip A): Ye et al. 2020
-    (arXiv:1912.09729), dual-clip PPO. 0: off.
+    dual_clip > 1 also bounds the objective where A < 0, to max(that minimum, dual_clip A): Ye et
+    al. 2020 (arXiv:1912.09729), dual-clip PPO. 0: off.
     """
     advantages = _advantages(x)
     objective, clipped = _surrogate(jnp.exp(log_ratio(x)), advantages, clip_low, clip_high)
@@ -194,8 +192,8 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r).
 
     Each token has its sequence's ratio s, so a sequence is clipped as a whole. The gradient of the
-    sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, where A is the same
-    over the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
+    sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, if A is constant over
+    the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
     aggregate=sequence_mean it is the paper's objective.
     """
     ratio = jnp.exp(sequence_mean(log_ratio(x), x.mask, x.segment_ids))
@@ -205,9 +203,10 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
 
 @token_loss(ratio_of="sequence")
 def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
-    """As gspo, with s_t = stop_gradient(s) policy / stop_gradient(policy): gradient -s A_t.
+    """-min(s_t A, clip(s_t) A), s_t = stop_gradient(s) policy / stop_gradient(policy), s of gspo.
 
-    For advantages that differ within a sequence. GSPO (arXiv:2507.18071), eq. 13 and 14.
+    Its gradient is -s A_t: for advantages that differ within a sequence. GSPO (arXiv:2507.18071),
+    eq. 13 and 14.
     """
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)
     own = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
@@ -221,8 +220,8 @@ def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4)
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
 
-    Bounds are in nats, on each token. Gradient as gspo's, less the tokens that are cut. GMPO, Zhao
-    et al. 2025 (arXiv:2507.20673).
+    Bounds are in nats, on each token. The gradient is gspo's without the tokens that are cut. GMPO,
+    Zhao et al. 2025 (arXiv:2507.20673).
     """
     advantages, logs = _advantages(x), log_ratio(x)
     bounded = jnp.where(advantages > 0, jnp.minimum(logs, clip_high), jnp.maximum(logs, -clip_low))
@@ -273,8 +272,9 @@ def ipo(
 ) -> TokenLoss:
     """dppo_tv's loss + penalty (log r)^2, which has no gradient on-policy.
 
-    The penalty also holds tokens that the trust region masked. PRIME-RL's policy loss, with the
-    squared log ratio of Kimi K2.5. A band of ratios instead of probabilities: correction=icepop.
+    The penalty also pulls tokens back that the trust region masks. PRIME-RL's policy loss, with the
+    squared log ratio of Kimi K2.5. For a band of ratios instead of probabilities use
+    correction=icepop.
     """
     inner = dppo_tv(x, low=low, high=high)
     return TokenLoss(inner.loss + penalty * log_ratio(x) ** 2, inner.clipped)
@@ -288,11 +288,11 @@ def clip_cov(
     clip_low: UpTo1 = 0.2,
     clip_high: Above0 = 0.2,
 ) -> TokenLoss:
-    """ppo_clip, and 0 for the share of tokens whose log-prob and advantage covary most.
+    """ppo_clip, but 0 for the share of tokens whose log-prob and advantage covary most.
 
-    Those tokens take most of the entropy away. Cui et al. 2025, "The Entropy Mechanism"
+    Those tokens reduce entropy most. Cui et al. 2025, "The Entropy Mechanism"
     (arXiv:2505.22617), Clip-Cov; the paper draws the tokens at random from a band of covariances,
-    here they are the topmost of the step, so that nothing is random.
+    here they are the top ones of the step, so that nothing is random.
     """
     selected = _top_covariance(x, share)
     ratio = jnp.where(selected, 0.0, jnp.exp(log_ratio(x)))
@@ -320,7 +320,7 @@ def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = policy / anchor: gradient -r A d log policy.
 
     The score function estimator of Williams 1992 (Machine Learning 8), with the importance ratio
-    that makes it right for tokens of an older policy (1 on-policy). Bound r with a correction.
+    that corrects for tokens of an older policy (1 on-policy). Bound r with a correction.
     """
     return _score(x, jnp.exp(log_ratio(x)), jnp.zeros_like(x.mask))
 
@@ -404,7 +404,7 @@ def _anchor(x: TokenInputs) -> Array:
 
 
 def _advantages(x: TokenInputs) -> Array:
-    """0 outside the mask: there a NaN would reach a whole sequence's gradient."""
+    """Return the advantages, 0 outside the mask: a NaN there would reach a sequence's gradient."""
     return jnp.where(x.mask, x.advantages, 0.0)
 
 
@@ -413,19 +413,19 @@ def _masked(x: TokenInputs, loss: Array, clipped: Array) -> TokenLoss:
 
 
 def _score(x: TokenInputs, weights: Array, clipped: Array) -> TokenLoss:
-    """-stop_gradient(weights) A log policy."""
+    """Return the loss -stop_gradient(weights) A log policy."""
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)
     return _masked(x, -jax.lax.stop_gradient(weights) * _advantages(x) * logprobs, clipped)
 
 
 def _surrogate(ratio: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where the bound holds."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A), and where the bound is active."""
     bounded = jnp.clip(ratio, 1 - low, 1 + high) * advantages
     return jnp.minimum(ratio * advantages, bounded), bounded < ratio * advantages
 
 
 def _trust_region(x: TokenInputs, divergence: Array, low: float, high: float) -> TokenLoss:
-    """-r A, without tokens beyond the divergence that A drives still further away."""
+    """Return -r A, but 0 for tokens beyond the divergence that A would push further away."""
     logs, advantages = log_ratio(x), _advantages(x)
     above = (advantages > 0) & (logs > 0) & (divergence > high)
     below = (advantages < 0) & (logs < 0) & (divergence > low)
@@ -444,6 +444,6 @@ def _probability(logprobs: Array) -> Array:
 
 
 def _log_rest(logprobs: Array) -> Array:
-    """log(1 - p), at least log(SMALLEST_REST)."""
+    """Return log(1 - p), at least log(SMALLEST_REST)."""
     rest = -jnp.expm1(jnp.minimum(jax.lax.stop_gradient(logprobs), 0.0))
     return jnp.log(jnp.maximum(rest, SMALLEST_REST))

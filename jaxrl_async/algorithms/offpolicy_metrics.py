@@ -1,7 +1,7 @@
 """How far the data is from the weights that learn: always measured, whatever the algorithm.
 
-w = proximal / behavior, of a token, or multiplied over its sequence. Micro-batches add totals and
-counts up (`off_policy_measures`); what is no mean of tokens is derived from the means on the host.
+w = proximal / behavior, of a token, or multiplied over its sequence. Totals and counts add up over
+micro-batches (`off_policy_measures`); what is not a mean is derived from the means on the host.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ OF_SEQUENCES = (
 
 
 def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
-    """(total, count) of each mean, over learnt tokens or over sequences with any.
+    """Return (total, count) of each mean, over learnt tokens or over sequences with any.
 
-    version: int32, of the weights that learn. k3 estimates KL(behavior || proximal); at lag 0 both
-    are the same weights, so that it is numerics alone.
+    version: int32, of the weights that learn. k3 estimates KL(behavior || proximal). At lag 0 both
+    are the same weights, so that it measures numerics alone.
     """
     logs = mismatch(x)
     fresh = x.mask & (x.versions == version)
@@ -44,7 +44,7 @@ def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array
 
 
 def divergence_by_lag(x: TokenInputs, num_lags: int) -> dict[str, tuple[Array, Array]]:
-    """(total, count) of the k3 estimate of KL(behavior || proximal) over the tokens of each lag."""
+    """Return (total, count) of k3 of KL(behavior || proximal) over the tokens of each lag."""
     if not num_lags:
         return {}
     assert x.ages is not None
@@ -53,20 +53,20 @@ def divergence_by_lag(x: TokenInputs, num_lags: int) -> dict[str, tuple[Array, A
 
 
 def derived_measures(stats: Mapping[str, float]) -> dict[str, float]:
-    """What follows from the means; empty where they are missing.
+    """Derive effective sample sizes and chi-square from the means that are there.
 
     Effective sample size as a share, (sum w)^2 / (n sum w^2): Kish 1965; Owen 2013, "Monte Carlo
     theory", eq. 9.13. Chi-square divergence of proximal from behaviour: mean w^2 - 1.
     """
-    found = {}
+    derived = {}
     for level in ("", "sequence_"):
         mean = stats.get(f"offpolicy/{level}weight_mean")
         square = stats.get(f"offpolicy/{level}weight_square_mean")
         if mean is not None and square:
-            found[f"offpolicy/{level}ess_share"] = mean**2 / square
+            derived[f"offpolicy/{level}ess_share"] = mean**2 / square
     if (square := stats.get("offpolicy/weight_square_mean")) is not None:
-        found["offpolicy/chi_square"] = square - 1
-    return found
+        derived["offpolicy/chi_square"] = square - 1
+    return derived
 
 
 def _mean(mask: Array, values: Array) -> tuple[Array, Array]:

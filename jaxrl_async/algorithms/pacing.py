@@ -15,27 +15,27 @@ from math import isfinite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Between which limits the controller moves, and what it aims at."""
+    """The range of the controller's limit, and its target."""
 
     target: float  # effective sample size as a share, 0 to 1
-    lowest: int  # versions; below it no step could be filled
+    lowest: int  # versions; with less no step could be filled
     highest: int  # versions; staleness.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The limit now, and for how many updates it stays, whatever is measured."""
+    """The present limit, and how many updates it stays whatever is measured."""
 
     limit: int  # versions
     rest: int = 0  # updates
 
 
 def next_limit(limit: int, ess: float, bounds: Bounds) -> int:
-    """limit // 2 where ess < target; limit + 1 where ess > (1 + target) / 2; else as it is.
+    """Return limit // 2 if ess < target, limit + 1 if ess > (1 + target) / 2, else the limit.
 
-    Half the room between the target and 1 (on-policy) lies between falling and rising: within it
-    nothing changes, so that noise does not move the limit. Kept within the bounds. A value that is
-    not finite (a skipped update) changes nothing.
+    The lower half of the range from the target to 1 (on-policy) changes nothing, so that noise does
+    not move the limit. The result is kept within the bounds. A value that is not finite (a skipped
+    update) changes nothing.
     """
     if not isfinite(ess):
         return limit
@@ -47,11 +47,11 @@ def next_limit(limit: int, ess: float, bounds: Bounds) -> int:
 
 
 def next_pace(pace: Pace, ess: float, bounds: Bounds) -> Pace:
-    """What to do after an update: rest, or take the next limit.
+    """Rest after a change, or take the next limit.
 
-    After a change the updates to come still train on groups that were admitted under the old limit;
-    they are gone, and the new limit is full, after max(old, new) updates. Until then the measure
-    says nothing about the new limit, and it stays.
+    The updates after a change still train on groups that were admitted under the old limit. Only
+    after max(old, new) updates are these gone and is the new limit in full use. Until then the
+    measured value says nothing about the new limit, which therefore stays.
     """
     if pace.rest:
         return replace(pace, rest=pace.rest - 1)

@@ -58,18 +58,21 @@ UpTo1 = Annotated[float, Field(gt=0, le=1)]
 
 
 class Rule(NamedTuple):
-    """What must hold between several arguments of a function, or with the run's settings."""
+    """A condition on several arguments of a function, or on these and the run's settings."""
 
     says: str
-    holds: Callable[..., bool]  # of arguments, and of settings such as group_size, by their names
+    holds: Callable[..., bool]  # takes arguments and settings such as group_size, by name
 
     def needs(self) -> list[str]:
-        """Names of what it looks at."""
+        """Return the names of what `holds` looks at."""
         return list(inspect.signature(self.holds).parameters)
 
 
 def rule(says: str, holds: Callable[..., bool]) -> Callable[[F], F]:
-    """Attach a rule to the function below; `Registry.resolve` checks it where all is known."""
+    """Attach a rule to the function below.
+
+    `Registry.resolve` checks it when everything that it looks at is known.
+    """
 
     def attach(function: F) -> F:
         function.__dict__["rules"] = [*rules_of(function), Rule(says, holds)]
@@ -79,12 +82,12 @@ def rule(says: str, holds: Callable[..., bool]) -> Callable[[F], F]:
 
 
 def rules_of(function: Callable[..., Any]) -> list[Rule]:
-    """The function's rules."""
+    """Return the rules attached to a function."""
     return list(getattr(function, "rules", ()))
 
 
 def declare(**facts: Any) -> Callable[[F], F]:
-    """Attach facts to the function below; which there are says the record of its registry."""
+    """Attach facts to the function below: fields of its registry's record of facts."""
 
     def attach(function: F) -> F:
         function.__dict__["facts"] = facts
@@ -94,20 +97,20 @@ def declare(**facts: Any) -> Callable[[F], F]:
 
 
 def is_absent(choice: Choice) -> bool:
-    """Whether a choice names a function of a user's file that is not on this machine."""
+    """Return whether a choice names a function of a user's file that is not on this machine."""
     name = name_of(choice)
     return is_own(name) and not Path(name.rpartition(":")[0]).is_file()
 
 
 class NoFacts(NamedTuple):
-    """Facts about functions of which nothing has to be known."""
+    """The facts of a function that declares none."""
 
 
 class Registry(Generic[F, Facts]):
     """Functions of one kind and one signature, by name; used as the decorator that registers them.
 
-    Keyword-only arguments are a function's settings: `resolve({"ppo_clip": {"clip_high": 0.28}})`
-    gives the function with them bound. Iterating gives the names.
+    A function's keyword-only arguments are its settings, and `resolve({"ppo_clip": {"clip_high":
+    0.28}})` returns the function with these bound. Iterating gives the names.
     """
 
     def __init__(
@@ -116,8 +119,8 @@ class Registry(Generic[F, Facts]):
         """Make an empty registry.
 
         Args:
-            kind: what one such function is called.
-            setting: the key that chooses it.
+            kind: what such a function is called in messages.
+            setting: the configuration's key that chooses one.
             facts: the record of what a function declares; each fact has a default.
             assumed: the facts of a user's function that declares none. None: the defaults.
         """
@@ -147,13 +150,13 @@ class Registry(Generic[F, Facts]):
     def facts(self, choice: Choice) -> Facts:
         """Return what the chosen function declares.
 
-        For a user's function that declares nothing, or whose file is on another machine, return
-        what is assumed of one. Raise ConfigError on an unknown name or fact.
+        If it is a user's and declares nothing, or its file is not on this machine, return what is
+        assumed. Raise ConfigError on an unknown name or fact.
         """
         return self._assumed if is_absent(choice) else self.facts_of(self[name_of(choice)])
 
     def facts_of(self, function: F) -> Facts:
-        """Return what a function declares, be it with settings bound; as `facts`."""
+        """Return what a function declares, with or without settings bound; as `facts`."""
         bare = getattr(function, "func", function)
         declared = getattr(bare, "facts", None)
         if declared is None:
@@ -183,9 +186,9 @@ class Registry(Generic[F, Facts]):
         return len(self._functions)
 
     def __getitem__(self, name: str) -> F:
-        """The function of this name, or FILE.py:FUNCTION of a user's file.
+        """Return the function of this name, or FILE.py:FUNCTION from a user's file.
 
-        ConfigError with the nearest name where there is none.
+        Raise ConfigError with the nearest name if there is none.
         """
         if is_own(name):
             return load_function(name, self.kind)  # type: ignore[return-value]
@@ -197,22 +200,24 @@ class Registry(Generic[F, Facts]):
             )
         return self._functions[name]
 
-    def resolve(self, choice: Choice, **facts: Any) -> F:
-        """The chosen function with settings bound.
+    def resolve(self, choice: Choice, **run_settings: Any) -> F:
+        """Return the chosen function with its settings bound.
 
-        facts: settings of the run that a rule may look at, by name. ConfigError on an unknown name
-        or argument, one outside its range, and a broken rule.
+        Raise ConfigError on an unknown name or argument, a value out of range, or a broken rule.
+
+        Args:
+            choice: a name, or {name: {argument: value}}.
+            run_settings: settings of the run that rules may look at, by name.
         """
         name, arguments = _parse(self.kind, choice)
         function = self[name]
         arguments = self._fitted(name, function, arguments)
-        self._check_rules(name, function, facts | defaults_of(function) | arguments)
+        self._check_rules(name, function, run_settings | defaults_of(function) | arguments)
         return functools.partial(function, **arguments) if arguments else function  # type: ignore[return-value]
 
     def _fitted(self, name: str, function: F, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments in the types that the function asks for."""
-        settings, found = settings_of(function), dict[str, Any]()
-        types = types_of(function)
+        """Return the arguments in the function's types. Raise ConfigError if one does not fit."""
+        settings, types, fitted = settings_of(function), types_of(function), dict[str, Any]()
         for key, value in arguments.items():
             if key not in settings:
                 known = ", ".join(settings) or "none"
@@ -221,7 +226,7 @@ class Registry(Generic[F, Facts]):
                     f"(it takes: {known})."
                 )
             try:
-                found[key] = _as(types[key], value)
+                fitted[key] = _as(types[key], value)
             except ValueError:
                 given = "a very long number" if _is_long(value) else repr(value)
                 raise ConfigError(
@@ -234,29 +239,30 @@ class Registry(Generic[F, Facts]):
             raise ConfigError(
                 f"{self.kind} {name!r} needs {', '.join(missing)}: write {{{name}: {{{example}}}}}."
             )
-        return found
+        return fitted
 
     def _check_rules(self, name: str, function: F, known: dict[str, Any]) -> None:
+        """Raise ConfigError if a rule is broken; skip rules that look at more than is known."""
         for one in rules_of(function):
             seen = {key: known[key] for key in one.needs() if key in known}
             if len(seen) == len(one.needs()) and not one.holds(**seen):
-                told = ", ".join(f"{key} is {value}" for key, value in seen.items())
-                raise ConfigError(f"{self.setting}: {self.kind} {name!r}: {one.says}; {told}.")
+                values = ", ".join(f"{key} is {value}" for key, value in seen.items())
+                raise ConfigError(f"{self.setting}: {self.kind} {name!r}: {one.says}; {values}.")
 
 
 def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The arguments that a configuration can set."""
+    """Return the arguments that a configuration can set."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Those of them that have a default."""
+    """Return the defaults of a function's settings, for those that have one."""
     return {k: p.default for k, p in settings_of(function).items() if p.default is not p.empty}
 
 
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Their types, with ranges; Any where a user's function has none that can be read."""
+    """Return the types of a function's settings, with ranges; Any for an unreadable annotation."""
     settings = settings_of(function)
     try:
         signature = inspect.signature(function, eval_str=True)
@@ -267,12 +273,12 @@ def types_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def range_of(kind: Any) -> str:
-    """A type with its range in words: "float > 0 and <= 1"; a tuple as "[float, float]"."""
+    """Describe a type and its range: "float > 0 and <= 1"; a tuple as "[float, float]"."""
     if get_origin(kind) is Annotated:
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         limits = [limit for note in kind.__metadata__ for limit in _limits(note)]
-        told = [f"{signs[k]} {getattr(x, k)}" for x in limits for k in signs if hasattr(x, k)]
-        return " ".join([range_of(get_args(kind)[0]), " and ".join(told)]).strip()
+        bounds = [f"{signs[k]} {getattr(x, k)}" for x in limits for k in signs if hasattr(x, k)]
+        return " ".join([range_of(get_args(kind)[0]), " and ".join(bounds)]).strip()
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) in (Mapping, dict):
@@ -286,7 +292,7 @@ def range_of(kind: Any) -> str:
 
 
 def has_range(kind: Any) -> bool:
-    """Whether a type says which of its values are meant: a number needs a range for it."""
+    """Return whether a type says which of its values are meant: a number needs a range."""
     if get_origin(kind) is Annotated:
         return any(_limits(note) for note in kind.__metadata__)
     inner = [k for k in get_args(kind) if k is not ...]
@@ -300,7 +306,7 @@ def _limits(note: Any) -> list[Any]:
 
 
 def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a choice: `name` or `{name: {argument: value}}`."""
+    """Return name and arguments of a choice: `name` or `{name: {argument: value}}`."""
     if isinstance(choice, str):
         return choice, {}
     if len(choice) != 1:
@@ -313,17 +319,19 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """A value of a configuration as an argument of this type: a list as the tuple, a text as the
-    path that is asked for. Types that pydantic does not know are not checked. ValueError."""
+    """Convert a configuration's value to this type, such as a list to a tuple, a text to a path.
+
+    Types that pydantic does not know are not checked. Raise ValueError if the value does not fit.
+    """
     if _is_long(value) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError
     if kind is Any:
         return value
     try:
-        found = _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+        converted = _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except PydanticUserError:
         return value
-    return value if isinstance(value, int | float) else found
+    return value if isinstance(value, int | float) else converted
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
@@ -331,7 +339,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _is_long(value: Any) -> bool:
-    """Whether a whole number has more than 64 bits."""
+    """Return whether this is a whole number of more than 64 bits."""
     return isinstance(value, int) and abs(value) >= 2**63
 
 

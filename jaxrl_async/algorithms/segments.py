@@ -1,12 +1,12 @@
-"""Sums over the sequences of packed rows, told to each of their tokens.
+"""Sums over the sequences of packed rows, given to each of their tokens.
 
     segment_ids   1 1 1 2 2 0      (0 is padding)
     mask          0 1 1 1 1 0
     values        9 2 3 4 6 9
     sequence_sum  5 5 5 10 10 0    sequence_mean  2.5 2.5 2.5 5 5 0    first_tokens  0 1 0 1 0 0
 
-A sequence lies in one row, so what is said of it does not depend on its neighbours in the row, on
-the order of rows or on the cut into micro-batches. `segment_ids=None`: each row is one sequence.
+A sequence lies in one row, so its sum does not depend on its neighbours in the row, on the order of
+rows or on the cut into micro-batches. `segment_ids=None`: each row is one sequence.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,26 @@ from jax import Array
 
 
 def sequence_sum(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Sum over the learnt tokens of the token's sequence; [rows, length]. 0 where there are none.
+    """Sum the values over the learnt tokens of each token's sequence; [rows, length].
 
-    values: [rows, length], anything outside the mask, NaN included.
+    0 for a sequence without any. Outside the mask values [rows, length] may be anything, even NaN.
     """
     return _over_sequences(jax.ops.segment_sum, jnp.where(mask, values, 0), segment_ids)
 
 
 def sequence_mean(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Mean over the learnt tokens of the token's sequence; [rows, length]. 0 where there are
-    none."""
+    """Average the values over the learnt tokens of each token's sequence; as `sequence_sum`."""
     counts = sequence_sum(jnp.ones_like(mask, jnp.float32), mask, segment_ids)
     return sequence_sum(values, mask, segment_ids) / jnp.maximum(counts, 1)
 
 
 def sequence_any(flags: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Whether a learnt token of the token's sequence has the flag; [rows, length] bool."""
+    """Return whether any learnt token of each token's sequence has the flag; [rows, length]."""
     return sequence_sum(flags.astype(jnp.int32), mask, segment_ids) > 0
 
 
 def first_tokens(mask: Array, segment_ids: Array | None = None) -> Array:
-    """The first learnt token of each sequence; [rows, length] bool. One for each sequence that has
-    any."""
+    """Mark the first learnt token of each sequence that has any; [rows, length] bool."""
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     learnt = jnp.where(mask, positions, mask.shape[1])
     return mask & (positions == _over_sequences(jax.ops.segment_min, learnt, segment_ids))

@@ -3,11 +3,11 @@
     step_data(groups) ──> shape(data, [soft_overlong, mask_truncated, ...]) ──> advantage, pack
 
 A shaping is a pure function Shaped -> Shaped, registered by name and applied in the order of the
-configuration. It may change rewards, take tokens out of what is learnt, or leave episodes out; it
-says how often it did, and never changes the groups it was given. An episode that is masked still
-counts in its group's baseline; one that is left out does not.
+configuration. It may change rewards, mask tokens, or leave episodes out; it counts how often, and
+never changes the groups that it was given. A masked episode still counts in its group's baseline;
+one that is left out does not.
 
-Below them: which groups have a signal at all.
+`has_signal` says which groups are worth learning from at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaped:
-    """One step on its way from the scorers to the advantage."""
+    """One step between the scorers and the advantage."""
 
     data: StepData
-    masks: tuple[tuple[BoolArray, ...], ...]  # per episode [length]: what is to be learnt
+    masks: tuple[tuple[BoolArray, ...], ...]  # per episode [length]: tokens that are learnt
     counts: Mapping[str, float] = field(default_factory=dict)  # by name as in METRICS
 
 
@@ -54,7 +54,7 @@ def kept_group_size(choices: Sequence[Choice], group_size: int) -> int:
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
-    """Apply all, in order; without any, all that was drawn is learnt."""
+    """Apply all functions in order; without any, all drawn tokens are learnt."""
     masks = tuple(tuple(e.drawn for e in g.episodes) for g in data.groups)
     shaped = Shaped(data=data, masks=masks)
     for function in functions:
@@ -66,7 +66,7 @@ def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
 
 
 def soft_overlong_penalty(length: int, max_tokens: int, cache_tokens: int) -> float:
-    """0 up to max - cache, then (max - cache - length) / cache, and -1 above max.
+    """Return 0 up to max - cache, then (max - cache - length) / cache, and -1 above max.
 
     Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.4, eq. 13.
     """
@@ -97,7 +97,7 @@ def soft_overlong(
 @shaping
 @rule("low must be below high", lambda low, high: low < high)
 def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
-    """Rewards into [low, high]: one wild score cannot set a whole group's baseline."""
+    """Clip rewards to [low, high], so that one wild score cannot set a group's baseline."""
     rewards = [np.clip(r, low, high) for r in shaped.data.rewards]
     changed = [a != b for a, b in zip(rewards, shaped.data.rewards, strict=True)]
     return _rewarded(shaped, rewards, "shaping/capped", changed)
@@ -105,7 +105,7 @@ def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
 
 @shaping
 def concise(shaped: Shaped, *, alpha: AtLeast0 = 0.05, threshold: Finite = 0.5) -> Shaped:
-    """exp(-alpha z) where right, -1 where wrong; z is the length, standardised among the right.
+    """Reward exp(-alpha z) if right, else -1; z is the length, standardised among the right.
 
     Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), length-dependent accuracy reward. Right is a
     reward above `threshold`.
@@ -150,7 +150,7 @@ def _by_length(lengths: Doubles, right: NDArray[np.bool_]) -> Doubles:
 
 @shaping
 def mask_truncated(shaped: Shaped) -> Shaped:
-    """Learn nothing from an episode that ran into a length limit: its reward is no verdict.
+    """Mask episodes that ran into a length limit: their reward is no verdict.
 
     DAPO (arXiv:2503.14476), sec. 3.4, overlong filtering.
     """
@@ -160,7 +160,7 @@ def mask_truncated(shaped: Shaped) -> Shaped:
 
 @shaping
 def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
-    """Learn nothing from an episode of more than `max_tokens` drawn tokens, however it ended.
+    """Mask episodes of more than `max_tokens` drawn tokens, however they ended.
 
     DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4) with a limit below the sampler's own.
     """
@@ -184,13 +184,13 @@ def downsample(
     threshold: Finite = 0.5,
     seed: Annotated[int, Field(ge=0)] = 0,
 ) -> Shaped:
-    """Resample on correct: draw many answers, learn from `keep` of them; the others are left out.
+    """Keep a random `keep` of a group's episodes and leave the others out: resample on correct.
 
-    Right and wrong keep their shares, and at least one each. The wrong ones are drawn uniformly, so
-    that all ways to fail are seen; the right ones with weights 1 / penalty, so that clean solutions
-    are. The penalty is the score's part of that name (tool errors, format; 0 where it has none).
-    Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722), resample on correct. The draw is
-    keyed by seed, prompt and group, not by order.
+    Right and wrong answers keep their shares, and at least one each. Wrong ones are drawn
+    uniformly, so that all ways to fail are seen; right ones with weights 1 / penalty, which prefers
+    clean solutions. The penalty is the score's part of that name (tool errors, format; 0 if
+    missing). Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722). The draw is keyed by
+    seed, prompt and group, not by order.
     """
     chosen = [
         _resampled(g, r > threshold, keep, penalty, seed)
@@ -203,7 +203,7 @@ def downsample(
 def _resampled(
     group: EpisodeGroup, right: NDArray[np.bool_], keep: int, penalty: str, seed: int
 ) -> list[int]:
-    """Places of the episodes that stay, ascending."""
+    """Return the indices of the episodes that stay, ascending."""
     size = len(right)
     if size <= keep:
         return list(range(size))
@@ -220,7 +220,7 @@ def _resampled(
 
 
 def _kept(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
-    """The step with the chosen episodes of each group only."""
+    """Return the step with the chosen episodes of each group only."""
     data = shaped.data
     groups = [
         replace(
@@ -276,12 +276,15 @@ def _lengths(group: EpisodeGroup) -> Doubles:
 
 
 def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float = 0.0) -> bool:
-    """Whether the group's returns differ: their standard deviation is above `least_std`.
+    """Return whether the standard deviation of the group's returns is above `least_std`.
 
-    Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.2, dynamic sampling: prompts with accuracy 0 or
-    1 have no gradient. part: a named part of the reward to look at alone; None: reward and what
-    tokens earned. Equal ones never differ, whatever their rounding; a score without the part has 0
-    of it.
+    Equal returns never differ, whatever their rounding. Yu et al. 2025 (DAPO, arXiv:2503.14476),
+    sec. 3.2, dynamic sampling: prompts with accuracy 0 or 1 have no gradient.
+
+    Args:
+        group: scored episodes.
+        part: the part of the reward to look at, 0 in a score without it. None: the whole return.
+        least_std: in units of the reward.
     """
     values = _judged(group, part)
     if not len(values) or np.all(values == values[0]):
@@ -290,7 +293,7 @@ def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float
 
 
 def _judged(group: EpisodeGroup, part: str | None) -> Doubles:
-    """The numbers that decide on the group's signal, [episodes]."""
+    """Return the numbers that decide on the group's signal, [episodes]."""
     if part is None:
         return returns_of(step_data([group]))[0]
     return np.array([s.parts.get(part, 0.0) for s in group.scores], np.float64)

@@ -12,10 +12,10 @@
 tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
 signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
 buffer.reuse; one that grows too old before is retired after so many `uses`. A group is returned
-where the step that it was taken for was not made: that use does not count. A resumed run moves
-the lines from after its checkpoint to ledger.superseded.jsonl and goes on with `resumed`: the
-numbers from next_group on are given anew, and what was told of them before counts no more; of
-several processes, where group k of process i of n is k n + i, those from places[i] on.
+if the step that it was taken for was not made: that use does not count. A resumed run moves the
+lines from after its checkpoint to ledger.superseded.jsonl and continues with `resumed`: numbers
+from next_group on are given again, and earlier lines about them no longer count. With several
+processes, where group k of process i of n is k n + i, those are the numbers from places[i] on.
 `python -m jaxrl_async.audit RUN` adds everything up.
 """
 
@@ -27,8 +27,8 @@ from typing import Any, TextIO
 class Ledger:
     """Appends to a file line by line, so that a killed run keeps all; without a path keeps nothing.
 
-    Owned by the buffer and written under its lock. keep: hold the lines for `take` instead, which
-    may be called from another thread.
+    Owned by the buffer and written under its lock. With `keep` the lines are kept for `take`
+    instead, which may be called from another thread.
     """
 
     def __init__(self, path: Path | None = None, *, keep: bool = False) -> None:
@@ -41,7 +41,7 @@ class Ledger:
             self.lines = sum(1 for _ in self._file)
 
     def write(self, fate: str, **facts: Any) -> None:
-        """One line: the fate (admitted, trained, dropped, retired) and its facts."""
+        """Write one line: the fate (admitted, trained, dropped, retired) and its facts."""
         if self._keep:
             self._lines.append({"fate": fate, **facts})
             self.lines += 1
@@ -50,8 +50,9 @@ class Ledger:
             self.lines += 1
 
     def take(self, until: int | None = None) -> list[dict[str, Any]]:
-        """The lines kept since the last call, oldest first; until: as `lines` was then."""
-        # The buffer may append meanwhile: what it does waits.
+        """Return the lines kept since the last call, oldest first. until: only those written while
+        `lines` was at most this."""
+        # The buffer may append meanwhile: those lines are left for the next call.
         count = len(self._lines) if until is None else max(0, until - self._given)
         lines = self._lines[:count]
         del self._lines[:count]
@@ -59,7 +60,7 @@ class Ledger:
         return lines
 
     def close(self) -> None:
-        """Idempotent; what is written afterwards is lost."""
+        """Close the file; what is written afterwards is lost. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

@@ -23,12 +23,12 @@ HALF_LIFE = 1.0
 
 
 def strict(group: EpisodeGroup, version: int) -> float:
-    """In order of admission: none is favoured, and a run can be compared with its repetition."""
+    """Rank in order of admission: no group is favoured, and runs can be compared."""
     return float(group.ticket.group)
 
 
 def recent(group: EpisodeGroup, version: int) -> float:
-    """At random, weights 2^(-age / HALF_LIFE): the nearer to on-policy the likelier.
+    """Rank at random with weights 2^(-age / HALF_LIFE): nearly on-policy groups are likelier.
 
     The smallest of exponential variables over weights is drawn by weight (Efraimidis & Spirakis
     2006). Keyed by group and version: the same whatever else is in the buffer.
@@ -39,12 +39,12 @@ def recent(group: EpisodeGroup, version: int) -> float:
 
 
 def reward_variance(group: EpisodeGroup, version: int) -> float:
-    """Largest variance of rewards first: at rewards of 0 and 1, prompts solved half of the time."""
+    """Rank by variance of rewards, largest first: of 0 and 1, prompts solved half of the time."""
     return -float(np.var([s.reward for s in group.scores])) if group.scores else 0.0
 
 
 def advantage_size(group: EpisodeGroup, version: int) -> float:
-    """Largest mean |r - mean(r)| first: the advantage's size, as in prioritised replay.
+    """Rank by mean |r - mean(r)|, largest first: the advantage's size, as in prioritised replay.
 
     Schaul et al. 2016 (arXiv:1511.05952), sec. 3.3, with the advantage for the TD error, greedily.
     """
@@ -64,10 +64,16 @@ def select(
     rank: Rank = strict,
     version: int = 0,
 ) -> tuple[int, ...]:
-    """The next fresh groups to train on, at most `count`.
+    """Return the numbers of the next fresh groups to train on, at most `count`.
 
-    pending: numbers of all groups admitted and not yet taken, ascending. A ready group may
-    overtake the oldest pending one only from within `lookahead` numbers of it.
+    Args:
+        pending: numbers of all groups admitted and not yet taken, ascending.
+        ready: the finished ones.
+        count: groups wanted.
+        lookahead: a ready group may overtake the oldest pending one only from within so many
+            numbers of it.
+        rank: orders those that may be taken.
+        version: about to be improved.
     """
     ranks = {n: (rank(group, version), n) for n, group in ready.items()}
     waiting = list(pending)
@@ -84,5 +90,5 @@ def select(
 def select_again(
     kept: Mapping[int, EpisodeGroup], count: int, *, rank: Rank = strict, version: int = 0
 ) -> tuple[int, ...]:
-    """The groups to train on once more, at most `count`, each once."""
+    """Return the numbers of the groups to train on once more, at most `count`, each once."""
     return tuple(sorted(kept, key=lambda n: (rank(kept[n], version), n))[: max(count, 0)])

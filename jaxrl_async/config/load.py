@@ -1,12 +1,13 @@
-"""From a YAML file and dotted overrides to a Config, or one ConfigError that names every problem.
+"""Loads a Config from a YAML file and overrides, or raises one ConfigError with every problem.
 
-    text --yaml--> tree + line of each key --overrides--> tree --known keys, types--> Config
+    text --yaml--> tree + line of each key --overrides--> tree --known keys, types, rules--> Config
 
-A problem is told as: where (file and line, or command line), key path, value, what is allowed.
-Needs no JAX and knows no part.
+A problem says where it is (file and line, or command line), the key path, the value, and what is
+allowed. Needs no JAX.
 """
 
 import itertools
+import logging
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,19 +19,23 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl_async.config import unused
+from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
 from jaxrl_async.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**18
 """Longest configuration file."""
 MAX_DEPTH = 16
 """Deepest nesting of a configuration file."""
 MAX_NODES = 10_000
-"""Most keys and values of a configuration file, each alias counted as what it stands for."""
+"""Most keys and values of a configuration file; each alias counts as all that it stands for."""
 MAX_PROBLEMS = 20
-"""Problems that are told of one configuration."""
+"""Most problems to report of one configuration."""
 MAX_INTEGER = 2**63
-"""Whole numbers from here on are refused everywhere."""
+"""Integers from here on are refused for every setting."""
 COMMAND_LINE = "command line"
 
 KeyPath = tuple[str, ...]
@@ -38,9 +43,9 @@ Tree = dict[str, Any]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, with overrides `section.key=value` on top, in order.
+    """Load the configuration in a YAML file and apply overrides `section.key=value` in order.
 
-    Values of overrides are YAML; for text fields they are taken as they stand. Below a choice,
+    Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
     `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
     """
     draft = _read(Path(path))
@@ -52,25 +57,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         draft.problems.extend(_translate(draft, error))
     else:
+        for violation in RULES.violations(config):
+            draft.complain(violation.rule.section, violation.sentence)
         if not draft.problems:
+            for warning in unused.warnings(config):
+                log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
 
 
 def _listed(problems: list[str]) -> str:
-    told = "\n  ".join(problems[:MAX_PROBLEMS])
+    lines = "\n  ".join(problems[:MAX_PROBLEMS])
     if len(problems) > MAX_PROBLEMS:
-        return f"more than {MAX_PROBLEMS} problems:\n  {told}"
-    return told if len(problems) == 1 else f"{len(problems)} problems:\n  {told}"
+        return f"more than {MAX_PROBLEMS} problems:\n  {lines}"
+    return lines if len(problems) == 1 else f"{len(problems)} problems:\n  {lines}"
 
 
 def dump(config: Config) -> str:
-    """The whole configuration as YAML; `load` of it gives an equal Config."""
+    """Return the whole configuration as YAML, from which `load` makes an equal Config."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; an empty mapping is a value."""
+    """Flatten nested mappings into one with dotted keys; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -81,7 +90,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def help_text() -> str:
-    """Every field: key path, type and range, default, what it means."""
+    """List every field: key path, default, type and range, help text."""
     return "\n".join(_help_lines(Config, ()))
 
 
@@ -90,7 +99,7 @@ def help_text() -> str:
 
 @dataclass
 class _Draft:
-    """A configuration in the making: the raw tree, where its keys come from, what is wrong."""
+    """A configuration while it is loaded: the raw tree, where its keys come from, its problems."""
 
     file: str
     tree: Tree = field(default_factory=dict)
@@ -99,7 +108,7 @@ class _Draft:
     problems: list[str] = field(default_factory=list)
 
     def where(self, path: KeyPath) -> str:
-        """Who set the key: the command line, or the file and its line."""
+        """Say where a key was set: on the command line, or in which line of the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.overridden:
                 return COMMAND_LINE
@@ -108,7 +117,7 @@ class _Draft:
         return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
 
     def complain(self, path: KeyPath, sentence: str) -> None:
-        """Note a problem with the key at `path`."""
+        """Add a problem with the key at `path`."""
         self.problems.append(f"{self.where(path)}: {sentence}")
 
 
@@ -139,7 +148,7 @@ def _read(path: Path) -> _Draft:
 
 
 def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
-    """YAML text as Python values; duplicate keys, aliases and deep nesting are ConfigErrors."""
+    """Parse YAML; raise ConfigError for duplicate keys, merge keys, cycles and deep nesting."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -184,15 +193,15 @@ def _keys(
     *,
     counter: Iterator[int],
 ) -> Iterator[tuple[KeyPath, int]]:
-    """Path and line of each key below `node`; raises on what we do not take from YAML.
+    """Yield path and line of each key below `node`; raise ConfigError for refused kinds of YAML.
 
-    counter: counts the nodes, an alias as all that it stands for.
+    counter: counts the nodes; an alias counts as all that it stands for.
     """
     line = node.start_mark.line + 1
     if next(counter) > MAX_NODES:
         raise ConfigError(
-            f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias counted as "
-            "what it stands for. No configuration has so many: take out what is not one."
+            f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias "
+            "counting as all that it stands for. No configuration has so many: correct the path."
         )
     if id(node) in seen or depth > MAX_DEPTH:
         raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")
@@ -206,7 +215,7 @@ def _keys(
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}, line {line}: not valid YAML: a key that is no text.")
+            raise ConfigError(f"{where}, line {line}: not valid YAML: a key that is not text.")
         name = str(key.value)
         dotted = ".".join((*path, name))
         if name == "<<":
@@ -273,7 +282,7 @@ def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
 
 
 def _override_value(raw: str, target: Any) -> Any:
-    """What `raw` means for the field: text for text fields, else YAML."""
+    """Return what `raw` means for a field: itself for text fields, else parsed as YAML."""
     if isinstance(target, FieldInfo):
         if raw in ("null", "~") and _is_optional(target.annotation):
             return None
@@ -289,7 +298,7 @@ def _override_value(raw: str, target: Any) -> Any:
 def _keep_known(
     draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
 ) -> Tree:
-    """The part of `tree` that the schema knows; the rest is noted as problems."""
+    """Return the part of `tree` that the schema knows, and add the rest to the problems."""
     known: Tree = {}
     for key, value in tree.items():
         if len(draft.problems) > MAX_PROBLEMS:
@@ -314,8 +323,10 @@ def _keep_known(
 
 
 def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
-    """What pydantic would take and we do not: true for 1, bytes or NUL for text, endless
-    integers."""
+    """Return whether a value is of a kind that pydantic would accept and we do not.
+
+    These are true for 1, bytes or NUL for text, and huge integers.
+    """
     if isinstance(value, bool) or target.annotation is bool:
         return not isinstance(value, bool) or target.annotation is not bool
     if isinstance(value, int):
@@ -326,7 +337,7 @@ def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether a text can be written down, or name a file."""
+    """Return whether a text can be written as UTF-8 and name a file."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -334,14 +345,11 @@ def _is_encodable(text: str) -> bool:
 
 
 def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
-    """pydantic's errors as plain sentences, one per key."""
+    """Translate pydantic's errors into plain sentences, one per key."""
     for one in error.errors(include_url=False):
         path = _known_prefix(tuple(str(part) for part in one["loc"]))
         target = _find(path)
-        cause = one.get("ctx", {}).get("error")
-        if one["type"] == "value_error" and cause is not None:
-            yield from (f"{draft.where(path)}: {rule}" for rule in cause.args)
-        elif isinstance(target, FieldInfo) and _section_of(target) is None:
+        if isinstance(target, FieldInfo) and _section_of(target) is None:
             value = draft.tree
             for key in path:
                 value = value[key]
@@ -365,7 +373,7 @@ def _unknown(path: KeyPath) -> str:
 
 
 def _nearest(path: KeyPath) -> list[str]:
-    """Known key paths like `path`: in another section, misspelt in its own, or just alike."""
+    """Find key paths like `path`: in another section, misspelt in its own, or just similar."""
     parent, name, dotted = path[:-1], path[-1], ".".join(path)
     known = dict(_all_paths(Config, ()))
     siblings = [c for c in known if c[:-1] == parent]
@@ -382,13 +390,13 @@ def _nearest(path: KeyPath) -> list[str]:
 
 
 def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
-    """The candidate most like the word; None where difflib's ratio (0 to 1) is below `least`."""
+    """Return the candidate most like the word, or None if difflib's ratio is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
 
 
 def _show(value: Any) -> str:
-    """A value for a message: short, on one line."""
+    """Return a value for a message: short, on one line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
         return "a very long number"
     if value is None or isinstance(value, bool):
@@ -404,7 +412,7 @@ def _show(value: Any) -> str:
 
 
 def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, bool]]:
-    """Every key path, and whether it is a section."""
+    """Yield every key path and whether it is a section."""
     for name, target in section.model_fields.items():
         yield (*path, name), _is_section(target)
         inner = _section_of(target)
@@ -413,7 +421,7 @@ def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath,
 
 
 def _find(path: KeyPath) -> FieldInfo | None:
-    """The field at a key path; None where there is none."""
+    """Return the field at a key path, or None."""
     section: type[Section] | None = Config
     target = None
     for key in path:
@@ -462,7 +470,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _allowed(target: FieldInfo) -> str:
-    """Type, range and choices in words: "a whole number >= 1 or null"."""
+    """Describe type, range and choices in words: "a whole number >= 1 or null"."""
     if _is_choice(target):
         listed = ", or a list of these" * (target.annotation != Choice)
         null = ", or null" * _is_optional(target.annotation)
@@ -482,6 +490,12 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
         )
     if kind is type(None):
         return "null"
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        each = "a name or {name: {argument: value}}" if item == Choice else _kind(item, ())
+        return f"a list, each {each}"
+    if get_origin(kind) is dict:
+        return "{name: value}, both text"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

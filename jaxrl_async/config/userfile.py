@@ -1,4 +1,4 @@
-"""A function from the user's own Python file, named FILE.py:FUNCTION in the configuration."""
+"""Loads a function from the user's own file, named FILE.py:FUNCTION in the configuration."""
 
 import importlib.util
 import inspect
@@ -12,13 +12,13 @@ from jaxrl_async.errors import ConfigError
 
 
 def is_own(name: str) -> bool:
-    """Whether a name in the configuration means a function in a file."""
+    """Return whether a name in the configuration is that of a function in a file."""
     file, colon, _ = name.rpartition(":")
     return bool(colon and file)
 
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names. Raises ConfigError, which begins with `where`."""
+    """Load the function FILE.py:FUNCTION. Raises ConfigError; its text begins with `where`."""
     file, _, function = name.rpartition(":")
     path, where = Path(file), f"{where} = {name!r}"
     if not os.path.isfile(path):
@@ -33,13 +33,13 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{where}: {path} fails to load: {type(error).__name__}: {error}. Correct the file; it "
-            "is run once, as by import."
+            f"{where}: {path} fails to load: {type(error).__name__}: {error}. Correct the file; "
+            "it is run once, like an import."
         ) from error
-    found = getattr(module, function, None)
-    if not callable(found):
+    loaded = getattr(module, function, None)
+    if not callable(loaded):
         known = [k for k, v in vars(module).items() if inspect.isfunction(v)]
         raise ConfigError(
             f"{where}: {path} has no function {function} (it has: {', '.join(known) or 'none'})."
         )
-    return found
+    return loaded

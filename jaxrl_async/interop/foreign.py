@@ -25,10 +25,10 @@ import numpy as np
 
 from jaxrl_async.errors import Closed
 from jaxrl_async.interop.jetstream import engine_api
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.lifetime import check_here, close_at_exit, serve
 from jaxrl_async.sampler.request_checks import Room, checked_request
-from jaxrl_async.types import Completion, Request, SamplingParams, StopReason
+from jaxrl_async.types import Completion, Partial, Request, SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,14 @@ class ForeignSampler:
     served all the same, and a warning says so once.
     """
 
+    seed: int | None = None  # it continues no Partial
+
     def __init__(
         self,
         engine: Any,
         *,
         params: Any = None,
-        weights: WeightSource | None = None,
+        weights: WeightSource = FIXED_WEIGHTS,
         version: int = 0,
         to_params: Callable[[Any], Any] = lambda params: params,
     ) -> None:
@@ -87,8 +89,7 @@ class ForeignSampler:
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._warned = False
-        if weights is not None and hasattr(weights, "attach"):
-            weights.attach(self._wake)
+        weights.attach(self._wake)
 
     # ---- any thread
 
@@ -126,17 +127,23 @@ class ForeignSampler:
         """Complete one request."""
         return await self.submit_many([request])[0]
 
-    def submit_many(self, requests: Sequence[Request]) -> "list[asyncio.Future[Completion]]":
+    def progress(self) -> tuple[Partial, ...]:
+        """See ports.Generate: a foreign engine does not say."""
+        return ()
+
+    def submit_many(
+        self, requests: Sequence[Request | Partial]
+    ) -> "list[asyncio.Future[Completion]]":
         """Queue all requests at once, in order (ports.Generate). Raises RolloutError for one that
         cannot be served, which names the field."""
         check_here(self, self._pid)
         loop = asyncio.get_running_loop()
         room = Room(max_length=self.engine.max_prefill_length + 1)
-        requests = [checked_request(r, room, answer_fits=False) for r in requests]
+        checked = [checked_request(r, room, answer_fits=False) for r in requests]
         now = time.perf_counter()
         waiting = [
             _Running(request=r, future=loop.create_future(), loop=loop, queued_at=now)
-            for r in requests
+            for r in checked
         ]
         self.start()
         with self._lock:
@@ -179,8 +186,8 @@ class ForeignSampler:
         return 0.0 if self._running or self._queue or self._closed else math.inf
 
     def _take_weights(self) -> None:
-        update = None if self._weights is None else self._weights.poll(wait=not self._running)
-        if update is not None and self._weights is not None:
+        update = self._weights.poll(wait=not self._running)
+        if update is not None:
             self._params, self.version = self._to_params(update.params), update.version
             self._weights.live(update.version)
 

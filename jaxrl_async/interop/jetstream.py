@@ -52,8 +52,8 @@ def engine_api() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             f"jetstream cannot be imported ({error}). Install the extra [jetstream], or its slim "
-            "form as "
-            "README, section JetStream, says; the package is google-jetstream, not jetstream."
+            "form (docs/sampler.md, section JetStream); the package is google-jetstream, not "
+            "jetstream."
         ) from None
     if "bulk_insert" in api.Engine.__abstractmethods__:
         raise MissingExtraError(

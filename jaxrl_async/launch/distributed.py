@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.run.host import has_tpu
@@ -65,8 +66,8 @@ def start(config: Config) -> Config:
     meeting = f"meeting the others at {place.coordinator} within {section.wait_s} s"
     print(f"{told}: {meeting}", file=sys.stderr, flush=True)
     try:
-        config.devices_of_process(place.num_processes)
-    except ValueError as error:
+        run_devices_per_process(config, place.num_processes)
+    except ConfigError as error:
         raise ConfigError(f"{told}: {error}") from None
     jax = importlib.import_module("jax")  # late, so that wrong settings are told at once
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere

@@ -23,6 +23,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.distributed import PORT
@@ -274,8 +275,8 @@ def run_config(values: Values, folder: Path) -> Config:
     config = load(folder / values.config, [*values.overrides, *ours])
     hosts = values.tpu.slices * values.tpu.hosts
     try:
-        needed = config.devices_of_process(hosts)
-    except ValueError as error:
+        needed = run_devices_per_process(config, hosts)
+    except ConfigError as error:
         raise ConfigError(f"{values.config}: {error}") from None
     if needed > values.tpu.host_chips:
         raise ConfigError(
@@ -289,7 +290,7 @@ def run_config(values: Values, folder: Path) -> Config:
 def warnings(values: Values, config: Config) -> Iterator[str]:
     """What may be meant so, but is probably not."""
     hosts = values.tpu.slices * values.tpu.hosts
-    needed, there = hosts * config.devices_of_process(hosts), hosts * values.tpu.host_chips
+    needed, there = hosts * run_devices_per_process(config, hosts), hosts * values.tpu.host_chips
     if needed < there:
         yield f"mesh uses {needed} of {there} chips; the others stand idle."
     if values.tpu.spot and grace_s(config) > SPOT_GRACE_S:

@@ -1,4 +1,4 @@
-"""Live progress: a few lines that redraw themselves on a terminal, one line per step elsewhere."""
+"""Show live progress: lines redrawn in place on a terminal, one line per step elsewhere."""
 
 import sys
 import time
@@ -16,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 EVERY_S = 2.0
-"""Seconds between two plain lines, at least; first, last and evaluation steps always get one."""
+"""Least seconds between two plain lines; first, last and evaluation steps always get one."""
 WINDOW = 32
-"""Steps that the estimate of the remaining time looks back on."""
+"""Steps from which the remaining time is estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleProgress:
-    """What is shown. `values` holds the newest value of each key, also from earlier steps."""
+    """What is shown. `values` holds the newest value of each key, even if from an earlier step."""
 
     total_steps: int
     step: int = 0
@@ -45,11 +45,11 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("sampler idle", "sampler/idle_share", "{:.0%}".format),
     ("trainer idle", "trainer/idle_share", "{:.0%}".format),
 )
-"""Label, key, format. Of the evaluation the accuracy, or the reward where there is none."""
+"""Label, key, format. The held-out reward is shown only without an accuracy."""
 
 
 class Console:
-    """Shows a run to a person. One thread at a time may call it; a missing value is left out."""
+    """The run's progress on a terminal or in a log. One thread at a time may call it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Console:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`live` None: where the stream is a terminal."""
+        """Make the display; `live` None means live if the stream is a terminal."""
         self._stream = stream or sys.stdout
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
@@ -78,7 +78,7 @@ class Console:
         self._spinner = Spinner("dots")
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Say what goes on (compiling, warm start, training, saving); detail may change often."""
+        """Show the phase (compiling, warm start, training, saving) and its changing detail."""
         now = self._clock()
         changed = name != self._progress.phase
         self._progress = replace(
@@ -90,7 +90,7 @@ class Console:
             self._print(f"[{duration(now - self._start)}] {name}{f': {detail}' if detail else ''}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that version `step` was made, with what it measured."""
+        """Show a finished step and its metrics."""
         now = self._clock()
         total = self._progress.total_steps
         self._times.append((step, now))
@@ -110,14 +110,14 @@ class Console:
             self._print(plain_line(self._progress))
 
     def summary(self, lines: Iterable[str]) -> None:
-        """End the display and print the closing lines; empty ones are left out."""
+        """End the display and print the closing lines, skipping empty ones."""
         self.close()
         for line in lines:
             if line:
                 self._print(line)
 
     def close(self) -> None:
-        """End the live display; what it showed last stays. A second call does nothing."""
+        """End the live display, leaving its last state visible. A second call does nothing."""
         if self._live is not None and self._started:
             self._progress = replace(self._progress, phase="", detail="")
             self._live.stop()
@@ -140,7 +140,7 @@ class Console:
         print(line, file=self._stream, flush=True)
 
     def _draw(self) -> Group:
-        # Called by rich's own thread: reads one reference, which is only ever replaced whole.
+        # Runs on rich's own thread. It reads one reference, whose object never changes.
         progress = self._progress
         table = Table.grid(padding=(0, 1))
         left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
@@ -150,7 +150,7 @@ class Console:
             Text(f"{duration(self._clock() - self._start)}{left}", style="dim"),
         )
         numbers = Text()
-        for label, value in shown(progress):
+        for label, value in labelled_values(progress):
             numbers.append(f"{label} ", style="dim").append(value, style="cyan").append("   ")
         rows: list[Table | Text | Spinner] = [table]
         if numbers.plain:
@@ -161,8 +161,8 @@ class Console:
         return Group(*rows)
 
 
-def shown(progress: ConsoleProgress) -> list[tuple[str, str]]:
-    """Label and text of each number that there is."""
+def labelled_values(progress: ConsoleProgress) -> list[tuple[str, str]]:
+    """Return label and text of each number measured so far."""
     values = dict(progress.values)
     if "eval/accuracy" in values:
         values.pop("eval/reward", None)
@@ -170,17 +170,17 @@ def shown(progress: ConsoleProgress) -> list[tuple[str, str]]:
 
 
 def plain_line(progress: ConsoleProgress) -> str:
-    """One line for logs: step    12/150  reward 0.531  eval 0.812  ...  eta 1:23."""
+    """Format one line for logs: step    12/150  reward 0.531  eval 0.812  ...  eta 1:23."""
     width = len(str(progress.total_steps))
     parts = [f"step {progress.step:>{width}}/{progress.total_steps}"]
-    parts += [f"{label} {value}" for label, value in shown(progress)]
+    parts += [f"{label} {value}" for label, value in labelled_values(progress)]
     if progress.eta_s is not None and progress.step < progress.total_steps:
         parts.append(f"eta {duration(progress.eta_s)}")
     return "  ".join(parts)
 
 
 def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:
-    """Seconds left at the pace between the oldest and the newest (step, time); None without one."""
+    """Estimate the seconds left from the oldest and newest (step, time); None if they are one."""
     times = list(times)
     if len(times) < 2 or times[-1][0] <= times[0][0]:
         return None
@@ -189,7 +189,7 @@ def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """1:05, 12:00 or 1:02:03."""
+    """Format seconds as 1:05, 12:00 or 1:02:03."""
     whole = round(max(seconds, 0.0))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

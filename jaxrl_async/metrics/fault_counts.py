@@ -1,5 +1,4 @@
-"""What went wrong and was survived, counted since the start: one object for all parts. And what
-their limits share: the time that counts, and how long to wait before the next try."""
+"""Count the faults that a run survives, and what retries and time limits share: clock, backoff."""
 
 import threading
 from collections import Counter
@@ -11,7 +10,7 @@ from jaxrl_async.ports import Clock
 
 SPACE = "faults/"
 OF_THE_STEP = ("faults/oom_retries",)
-"""Told with the step's own report, not counted here."""
+"""Reported with the step's metrics, not counted here."""
 NAMES = tuple(
     m.key.removeprefix(SPACE)
     for m in METRICS
@@ -20,63 +19,65 @@ NAMES = tuple(
 """Every name that may be counted; docs/metrics.md explains them."""
 
 LONGEST_BACKOFF_S = 60.0
-"""Longest wait before something is tried again, seconds."""
+"""Longest wait before a retry, seconds."""
 
 
 def backoff_s(first_s: float, failures: int) -> float:
-    """Wait after so many earlier failures in a row: first_s * 2**failures, a minute at most."""
+    """Return the wait after `failures` failures in a row: first_s * 2**failures, at most 60 s."""
     return min(first_s * 2.0 ** min(failures, 100), LONGEST_BACKOFF_S)
 
 
 class FaultCounts:
-    """How often each fault was met. Thread safe."""
+    """How often each fault has happened since the start. Thread safe."""
 
     def __init__(self) -> None:
         self._counts, self._lock = Counter[str](), threading.Lock()
 
     def add(self, name: str, count: int = 1) -> None:
-        """`name` is a key of METRICS without "faults/"."""
+        """Count a fault; `name` is its key in METRICS without "faults/"."""
         assert name in NAMES, f"fault {name!r} is not declared: add faults/{name} to METRICS"
         with self._lock:
             self._counts[name] += count
 
     def read(self) -> dict[str, int]:
-        """Totals since the start, of every name."""
+        """Return the total of every name since the start."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
 
 
 class UnderWay:
-    """Calls under way and since when. Counted on one thread; `oldest_s` from any."""
+    """Running calls and when they started. Calls start on one thread; any may read `oldest_s`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._started = clock, dict[object, float]()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """A call, as long as it takes."""
-        mine = object()
-        self._started[mine] = self._clock()
+        """Count a call for as long as the context lasts."""
+        call = object()
+        self._started[call] = self._clock()
         try:
             yield
         finally:
-            del self._started[mine]
+            del self._started[call]
 
     def oldest_s(self) -> float:
-        """How long the longest has taken, seconds; 0: none."""
+        """Return the age of the oldest running call, seconds; 0 if there is none."""
         return max((self._clock() - s for s in list(self._started.values())), default=0.0)
 
 
 class AwakeClock:
-    """A ports.Clock for limits: between two readings it counts `most_s` at most, so that nobody is
-    taken to hang because the whole process was suspended. Thread safe."""
+    """A ports.Clock for timeouts that ignores time in which the whole process was suspended.
+
+    Between two readings it counts at most `most_s` seconds. Thread safe.
+    """
 
     def __init__(self, clock: Clock, *, most_s: float) -> None:
         self._clock, self._most_s, self._lock = clock, most_s, threading.Lock()
         self._last, self._counted_s = clock(), 0.0
 
     def __call__(self) -> float:
-        """Seconds since the first reading in which the process was awake."""
+        """Return the seconds since construction during which the process was awake."""
         with self._lock:
             now = self._clock()
             self._counted_s += min(now - self._last, self._most_s)

@@ -1,7 +1,7 @@
-"""Every number that a run reports, declared once: key, reduction, unit, meaning.
+"""Declare every metric of a run once: key, reduction, unit, meaning.
 
-Keys are "namespace/name". A key with <...> in it is a family (`staleness/tokens_lag_<n>`): any text
-may stand there. docs/metrics.md is written from the table here (`markdown()`), and a test compares.
+Keys are "namespace/name". A key that contains <...> is a family (`staleness/tokens_lag_<n>`): any
+text matches there. docs/metrics.md is generated from this table (`markdown()`); a test compares.
 """
 
 import math
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that can still be merged: a sum and how much it is the sum of."""
+    """A mean that can be merged: a sum and the count of what was summed."""
 
     total: float
     count: float = 1.0
 
     @property
     def value(self) -> float:
-        """total / count; NaN where nothing was counted."""
+        """total / count; NaN if nothing was counted."""
         return self.total / self.count if self.count else math.nan
 
     def merge(self, other: "Mean") -> "Mean":
-        """The mean over both."""
+        """Return the mean over both."""
         return Mean(self.total + other.total, self.count + other.count)
 
 
@@ -36,40 +36,40 @@ class Sum:
     value: float
 
     def merge(self, other: "Sum") -> "Sum":
-        """The total of both."""
+        """Return the total of both."""
         return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest."""
+    """A maximum."""
 
     value: float
 
     def merge(self, other: "Max") -> "Max":
-        """The larger of both."""
+        """Return the larger of both."""
         return Max(max(self.value, other.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest."""
+    """A minimum."""
 
     value: float
 
     def merge(self, other: "Min") -> "Min":
-        """The smaller of both."""
+        """Return the smaller of both."""
         return Min(min(self.value, other.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest; `merge(other)` takes other to be newer."""
+    """The newest value; `merge(other)` assumes that other is newer."""
 
     value: float
 
     def merge(self, other: "Last") -> "Last":
-        """The newer of both."""
+        """Return the newer of both: `other`."""
         return other
 
 
@@ -84,7 +84,9 @@ class Metric:
     kind: type[Mean] | type[Sum] | type[Max] | type[Min] | type[Last]
     unit: str
     help: str
-    timing: bool = False  # depends on wall time or on the machine: no part of comparing two runs
+    timing: bool = (
+        False  # depends on wall time or on the machine: ignored when two runs are compared
+    )
 
 
 def _metrics(kind: type, timing: bool, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
@@ -104,15 +106,15 @@ METRICS: tuple[Metric, ...] = (
         (
             "preference/chosen_reward",
             "reward",
-            "Of chosen answers: the loss's own, or the model's.",
+            "Mean reward of chosen answers, as the loss or the reward model defines it.",
         ),
-        ("preference/rejected_reward", "reward", "The same of rejected answers."),
+        ("preference/rejected_reward", "reward", "The same for rejected answers."),
         ("preference/chosen_length", "tokens", "Learnt tokens of a chosen answer."),
         ("preference/rejected_length", "tokens", "Learnt tokens of a rejected answer."),
         ("critic/loss", "loss", "Clipped squared error of the values, halved."),
-        ("critic/clip_share", "share", "Learnt tokens whose value's gradient the clip cut off."),
-        ("critic/value_mean", "reward", "Mean value of the states that tokens were drawn in."),
-        ("critic/return_mean", "reward", "Mean of the returns that the values learn."),
+        ("critic/clip_share", "share", "Learnt tokens whose value gradient was clipped away."),
+        ("critic/value_mean", "reward", "Mean value of the states in which tokens were drawn."),
+        ("critic/return_mean", "reward", "Mean of the returns that the critic learns."),
         (
             "critic/explained_variance",
             "share",
@@ -124,12 +126,12 @@ METRICS: tuple[Metric, ...] = (
         False,
         ("preference/pairs", "pairs", "Preference pairs in the step, halves included."),
         ("critic/tokens", "tokens", "Tokens whose value was learnt."),
-        ("critic/skipped", "steps", "1 where the critic's loss or gradient was not finite."),
+        ("critic/skipped", "steps", "1 if the critic's loss or gradient was not finite."),
     ),
     *_metrics(
         Last,
         False,
-        ("preference/kl_baseline", "nats", "Baseline z0 of the loss kto, from mismatched answers."),
+        ("preference/kl_baseline", "nats", "Baseline z0 of the kto loss, from mismatched answers."),
         ("critic/grad_norm", "norm", "Global norm of the critic's gradient before clipping."),
         ("critic/param_norm", "norm", "Global norm of the critic's weights."),
         ("critic/learning_rate", "rate", "The critic's learning rate of the step."),
@@ -137,35 +139,43 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(
         Mean,
         False,
-        ("reward/mean", "reward", "Mean over the step's episodes, as the scorer gave it."),
+        ("reward/mean", "reward", "Mean over the step's episodes, as scored."),
         ("reward/std", "reward", "Standard deviation over the step's episodes."),
-        ("reward/zero_variance_share", "share", "Groups with all rewards equal: nothing to learn."),
+        (
+            "reward/zero_variance_share",
+            "share",
+            "Groups whose rewards are all equal: nothing to learn.",
+        ),
         (
             "reward/<part>",
             "reward",
-            "Mean of a named part of the reward, before weighting. In its name all but letters, "
-            "digits and _ . - is _.",
+            "Mean of a named part of the reward, before weighting. Characters of its name other "
+            "than letters, digits and _ . - become _.",
         ),
         ("rollout/length_mean", "tokens", "Drawn tokens in an episode."),
-        ("rollout/truncated_share", "share", "Episodes that ran into a length limit."),
+        ("rollout/truncated_share", "share", "Episodes that hit a length limit."),
         ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
-        ("rollout/kept_mean", "tokens", "Tokens that each drawn one was chosen from, with masks."),
+        (
+            "rollout/kept_mean",
+            "tokens",
+            "Tokens in the sampling mask of a drawn token (keep_sampling_mask).",
+        ),
         ("policy/entropy", "nats", "Entropy of the next-token distribution, over learnt tokens."),
         ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
         ("policy/teacher_divergence", "nats", "Divergence from the teacher (teacher.form=loss)."),
         ("policy/teacher_gap", "nats", "log policy - log teacher of drawn tokens: reverse KL."),
         ("supervised/loss", "nats", "Cross entropy of the worked answers mixed into the step."),
-        ("reward/kl", "reward", "What the divergence took off an episode's reward, mean."),
+        ("reward/kl", "reward", "Mean KL penalty subtracted from an episode's reward."),
         ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over learnt tokens."),
         ("policy/clip_share", "share", "Learnt tokens whose gradient the loss clipped away."),
-        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was cut."),
-        ("policy/weight_mean", "ratio", "Importance weight of a learnt token, corrected."),
+        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was truncated."),
+        ("policy/weight_mean", "ratio", "Importance weight of a learnt token, after correction."),
         ("policy/k1_behavior", "nats", "Policy vs behaviour: mean of behaviour - policy."),
-        ("policy/k3_behavior", "nats", "The same by r - 1 - log r with r the ratio; never < 0."),
+        ("policy/k3_behavior", "nats", "The same by r - 1 - log r, r the ratio; never negative."),
         (
             "policy/recomputed_logprob_share",
             "share",
-            "Learnt tokens whose sampler told no log-prob: the trainer's own stood in, ratio 1.",
+            "Learnt tokens without a sampler's log-prob: the trainer's own was used, ratio 1.",
         ),
         (
             "routing/replayed_share",
@@ -175,9 +185,9 @@ METRICS: tuple[Metric, ...] = (
         (
             "routing/changed_share",
             "share",
-            "Of those, times layers: the trainer's router would have chosen others.",
+            "Share of those, per layer, for which the trainer's router would choose others.",
         ),
-        ("routing/changed_token_share", "share", "The same of tokens, in any of their layers."),
+        ("routing/changed_token_share", "share", "The same per token, in any of its layers."),
         ("mismatch/mean", "nats", "|sampler - trainer log-prob| at lag 0: same weights."),
         ("mismatch/all_mean", "nats", "The same over tokens of every lag."),
         ("offpolicy/weight_mean", "ratio", "w = proximal / behaviour, over learnt tokens."),
@@ -185,7 +195,7 @@ METRICS: tuple[Metric, ...] = (
         ("offpolicy/ess_share", "share", "Effective sample size of the tokens by w; 1 on-policy."),
         ("offpolicy/chi_square", "ratio", "Chi-square divergence, mean w^2 - 1; 0 on-policy."),
         ("offpolicy/k3", "nats", "KL(behaviour || proximal), mean of w - 1 - log w."),
-        ("offpolicy/k3_lag0", "nats", "The same at lag 0: same weights, so numerics alone."),
+        ("offpolicy/k3_lag0", "nats", "The same at lag 0: same weights, so only numerics differ."),
         (
             "offpolicy/geometric_ratio_mean",
             "ratio",
@@ -208,42 +218,62 @@ METRICS: tuple[Metric, ...] = (
             "reward",
             "Reward of the episodes, over tokens n versions old.",
         ),
-        ("staleness/lag_<n>_length", "tokens", "Drawn tokens of the episodes, over the same."),
-        ("staleness/lag_<n>_kl", "nats", "Divergence from what drew the token, over the same."),
-        ("staleness/dropped_length_mean", "tokens", "Answers of dropped groups: a bias shows."),
+        (
+            "staleness/lag_<n>_length",
+            "tokens",
+            "Drawn tokens of the episodes, over the same tokens.",
+        ),
+        (
+            "staleness/lag_<n>_kl",
+            "nats",
+            "Divergence from the behaviour policy, over the same tokens.",
+        ),
+        (
+            "staleness/dropped_length_mean",
+            "tokens",
+            "Drawn tokens of an answer in dropped groups; shows a length bias.",
+        ),
         (
             "staleness/dropped_share",
             "share",
-            "Finished groups that were dropped, of those dropped or trained on.",
+            "Finished groups that were dropped, as a share of those dropped or trained on.",
         ),
         (
             "data/drawn_difficulty_mean",
             "share",
-            "1 - pass rate of the prompts drawn for the step, as known then; absent: none known.",
+            "1 - pass rate of the step's prompts, as known when drawn; absent if none was known.",
         ),
-        ("train/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms."),
+        (
+            "train/loss",
+            "loss",
+            "The loss that the optimizer minimised: policy, KL and entropy terms.",
+        ),
         ("train/policy_loss", "loss", "The policy loss alone."),
-        ("train/packing", "share", "Real tokens in the packed rows; the rest is padding."),
+        ("train/packing", "share", "Share of the packed rows that is tokens; the rest is padding."),
         (
             "eval/accuracy",
             "share",
-            "rl: mean of the reward's part `correct` on the held-out prompts, absent where the "
-            "reward has none; sft: records that greedy decoding gives token for token; "
+            "rl: mean of the reward's part `correct` on the held-out prompts, absent if the reward "
+            "has no such part; sft: records that greedy decoding reproduces token for token; "
             "preferences: pairs ranked right.",
         ),
-        ("eval/token_accuracy", "share", "sft: held-out tokens that greedy decoding would draw."),
-        ("eval/loss", "loss", "Loss on the held-out examples; sft: nats a token."),
-        ("eval/margin", "reward", "Held-out pairs: reward of the chosen less the rejected."),
+        ("eval/token_accuracy", "share", "sft: held-out tokens that greedy decoding predicts."),
+        ("eval/loss", "loss", "Loss on the held-out examples; sft: nats per token."),
+        (
+            "eval/margin",
+            "reward",
+            "Reward of the chosen less that of the rejected answer, held-out pairs.",
+        ),
         (
             "eval/chosen_reward",
             "reward",
-            "Of held-out chosen answers, as preference/chosen_reward.",
+            "As preference/chosen_reward, of held-out pairs.",
         ),
-        ("eval/rejected_reward", "reward", "The same of held-out rejected answers."),
+        ("eval/rejected_reward", "reward", "As preference/rejected_reward, of held-out pairs."),
         ("eval/reward", "reward", "Mean reward on the held-out prompts."),
         ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
-        ("eval/truncated_share", "share", "Held-out answers that ran into a length limit."),
-        ("warm/loss", "nats", "Of the warm start's last update, a token of the answer."),
+        ("eval/truncated_share", "share", "Held-out answers that hit a length limit."),
+        ("warm/loss", "nats", "Loss per answer token in the warm start's last update."),
     ),
     *_metrics(
         Max,
@@ -252,7 +282,11 @@ METRICS: tuple[Metric, ...] = (
         ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a learnt token."),
         ("mismatch/max", "nats", "Largest |sampler - trainer log-prob| at lag 0."),
         ("mismatch/all_max", "nats", "The same over tokens of every lag."),
-        ("staleness/max", "versions", "Trainer's version minus a group's oldest; bounded."),
+        (
+            "staleness/max",
+            "versions",
+            "Trainer's version minus a group's oldest token's; bounded by max_staleness.",
+        ),
     ),
     *_metrics(
         Min,
@@ -264,23 +298,23 @@ METRICS: tuple[Metric, ...] = (
         False,
         ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens n versions old: a histogram."),
         ("staleness/wasted_tokens", "tokens", "Drawn tokens of the groups dropped in this step."),
-        ("staleness/dropped_<reason>", "groups", "Groups dropped in this step, for this reason."),
+        ("staleness/dropped_<reason>", "groups", "Groups dropped in this step for this reason."),
         ("shaping/<what>", "episodes", "Episodes whose reward or mask a shaping changed."),
         ("train/updates", "updates", "Optimizer updates in the step."),
         (
             "train/missing_updates",
             "updates",
-            "Mini-batches that algorithm.minibatches asks for beyond the sequences to learn from.",
+            "Mini-batches left out: the step has fewer sequences than algorithm.minibatches.",
         ),
-        ("critic/warming", "steps", "1 where only the critic learnt."),
+        ("critic/warming", "steps", "1 if only the critic learnt in this step."),
         ("supervised/tokens", "tokens", "Tokens of worked answers mixed into the step."),
-        ("train/skipped", "steps", "1 where loss or gradient was not finite: no update."),
-        ("train/tokens", "tokens", "Tokens that were learnt."),
-        ("train/sequences", "sequences", "Sequences with a token that was learnt."),
+        ("train/skipped", "steps", "1 if loss or gradient was not finite: no update."),
+        ("train/tokens", "tokens", "Learnt tokens."),
+        ("train/sequences", "sequences", "Sequences with at least one learnt token."),
         ("train/sequence_tokens", "tokens", "Tokens in the packed rows, prompts included."),
-        ("warm/updates", "updates", "Updates that the supervised warm start made."),
+        ("warm/updates", "updates", "Updates of the supervised warm start."),
         ("train/flops", "FLOP", "Model FLOP of the step, forward and backward."),
-        ("train/rows", "rows", "Packed rows, all micro-batches together."),
+        ("train/rows", "rows", "Packed rows in all micro-batches."),
         ("train/micro_batches", "passes", "Forward and backward passes in the step."),
     ),
     *_metrics(
@@ -291,17 +325,17 @@ METRICS: tuple[Metric, ...] = (
         ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
         ("train/param_norm", "norm", "Global norm of the weights."),
         ("train/learning_rate", "rate", "Learning rate of the step."),
-        ("staleness/limit", "versions", "Staleness aimed at from now on (staleness.adapt)."),
+        ("staleness/limit", "versions", "Staleness target from now on (staleness.adapt)."),
         (
             "data/difficulty_mean",
             "share",
-            "1 - pass rate, over prompts measured when the next group was drawn (data.curriculum).",
+            "1 - pass rate, over the prompts measured by the next draw (data.curriculum).",
         ),
-        ("data/measured_prompts", "prompts", "Prompts whose pass rate was known by then."),
+        ("data/measured_prompts", "prompts", "Prompts whose pass rate was known at that draw."),
         (
             "data/longest_passed_over",
             "groups",
-            "How long the oldest prompt that may be drawn has been passed over; bounded.",
+            "Draws for which the oldest prompt of the pool has been passed over; bounded.",
         ),
     ),
     *_metrics(
@@ -309,51 +343,67 @@ METRICS: tuple[Metric, ...] = (
         True,
         ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing, evaluating."),
         ("time/train_s", "s", "Packing, forward and backward passes, update."),
-        ("time/wait_data_s", "s", "The trainer stood still because too few groups were ready."),
-        ("time/publish_s", "s", "Trainer's share of sending the new weights."),
+        ("time/wait_data_s", "s", "Time the trainer waited because too few groups were ready."),
+        ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
-        ("time/save_s", "s", "How long the trainer stood still for a checkpoint."),
+        ("time/save_s", "s", "Time a checkpoint stopped the trainer."),
         ("time/warm_start_s", "s", "All updates of the supervised warm start."),
-        ("time/elapsed_s", "s", "Since the run (or its resumption) began."),
-        ("trainer/idle_share", "share", "Step time in which the trainer did not learn."),
+        ("time/elapsed_s", "s", "Time since the run, or its resume, began."),
+        ("trainer/idle_share", "share", "Share of the step in which the trainer did not learn."),
         ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
         ("sampler/busy_share", "share", "Wall time in which the sampler had work on its devices."),
         ("sampler/slot_occupancy", "share", "Decode steps x slots that drew a wanted token."),
         (
             "sampler/occupancy_while_waiting",
             "share",
-            "The same over blocks at whose end requests still waited; absent where none did.",
+            "The same, over blocks that ended with requests still waiting; absent without such.",
         ),
-        ("sampler/prefix_hit_share", "share", "Prompt tokens whose KV was found, not computed."),
-        ("sampler/kv_page_share", "share", "KV pages in use, kept prefixes included."),
-        ("sampler/in_flight", "requests", "Requests that hold a slot or a reserve place."),
-        ("sampler/failed", "requests", "Raised on the sampler's thread, and failed alone."),
-        ("sampler/preempted", "requests", "Gave their KV up for a while, memory being short."),
-        ("sampler/restarted", "requests", "Began again after a swap (on_new_weights=restart)."),
-        ("sampler/discarded_tokens", "tokens", "Drawn, then thrown away by a restart."),
-        ("sampler/recomputed_tokens", "tokens", "Prefilled again after a swap or a preemption."),
-        ("sampler/gate_wait_share", "share", "Wall time rollouts waited for the gate."),
+        ("sampler/prefix_hit_share", "share", "Prompt tokens whose KV was reused, not computed."),
+        ("sampler/kv_page_share", "share", "KV pages in use, including kept prefixes."),
+        ("sampler/in_flight", "requests", "Requests in a slot or in the reserve."),
+        (
+            "sampler/failed",
+            "requests",
+            "Requests that raised on the sampler's thread and failed alone.",
+        ),
+        ("sampler/preempted", "requests", "Requests preempted because KV pages ran out."),
+        (
+            "sampler/restarted",
+            "requests",
+            "Requests restarted after a swap (on_new_weights=restart).",
+        ),
+        ("sampler/discarded_tokens", "tokens", "Tokens drawn, then discarded by a restart."),
+        (
+            "sampler/recomputed_tokens",
+            "tokens",
+            "Tokens prefilled again after a swap or a preemption.",
+        ),
+        ("sampler/gate_wait_share", "share", "Wall time that rollouts waited at the gate."),
         ("sampler/queue_s", "s", "Mean time from submit to prefill."),
-        ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn, by wall time."),
-        ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt, by wall time."),
+        ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn per second of wall time."),
+        ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt per second of wall time."),
         ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak FLOP/s)."),
         (
             "weights/transfer_bytes",
             "bytes",
             "Bytes that one publish moved to the sampler's devices.",
         ),
-        ("weights/transfer_s", "s", "From publish to complete on the sampler's devices."),
+        (
+            "weights/transfer_s",
+            "s",
+            "From publish until the weights are complete on the sampler's devices.",
+        ),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
         (
             "weights/probe_error",
             "nats",
-            "Largest |sampler - trainer log-prob| on the probe, at the last swap seen so far.",
+            "Largest |sampler - trainer log-prob| on the probe, at the newest swap seen so far.",
         ),
-        ("weights/swap_pause_s", "s", "Longest pause of decoding for a weight swap."),
-        ("sampler/living", "samplers", "Samplers at work; fewer while one is started again."),
-        ("buffer/active", "groups", "Groups admitted and not released: in flight or waiting."),
+        ("weights/swap_pause_s", "s", "Longest pause of decoding caused by a weight swap."),
+        ("sampler/living", "samplers", "Samplers at work; fewer while one restarts."),
+        ("buffer/active", "groups", "Groups admitted and not yet released: in flight or waiting."),
         ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),
-        ("checkpoint/failed", "saves", "1 where the checkpoint before could not be written."),
+        ("checkpoint/failed", "saves", "1 if the previous checkpoint could not be written."),
         ("memory/host_bytes", "bytes", "Resident memory of the process."),
         ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device."),
         ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device."),
@@ -361,41 +411,53 @@ METRICS: tuple[Metric, ...] = (
     *_metrics(
         Sum,
         True,
-        ("faults/sampler_deaths", "deaths", "Samplers whose thread ended by an exception."),
-        ("faults/sampler_hangs", "hangs", "Samplers left alone: no block within sampler_hang_s."),
+        ("faults/sampler_deaths", "deaths", "Samplers whose thread ended with an exception."),
+        ("faults/sampler_hangs", "hangs", "Samplers abandoned: no block within sampler_hang_s."),
         (
             "faults/sampler_restarts",
             "restarts",
-            "Samplers started in place of one that failed.",
+            "Samplers started to replace one that failed.",
         ),
         ("faults/samplers_lost", "samplers", "Samplers given up for good."),
-        ("faults/redone_requests", "requests", "Begun again in another sampler, from the prompt."),
+        (
+            "faults/redone_requests",
+            "requests",
+            "Requests restarted in another sampler, from the prompt.",
+        ),
         (
             "faults/nonfinite_completions",
             "completions",
-            "Refused for a log-prob that is NaN or infinite; drawn again once.",
+            "Completions refused because a log-prob is not finite; drawn again once.",
         ),
-        ("faults/failed_groups", "groups", "Given up: environment, scorer or log-probs failed."),
-        ("faults/failed_evaluations", "evaluations", "Left out: environment or scorer failed."),
+        (
+            "faults/failed_groups",
+            "groups",
+            "Groups given up: environment, scorer or log-probs failed.",
+        ),
+        (
+            "faults/failed_evaluations",
+            "evaluations",
+            "Evaluations left out: environment or scorer failed.",
+        ),
         ("faults/scorer_retries", "calls", "Groups scored again after a failure or a timeout."),
-        ("faults/scorer_timeouts", "calls", "Calls of a scorer that took too long."),
+        ("faults/scorer_timeouts", "calls", "Calls of a scorer that timed out."),
         ("faults/refused_scores", "calls", "Scores of the wrong number, type or shape, or NaN."),
-        ("faults/env_timeouts", "calls", "Replies of environments that took too long."),
+        ("faults/env_timeouts", "calls", "Replies of environments that timed out."),
         ("faults/refused_replies", "calls", "Replies of environments of the wrong type or shape."),
         ("faults/transfer_retries", "transfers", "Weights sent again after a failed transfer."),
         (
             "faults/torn_transfers",
             "transfers",
-            "Copies of weights that did not match their checksum, or did not arrive; not used.",
+            "Copies of weights that did not match their checksum or did not arrive; not used.",
         ),
         (
             "faults/oom_retries",
             "retries",
-            "Updates begun again with half the rows in a micro-batch: out of memory.",
+            "Updates restarted with half the rows in a micro-batch: out of memory.",
         ),
     ),
 )
-"""Every key of a run. Logging another one is a programmer's error."""
+"""Every key of a run. Logging an undeclared key is a programmer's error."""
 
 _EXACT = {m.key: m for m in METRICS if "<" not in m.key}
 _FAMILIES = tuple(
@@ -408,27 +470,28 @@ MAX_PART = 80
 
 
 def part_name(name: object) -> str:
-    """The name of a part of a reward, of any text: letters, digits and _ . - as they are, anything
-    else as _."""
+    """Turn text into the name of a reward's part: all but letters, digits and _ . - become _."""
     return re.sub(r"[^\w.-]+", "_", str(name))[:MAX_PART] or "_"
 
 
 def names_a_metric(part: str) -> bool:
-    """Whether a part's key would be that of a metric of our own (reward/mean)."""
+    """Return whether the part's key (reward/PART) is already another metric's (reward/mean)."""
     return f"reward/{part}" in _EXACT
 
 
 def metric_of(key: str) -> Metric:
-    """The declaration of a key. Asserts that there is one."""
-    found = _EXACT.get(key) or next((m for pattern, m in _FAMILIES if pattern.fullmatch(key)), None)
-    assert found is not None, (
+    """Return the declaration of a key; assert that it is declared."""
+    metric = _EXACT.get(key) or next(
+        (m for pattern, m in _FAMILIES if pattern.fullmatch(key)), None
+    )
+    assert metric is not None, (
         f"metric {key!r} is not declared: add it to METRICS in metrics/metric.py"
     )
-    return found
+    return metric
 
 
 def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, float]:
-    """Reduce what several sources (micro-batches, processes) say of one step to plain numbers."""
+    """Reduce one step's metrics from several sources (micro-batches, processes) to numbers."""
     grouped: dict[str, list[Reduction]] = {}
     for part in parts:
         for key, value in part.items():
@@ -443,12 +506,12 @@ def _merged(a: Any, b: Any) -> Any:
 
 
 def comparable(line: Mapping[str, float]) -> dict[str, float]:
-    """A line of metrics.jsonl without what depends on wall time: equal for two equal runs."""
+    """Return a line of metrics.jsonl without timing keys: equal for two equal runs."""
     return {k: v for k, v in line.items() if k == "step" or not metric_of(k).timing}
 
 
 def markdown() -> str:
-    """docs/metrics.md: one table per namespace, in the order of METRICS' namespaces by name."""
+    """Return docs/metrics.md: one table per namespace, sorted by name."""
     spaces: dict[str, list[Metric]] = {}
     for m in METRICS:
         spaces.setdefault(m.key.split("/")[0], []).append(m)
@@ -467,21 +530,22 @@ def markdown() -> str:
 
 _HEAD = """# Metrics
 
-Written by `python -m jaxrl_async.metrics.metric > docs/metrics.md`; change the table there.
+Generated by `python -m jaxrl_async.metrics.metric > docs/metrics.md`; change the table there.
 
-`metrics.jsonl` in the run folder has one JSON object a step: `step` (the version that the step
-made; 0 is before the first update), then the keys below, sorted. A key is absent where there was
-nothing to measure. JSON has no word for what is not finite: such a value is the string `"nan"`,
-`"inf"` or `"-inf"` (Python's `float()` reads it back). The same keys are TensorBoard tags.
+`metrics.jsonl` in the run folder has one JSON object per step: `step` (the version that the step
+made; 0 is before the first update), then the keys below, sorted. A key is absent if there was
+nothing to measure. JSON cannot write numbers that are not finite: such a value is the string
+`"nan"`, `"inf"` or `"-inf"` (Python's `float()` reads it back). The same keys are TensorBoard tags.
 
-A resumed run goes on in the same file. Lines of steps after the one it resumes from are moved to
-`metrics.superseded.jsonl` (samples: `samples.superseded.jsonl`): the run will make them again.
+A resumed run continues in the same file. Lines of steps after the one from which it resumes are
+moved to `metrics.superseded.jsonl` (samples: `samples.superseded.jsonl`): the run will make these
+steps again.
 
-A warm start has a `metrics.jsonl` of its own, in `warm_start/`, with one object an update: `step`
+A warm start has a `metrics.jsonl` of its own, in `warm_start/`, with one object per update: `step`
 is the update, from 1. TensorBoard shows it as a run of its own.
 
 *Kind* says how values of one step from several sources are merged. *timing* keys depend on wall
-time or on the machine; all others are equal for two runs with one seed at
+time or on the machine; all others are equal for two runs with the same seed at
 `staleness.max_staleness=0`. `<...>` in a key stands for any name or number.
 """
 

@@ -1,4 +1,4 @@
-"""A run as one picture that is drawn again while it goes on, for notebooks.
+"""Draw a run as one picture, redrawn while the run continues, for notebooks.
 
 view = display(SVG(run_svg([])), display_id=True)
 with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
@@ -6,39 +6,36 @@ with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from jaxrl_async.metrics.charts import Line, number, points, thinned, ticks
 from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
-from jaxrl_async.metrics.report import number, points, thinned, ticks
 
 WIDTH, LEFT, RIGHT = 760, 70, 14
 CURVES_TOP, CURVES_BOTTOM = 34, 190
 LANES = (("trainer", 246), ("samplers", 282))
 LANE_HEIGHT, HEIGHT = 22, 340
 MAX_POINTS = 100
-"""Points of a curve; longer ones are thinned."""
+"""Points of a curve; longer curves are thinned."""
 MAX_STEPS = 40
-"""Steps in the timeline, the newest."""
+"""Steps in the timeline: the newest."""
 EVERY_S = 2.0
 """Seconds between two drawings."""
 CURVES = (("reward/mean", "reward", "#1f6feb"), ("eval/accuracy", "held-out accuracy", "#d1590f"))
 WITHOUT_ACCURACY = (CURVES[0], ("eval/reward", "held-out reward", "#d1590f"))
-"""The same of a reward that does not say what is right."""
-DOES = (
+"""Curves of a run whose reward has no accuracy."""
+TRAINER_PHASES = (
     ("time/wait_data_s", "waits for answers", "#d8d8d4"),
     ("time/train_s", "learns", "#1f6feb"),
     ("time/publish_s", "publishes", "#8250df"),
     ("time/eval_s", "evaluates", "#d1590f"),
 )
-"""What the trainer does in a step, in this order."""
+"""What the trainer does in a step, in order: key, label, color."""
 BUSY = "#1a7f37"
-
-Line = Mapping[str, Any]
 
 
 @contextmanager
@@ -66,7 +63,7 @@ def redrawn(
 
 
 def run_svg(lines: Sequence[Line]) -> str:
-    """A standalone SVG: reward and held-out accuracy (or reward) by step, and who was busy when."""
+    """Return a standalone SVG: reward and held-out accuracy by step, and who was busy when."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#57606a">'
@@ -77,8 +74,8 @@ def run_svg(lines: Sequence[Line]) -> str:
 
 def _curves(lines: Sequence[Line]) -> str:
     curves = CURVES if points(lines, "eval/accuracy") else WITHOUT_ACCURACY
-    found = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in curves]
-    every = [p for _, _, pts in found for p in pts]
+    drawable = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in curves]
+    every = [p for _, _, pts in drawable for p in pts]
     if not every:
         return _text(LEFT, CURVES_TOP, "no step has been made yet")
     y_ticks = ticks(min(0.0, *(v for _, v in every)), max(v for _, v in every))
@@ -91,7 +88,7 @@ def _curves(lines: Sequence[Line]) -> str:
         share = (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return CURVES_BOTTOM - share * (CURVES_BOTTOM - CURVES_TOP)
 
-    drawn = [_legend([(label, c) for label, c, pts in found if pts], 16)]
+    drawn = [_legend([(label, c) for label, c, pts in drawable if pts], 16)]
     for tick in y_ticks:
         drawn.append(
             f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e3e3df"/>'
@@ -100,7 +97,7 @@ def _curves(lines: Sequence[Line]) -> str:
     for step in ticks(first, last, 8):
         if first <= step <= last and step == int(step):
             drawn.append(_text(x(step), CURVES_BOTTOM + 16, f"{int(step)}", "middle"))
-    for _, color, pts in found:
+    for _, color, pts in drawable:
         path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in pts)
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
         if len(pts) == 1:
@@ -109,7 +106,7 @@ def _curves(lines: Sequence[Line]) -> str:
 
 
 def _timeline(lines: Sequence[Line]) -> str:
-    """One lane for the trainer, in what it does; one for the samplers, by how busy they were."""
+    """Draw one lane of the trainer's phases and one of the samplers' busy shares."""
     steps = _since_start([x for x in lines if {"time/step_s", "time/elapsed_s"} <= x.keys()])
     steps = steps[-MAX_STEPS:]
     if not steps:
@@ -127,13 +124,13 @@ def _timeline(lines: Sequence[Line]) -> str:
             f'fill="{color}" fill-opacity="{opacity:.2f}"/>'
         )
 
-    legend = [*((label, c) for _, label, c in DOES), ("samplers busy", BUSY)]
+    legend = [*((label, c) for _, label, c in TRAINER_PHASES), ("samplers busy", BUSY)]
     drawn = [_legend(legend, LANES[0][1] - 14)]
     drawn += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
     before = start
     for line in steps:
         at, after = line["time/elapsed_s"] - line["time/step_s"], line["time/elapsed_s"]
-        for key, _, color in DOES:
+        for key, _, color in TRAINER_PHASES:
             if line.get(key, 0.0) > 0:
                 drawn.append(bar(0, at, at + line[key], color))
                 at += line[key]
@@ -148,13 +145,13 @@ def _timeline(lines: Sequence[Line]) -> str:
 
 
 def _since_start(steps: Sequence[Line]) -> Sequence[Line]:
-    """Those after the newest start or resumption, from which time/elapsed_s counts."""
-    again = [
+    """Return the steps since the newest start or resume, from which time/elapsed_s counts."""
+    resumes = [
         i
         for i, (a, b) in enumerate(pairwise(steps), 1)
         if b["time/elapsed_s"] < a["time/elapsed_s"]
     ]
-    return steps[again[-1] :] if again else steps
+    return steps[resumes[-1] :] if resumes else steps
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run writes down while it runs: metrics.jsonl, samples.jsonl, TensorBoard events."""
+"""Record a run on disk: metrics.jsonl, samples.jsonl, TensorBoard events."""
 
 import importlib
 import json
@@ -16,15 +16,15 @@ from jaxrl_async.metrics.metric import metric_of
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SUPERSEDED = ".superseded.jsonl"
-"""End of the names of the files that take lines which a resumed run will write again."""
+"""Suffix of the files that receive lines which a resumed run will write again."""
 
 
 class Recorder:
     """Appends one line per step and one per sample; usable from any thread.
 
     Logging a step again (an evaluation after a resume) merges the new values into its line. With
-    `resume_step`, lines of later steps, and a torn last line, are moved to *.superseded.jsonl, and
-    TensorBoard is told to forget them; lines up to and with that step stay.
+    `resume_step`, lines of later steps and a torn last line are moved to *.superseded.jsonl and
+    purged from TensorBoard; lines up to and including that step are kept.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Recorder:
         self._last, self._last_at = _last_line(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what step (the version it made) measured. Keys must be declared in METRICS."""
+        """Write a step's metrics; step is the version it made. Keys must be declared in METRICS."""
         for key in values:
             metric_of(key)
         clean = {key: float(values[key]) for key in values}
@@ -62,14 +62,13 @@ class Recorder:
                 self._board.flush()
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write samples of a step: JSON fields; the report knows prompt, completion, reward."""
+        """Write a step's samples; the report shows their prompt, completion and reward."""
         with self._lock:
             for record in records:
                 _append(self._samples, {"step": step, **record})
 
     def close(self) -> None:
-        """Flush to disk and close, each whatever the one before raises. A second call does
-        nothing."""
+        """Flush to disk and close all files, even if one raises. A second call does nothing."""
         with self._lock, ExitStack() as closing:
             board, self._board = self._board, None
             if board is not None:
@@ -81,14 +80,14 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, "nan", "inf", "-inf" as numbers; torn lines are left out."""
+    """Return the objects of a .jsonl file without torn lines; "nan", "inf", "-inf" as floats."""
     if not path.exists():
         return []
     return [line for _, line in _parsed(path) if line is not None]
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of JSON; a number that is not finite becomes the string "nan", "inf" or "-inf"."""
+    """Encode one line of JSON; a number that is not finite becomes "nan", "inf" or "-inf"."""
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
 
 
@@ -109,7 +108,7 @@ def _number(value: Any) -> Any:
 
 
 def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Each line's bytes and object; None where it is torn."""
+    """Return each line's bytes and object, None for a torn line."""
     pairs: list[tuple[bytes, dict[str, Any] | None]] = []
     for raw in path.read_bytes().splitlines(keepends=True):
         try:
@@ -127,7 +126,7 @@ def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
 
 
 def _last_line(path: Path) -> tuple[dict[str, Any], int]:
-    """The last object of a file and the byte at which it starts."""
+    """Return the last object of a file and the byte at which it starts."""
     pairs = _parsed(path)
     if not pairs:
         return {}, 0
@@ -135,7 +134,7 @@ def _last_line(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Move the lines that `keep` (number from 0, object) says no to, and torn ones, to
+    """Move torn lines, and those for which `keep` (number from 0, object) is false, to
     *.superseded.jsonl."""
     if not path.exists():
         return

@@ -1,39 +1,28 @@
-"""A run on one HTML page, from its folder alone: python -m jaxrl_async.metrics.report RUN.
+"""Report a run on one HTML page, from its folder alone: python -m jaxrl_async.metrics.report RUN.
 
-The page is one file: charts are SVG drawn here, nothing is loaded from anywhere.
+The page is one file: its charts are SVG (metrics/charts.py), and it loads nothing.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
-from math import ceil, floor, isfinite, log10
 from pathlib import Path
-from typing import Any
 
 from jaxrl_async.errors import DataError
+from jaxrl_async.metrics.charts import (
+    Chart,
+    Line,
+    chart_svg,
+    histogram_svg,
+    lag_counts,
+    number,
+    points,
+)
 from jaxrl_async.metrics.metric import METRICS, metric_of
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, read_lines
 
-MAX_POINTS = 300
-"""Points drawn per curve; longer ones are thinned, first and last kept."""
 MAX_SAMPLES = 40
-"""Samples shown, the newest steps first."""
-WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 30
-
-Line = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One chart: a title, a unit, and the keys drawn in it with their labels."""
-
-    title: str
-    unit: str
-    curves: tuple[tuple[str, str], ...]  # (key, label)
-    from_zero: bool = False
-
+"""Samples shown, newest steps first."""
 
 SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
@@ -98,9 +87,9 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 ),
             ),
             Chart(
-                "Clipped and cut",
+                "Clipped and truncated",
                 "share",
-                (("policy/clip_share", "clipped"), ("policy/truncated_share", "weight cut")),
+                (("policy/clip_share", "clipped"), ("policy/truncated_share", "weight truncated")),
                 True,
             ),
             Chart(
@@ -151,7 +140,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 (("staleness/mean", "mean"), ("staleness/max", "max")),
                 True,
             ),
-            Chart("Staleness aimed at", "versions", (("staleness/limit", "limit"),), True),
+            Chart("Staleness target", "versions", (("staleness/limit", "limit"),), True),
             Chart(
                 "Effective sample size",
                 "share",
@@ -212,9 +201,9 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
 )
 
 WARM_START = "warm_start"
-"""Folder of the warm start's own metrics, in the run's."""
+"""Folder of the warm start's own metrics, inside the run folder."""
 WARM_CHARTS = (
-    Chart("Loss", "nats", (("train/loss", "a token of the answer"),)),
+    Chart("Loss", "nats", (("train/loss", "per answer token"),)),
     Chart("Gradient norm", "norm", (("train/grad_norm", "before clipping"),), True),
     Chart("Learning rate", "rate", (("train/learning_rate", "rate"),), True),
     Chart("Time of an update", "s", (("time/step_s", "update"),), True),
@@ -222,9 +211,9 @@ WARM_CHARTS = (
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write run_dir/report.html from metrics.jsonl, samples.jsonl and config.yaml; its path.
+    """Write run_dir/report.html from metrics.jsonl, samples.jsonl and config.yaml; return its path.
 
-    What is missing is left out. Raises DataError where run_dir is no folder.
+    Missing files are left out. Raises DataError if run_dir is not a folder.
     """
     if not run_dir.is_dir():
         raise DataError(
@@ -247,7 +236,7 @@ def page(
     config: str,
     warm: Sequence[Line] = (),
 ) -> str:
-    """The whole page; warm: the warm start's own lines, by update."""
+    """Return the whole page; warm: the warm start's own lines, by update."""
     sections = [
         _section("Warm start, by update", [chart_svg(chart, warm) for chart in WARM_CHARTS]),
         *(_section(title, [chart_svg(c, lines) for c in charts]) for title, charts in SECTIONS),
@@ -264,7 +253,7 @@ def page(
     return _PAGE.format(
         title=escape(name),
         style=_STYLE,
-        headline=headline(lines),
+        tiles=tiles(lines),
         sections="".join(sections) + lag_table(lines),
         drops=drops_table(lines),
         samples=samples_table(samples),
@@ -288,16 +277,13 @@ def _is_reward_part(key: str) -> bool:
     return key.startswith("reward/") and "<" in metric_of(key).key
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
-def headline(lines: Sequence[Line]) -> str:
-    """The tiles on top: how far, how good, how fast."""
+def tiles(lines: Sequence[Line]) -> str:
+    """Return the tiles at the top of the page: progress, quality, speed."""
     steps = [line["step"] for line in lines]
-    tiles = [("steps", str(max(steps)) if steps else "0", "")]
+    shown = [("steps", str(max(steps)) if steps else "0", "")]
     accuracy, eval_reward = points(lines, "eval/accuracy"), points(lines, "eval/reward")
     if held_out := accuracy or eval_reward:
-        tiles.append(
+        shown.append(
             (
                 f"held-out {'accuracy' if accuracy else 'reward'}",
                 f"{held_out[-1][1]:.3f}",
@@ -306,7 +292,7 @@ def headline(lines: Sequence[Line]) -> str:
         )
     reward = points(lines, "reward/mean")
     if reward:
-        tiles.append(("reward", number(reward[-1][1]), f"from {number(reward[0][1])}"))
+        shown.append(("reward", number(reward[-1][1]), f"from {number(reward[0][1])}"))
     for key, label, percent in (
         ("throughput/generated_tokens_per_s", "tokens/s generated", False),
         ("sampler/idle_share", "sampler idle", True),
@@ -316,12 +302,12 @@ def headline(lines: Sequence[Line]) -> str:
         values = sorted(v for _, v in points(lines, key))
         if values:
             middle = values[len(values) // 2]
-            tiles.append(
+            shown.append(
                 (label, f"{middle:.0%}" if percent else number(middle), "median of the steps")
             )
     seconds = sum(v for _, v in points(lines, "time/step_s"))
     if seconds:
-        tiles.append(
+        shown.append(
             (
                 "time in steps",
                 f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.1f} min",
@@ -331,159 +317,16 @@ def headline(lines: Sequence[Line]) -> str:
     return "".join(
         f'<div class="tile"><div class="label">{escape(label)}</div>'
         f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
-        for label, value, note in tiles
+        for label, value, note in shown
     )
-
-
-def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
-    """(step, value) where the key was measured and is finite."""
-    found = [(int(line["step"]), line[key]) for line in lines if key in line and "step" in line]
-    return [(s, float(v)) for s, v in found if isinstance(v, int | float) and isfinite(v)]
-
-
-def thinned(values: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """At most `most` of the points, evenly, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
-def number(value: float) -> str:
-    """Four digits: 1,234 or 0.1234 or 1.2e-07."""
-    if not isfinite(value):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1e3:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) that enclose low to high."""
-    if not high > low:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
-    raw = (high - low) / about
-    power = 10.0 ** floor(log10(raw))
-    size = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first, last = floor(low / size + 1e-9), ceil(high / size - 1e-9)
-    return [i * size for i in range(first, last + 1)]
-
-
-# --- drawing --------------------------------------------------------------------------------------
-
-
-def chart_svg(chart: Chart, lines: Sequence[Line]) -> str:
-    """A line chart as a figure; "" where none of its keys was measured. Points have tooltips."""
-    curves = [(label, pts) for key, label in chart.curves if (pts := thinned(points(lines, key)))]
-    if not curves:
-        return ""
-    every = [p for _, pts in curves for p in pts]
-    low = min(v for _, v in every)
-    y_ticks = ticks(min(low, 0.0) if chart.from_zero else low, max(v for _, v in every))
-    first, last = min(s for s, _ in every), max(s for s, _ in every)
-    span = (last - first) or 1
-
-    def x(step: float) -> float:
-        return LEFT + (step - first) / span * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        share = (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-
-    body = [_grid(y_ticks, y), _step_axis(first, last, x)]
-    for i, (label, pts) in enumerate(curves):
-        path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in pts)
-        body.append(f'<polyline class="curve c{i}" points="{path}"/>')
-        radius = 2.5 if len(pts) <= 40 else 1.2
-        body += [
-            f'<g class="dot c{i}"><circle class="hit" cx="{x(s):.1f}" cy="{y(v):.1f}" r="7"/>'
-            f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="{radius}"/>'
-            f"<title>step {s}: {escape(label)} {number(v)} {escape(chart.unit)}</title></g>"
-            for s, v in pts
-        ]
-    return _figure(chart.title, chart.unit, [label for label, _ in curves], "".join(body))
-
-
-def histogram_svg(lines: Sequence[Line]) -> str:
-    """Share of learnt tokens per lag, over the whole run; "" where none were counted."""
-    counts = lag_counts(lines)
-    total = sum(counts.values())
-    if not total:
-        return ""
-    y_ticks = ticks(0.0, max(counts.values()) / total)
-    lags = range(min(0, *counts), max(counts) + 1)
-    slot = (WIDTH - LEFT - RIGHT) / len(lags)
-
-    def y(share: float) -> float:
-        return HEIGHT - BOTTOM - share / y_ticks[-1] * (HEIGHT - TOP - BOTTOM)
-
-    body = [_grid(y_ticks, y)]
-    for i, lag in enumerate(lags):
-        share = counts.get(lag, 0.0) / total
-        width = min(slot * 0.7, 60.0)
-        left = LEFT + (i + 0.5) * slot - width / 2
-        body.append(
-            f'<rect class="bar" x="{left:.1f}" y="{y(share):.1f}" width="{width:.1f}" '
-            f'height="{max(y(0) - y(share), 0):.1f}" rx="2">'
-            f"<title>lag {lag}: {share:.1%} of the tokens, {counts.get(lag, 0):,.0f}</title></rect>"
-            f'<text class="tick" x="{left + width / 2:.1f}" y="{HEIGHT - BOTTOM + 16}" '
-            f'text-anchor="middle">{lag}</text>'
-        )
-    return _figure("Age of the tokens learnt from, in versions", "share", [], "".join(body))
-
-
-def lag_counts(lines: Sequence[Line]) -> dict[int, float]:
-    """Learnt tokens of each lag, over the whole run."""
-    prefix = "staleness/tokens_lag_"
-    counts: dict[int, float] = {}
-    for line in lines:
-        for key, value in line.items():
-            if key.startswith(prefix) and isinstance(value, int | float):
-                lag = int(key.removeprefix(prefix))
-                counts[lag] = counts.get(lag, 0.0) + value
-    return counts
-
-
-def _grid(y_ticks: Sequence[float], y: Any) -> str:
-    return "".join(
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">'
-        f"{number(t)}</text>"
-        for t in y_ticks
-    )
-
-
-def _step_axis(first: int, last: int, x: Any) -> str:
-    marks = [t for t in ticks(first, last, 6) if first <= t <= last and t == int(t)] or [first]
-    return "".join(
-        f'<text class="tick" x="{x(t):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
-        f"{int(t)}</text>"
-        for t in marks
-    )
-
-
-def _figure(title: str, unit: str, labels: Sequence[str], body: str) -> str:
-    legend = "".join(
-        f'<span class="key c{i}"><i></i>{escape(label)}</span>' for i, label in enumerate(labels)
-    )
-    return (
-        f'<figure><figcaption><b>{escape(title)}</b> <span class="unit">{escape(unit)}</span>'
-        f'<span class="legend">{legend if len(labels) > 1 else ""}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{body}</svg></figure>"
-    )
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 LAG_COLUMNS = ("reward", "length", "kl")
-"""What is known of the tokens of each lag: `staleness/lag_<n>_...`."""
+"""Measured of the tokens of each lag: `staleness/lag_<n>_...`."""
 
 
 def lag_table(lines: Sequence[Line]) -> str:
-    """Tokens of each lag over the run, and what their episodes were like; "" where none were
-    counted."""
+    """Tabulate the tokens of each lag and the means of their episodes; "" if none were counted."""
     counts = lag_counts(lines)
     total = sum(counts.values())
     if not total:
@@ -492,22 +335,24 @@ def lag_table(lines: Sequence[Line]) -> str:
     used = [i for i in range(len(LAG_COLUMNS)) if any(row[i] is not None for row in means.values())]
     rows = []
     for lag, values in means.items():
-        found = [values[i] for i in used]
+        measured = [values[i] for i in used]
         cells = [f"{counts[lag]:,.0f}", f"{counts[lag] / total:.1%}"]
-        cells += ["" if v is None else number(v) for v in found]
+        cells += ["" if v is None else number(v) for v in measured]
         rows.append(f"<tr><td>{lag}</td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>")
     names = "".join(f"<th>{LAG_COLUMNS[i]}" for i in used)
     head = f"<tr><th>lag, versions<th>tokens<th>share{names}</tr>"
     return (
-        "<section><h2>Tokens learnt from, by age</h2><p>Reward and length are of the episodes that "
-        f"the tokens are from, means over the tokens.</p><table>{head}{''.join(rows)}</table>"
+        "<section><h2>Learnt tokens by age</h2><p>Reward and length are those of the tokens' "
+        f"episodes, averaged over the tokens.</p><table>{head}{''.join(rows)}</table>"
         "</section>"
     )
 
 
 def lag_mean(lines: Sequence[Line], lag: int, name: str) -> float | None:
-    """The run's mean of `staleness/lag_<lag>_<name>`, each step weighted by its tokens of that
-    lag; None where it was not measured."""
+    """Return the run's mean of `staleness/lag_<lag>_<name>`, or None if it was not measured.
+
+    Each step is weighted by its tokens of that lag.
+    """
     total = count = 0.0
     for line in lines:
         pair = (
@@ -520,11 +365,11 @@ def lag_mean(lines: Sequence[Line], lag: int, name: str) -> float | None:
 
 
 NOT_COUNTED = ("staleness/dropped_length_mean", "staleness/dropped_share")
-"""Keys with the prefix of a drop's reason that count no groups."""
+"""Keys that begin like a drop's reason but do not count groups."""
 
 
 def drops_table(lines: Sequence[Line]) -> str:
-    """Groups dropped over the run, by reason, and their tokens; "" where none were."""
+    """Tabulate the dropped groups by reason, and their tokens; "" if none were dropped."""
     prefix = "staleness/dropped_"
     keys = sorted(
         {k for line in lines for k in line if k.startswith(prefix) and k not in NOT_COUNTED}
@@ -537,12 +382,12 @@ def drops_table(lines: Sequence[Line]) -> str:
         return ""
     table = f"<table><tr><th>reason<th>groups</tr>{rows}</table>"
     wasted = sum(v for _, v in points(lines, "staleness/wasted_tokens"))
-    told = f"<p>Finished ones had {wasted:,.0f} tokens.</p>" if wasted else ""
-    return f"<section><h2>Groups dropped</h2>{told}{table}</section>"
+    tokens = f"<p>Finished groups among them had {wasted:,.0f} tokens.</p>" if wasted else ""
+    return f"<section><h2>Groups dropped</h2>{tokens}{table}</section>"
 
 
 def samples_table(samples: Sequence[Line]) -> str:
-    """The newest samples: prompt, completion, reward, and whatever else they bring."""
+    """Tabulate the newest samples: prompt, completion, reward and their other fields."""
     newest = sorted(samples, key=lambda s: -int(s.get("step", 0)))[:MAX_SAMPLES]
     if not newest:
         return ""
@@ -571,7 +416,7 @@ def samples_table(samples: Sequence[Line]) -> str:
 
 
 def metrics_table(lines: Sequence[Line]) -> str:
-    """Every key with its first, last, smallest and largest value."""
+    """Tabulate every key with its first, last, smallest and largest value."""
     order = {m.key: i for i, m in enumerate(METRICS)}
     keys = sorted(
         {k for line in lines for k in line if k != "step"}, key=lambda k: (k.split("/")[0], k)
@@ -591,7 +436,7 @@ def metrics_table(lines: Sequence[Line]) -> str:
             + f'<td>{escape(metric.unit)}</td><td class="rest">{escape(metric.help)}</td></tr>'
         )
     if not rows:
-        return "<section><p>No step was recorded yet.</p></section>"
+        return "<section><p>No step has been recorded yet.</p></section>"
     head = "<tr><th>key<th>first<th>last<th>min<th>max<th>unit<th>meaning</tr>"
     return (
         "<section><details><summary>All metrics</summary>"
@@ -648,7 +493,7 @@ _PAGE = """<!doctype html>
 <title>{title}</title><style>{style}</style></head>
 <body>
 <h1>{title}</h1>
-<div class="tiles">{headline}</div>
+<div class="tiles">{tiles}</div>
 {sections}
 {drops}
 {samples}
@@ -660,7 +505,7 @@ _PAGE = """<!doctype html>
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of the run folder named on the command line; the exit code."""
+    """Write the report of the run folder named on the command line; return the exit code."""
     if len(argv) != 1:
         print("usage: python -m jaxrl_async.metrics.report RUN", file=sys.stderr)
         return 2

@@ -30,13 +30,13 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
-from jaxrl_async.run.assemble import make_push, make_step
-from jaxrl_async.run.exact import check_routing, keeps_masks, routing_of
+from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
+from jaxrl_async.run.builders.samplers import make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.sampler import kv_plan, make_engine
+from jaxrl_async.sampler.setup import kv_plan, make_engine
 from jaxrl_async.trainer.credit import pass_columns
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.update import Frozen, Update
@@ -184,7 +184,7 @@ def lowered(
 
     Raises ConfigError, MeshError.
     """
-    check_routing(config, spec)
+    check_routing(config.algorithm, config.model, spec)
     pushed = _pushed(config, spec, places)
     of_trainer = trainer_programs(config, spec, places, pushed["cast"])
     of_sampler, held = sampler_programs(config, spec, places, pushed)
@@ -193,7 +193,9 @@ def lowered(
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
     """Lower the programs that bring the weights to one sampler. Raises MeshError."""
-    push = make_push(config, spec, places.slices.trainer, places.slices.sampler)
+    push = make_push(
+        config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
+    )
     mesh = places.slices.trainer
     return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
 
@@ -255,7 +257,7 @@ def micro_batch(
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
-        "kept": keeps_masks(config),
+        "kept": keeps_masks(config.sampler, config.algorithm),
         "expert_ids": config.algorithm.keep_routing,
     }
     there = pass_columns_of(config) | {name for name, is_there in others.items() if is_there}
@@ -299,7 +301,10 @@ def sampler_programs(
         chunk,
         run_shapes(engine, plan, context_pages),
         context_pages=context_pages,
-        mix=Mix(truncated=truncates(config.sampler), extras=keeps_masks(config)),
+        mix=Mix(
+            truncated=truncates(config.sampler),
+            extras=keeps_masks(config.sampler, config.algorithm),
+        ),
     )
     if "reshard" in pushed:
         programs["reshard"] = pushed["reshard"]

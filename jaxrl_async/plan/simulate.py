@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.sampler.batch.shapes import decode_rows
-from jaxrl_async.staleness import capacity, memory_bound
+from jaxrl_async.staleness import capacity, memory_bound, never_fills_a_step
 
 Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -181,11 +181,6 @@ def _check(p: Pipeline, updates: int, warm_up: int) -> None:
             f"{updates} updates, the first {warm_up} of them to warm up: nothing is left to "
             "measure. Simulate more updates than that."
         )
-    if p.when_too_old == "wait" and p.places < p.groups_per_step:
-        raise ConfigError(
-            f"staleness.lookahead ({p.lookahead}) must be at most max_staleness * groups_per_step "
-            f"({p.max_staleness * p.groups_per_step}): a step could never be filled."
-        )
     s = p.samplers
     least = {
         "group_size": (p.group_size, 1),
@@ -205,6 +200,10 @@ def _check(p: Pipeline, updates: int, warm_up: int) -> None:
     small = [f"{name} ({v}) must be at least {low}" for name, (v, low) in least.items() if v < low]
     if small:
         raise ConfigError(f"{', '.join(small)}. Correct the pipeline.")
+    if p.when_too_old == "wait":
+        problem = never_fills_a_step(p.max_staleness, p.groups_per_step, p.lookahead)
+        if problem is not None:
+            raise ConfigError(problem)
     _check_times(p, s)
 
 

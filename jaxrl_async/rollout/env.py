@@ -1,4 +1,4 @@
-"""Environments: what answers the policy's turns. One is made for each episode and used once."""
+"""Environments answer the policy's turns. One is made for each episode and used once."""
 
 import asyncio
 import time
@@ -21,18 +21,18 @@ class SingleTurn:
     """The policy answers once; nothing answers back."""
 
     def __init__(self, prompt: Prompt) -> None:
-        del prompt  # every environment is made from its prompt; this one needs nothing of it
+        del prompt  # every environment is made from its prompt; this one does not need it
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """The end, after the first turn."""
+        """End the episode after its first turn."""
         return Reply(token_ids=np.zeros(0, np.int32), done=True)
 
 
 class GuardedEnvs:
-    """A MakeEnv whose environments have a time limit and are checked; `oldest_s` from anywhere.
+    """A MakeEnv whose environments' replies are timed and checked. Any thread may call `oldest_s`.
 
-    Whatever an environment raises is a RolloutError. No reply is asked for twice: an environment
-    may have changed by the first. The group fails.
+    Whatever an environment raises becomes a RolloutError and fails the group. There is no retry:
+    the first attempt may have changed the environment.
     """
 
     def __init__(
@@ -44,29 +44,40 @@ class GuardedEnvs:
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """vocab_size: replies have smaller ids. count: told the name of each fault
-        (metrics.faults)."""
-        self._make_env, self._timeout_s, self._vocab_size = make_env, timeout_s, vocab_size
+        """Guard the environments that make_env makes.
+
+        Args:
+            make_env: Makes the environment of one episode.
+            timeout_s: Longest time for one reply, seconds.
+            vocab_size: Token ids of replies must be smaller.
+            count: Called with the name of each fault (metrics/fault_counts.py).
+            clock: For `oldest_s`.
+        """
+        self.make_env = make_env  # may be replaced before the run starts
+        self._timeout_s, self._vocab_size = timeout_s, vocab_size
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
-        """The environment of one episode. Raises RolloutError where it cannot be made."""
+        """Make the environment of one episode. Raises RolloutError if it cannot be made."""
         with _blamed(prompt, "cannot be made: its constructor"):
-            return _Guarded(self._make_env(prompt), self, prompt)
+            return _Guarded(self.make_env(prompt), self, prompt)
 
     def oldest_s(self) -> float:
-        """How long the longest reply under way has taken, seconds; 0: none."""
+        """Return the age of the oldest pending reply, seconds; 0 if there is none."""
         return self._calls.oldest_s()
 
     async def reply(self, env: Env, prompt: Prompt, completion: Completion) -> Reply:
-        """The reply of `env`. Raises RolloutTimeout, and RolloutError for what is no reply and for
-        what the environment raises."""
+        """Ask `env` for its reply and check it.
+
+        Raises RolloutTimeout if the reply is late, RolloutError if it is not a valid reply or the
+        environment raises.
+        """
         with _blamed(prompt):
             reply = await self._in_time(env, prompt, completion)
-        wrong = _wrong(reply, self._vocab_size)
-        if wrong:
+        problem = _problem(reply, self._vocab_size)
+        if problem:
             self._count("refused_replies")
-            raise RolloutError(f"prompt {prompt.prompt_id}: the environment gave {wrong}")
+            raise RolloutError(f"prompt {prompt.prompt_id}: the environment gave {problem}")
         return reply
 
     async def _in_time(self, env: Env, prompt: Prompt, completion: Completion) -> Any:
@@ -85,7 +96,7 @@ class GuardedEnvs:
 
 
 class _Guarded:
-    """One environment of GuardedEnvs; it can be saved where the environment can."""
+    """One environment of GuardedEnvs; it can be saved if the environment can."""
 
     def __init__(self, env: Env, guard: GuardedEnvs, prompt: Prompt) -> None:
         self._env, self._guard = env, guard
@@ -94,7 +105,7 @@ class _Guarded:
             self.restore = lambda state: _called(prompt, "restore()", env.restore, state)
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """As the environment's own."""
+        """Return the environment's own reply, checked."""
         return await self._guard.reply(self._env, prompt, completion)
 
 
@@ -104,9 +115,9 @@ def _called(prompt: Prompt, what: str, method: Callable[..., Any], *args: Any) -
 
 
 class _blamed:
-    """What an environment raises inside is a RolloutError of this prompt, and no end of the run.
+    """Turn whatever an environment raises inside into a RolloutError that names the prompt.
 
-    A class: contextlib gives StopIteration a meaning of its own.
+    A class, since contextlib treats StopIteration specially.
     """
 
     def __init__(self, prompt: Prompt, what: str = "") -> None:
@@ -118,13 +129,15 @@ class _blamed:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None or isinstance(error, RolloutError) or is_the_runs_own_end(error):
             return
-        told = f"raised {type(error).__name__}: {error}"
-        raise RolloutError(f"{self._who} {told}. Correct it.") from error
+        raised = f"raised {type(error).__name__}: {error}"
+        raise RolloutError(f"{self._who} {raised}. Correct it.") from error
 
 
 def snapshot(env: Env) -> Any:
-    """Where a ports.SavesState environment is now, as values of its own that the environment does
-    not go on to change; None of any other. Raises RolloutError for what cannot be saved."""
+    """Copy the state of a ports.SavesState environment; None for any other environment.
+
+    Raises RolloutError if the state cannot be saved.
+    """
     if not isinstance(env, SavesState):
         return None
     state = env.state()
@@ -132,13 +145,13 @@ def snapshot(env: Env) -> Any:
         return loads(dumps(state))
     except (TypeError, ValueError, AssertionError, RecursionError) as error:
         raise RolloutError(
-            f"an environment's state() gave what no checkpoint can hold: {error}. It must give "
-            "plain values, lists, mappings with text keys, and arrays."
+            f"an environment's state() gave something that no checkpoint can hold: {error}. It "
+            "must give plain values, lists, mappings with text keys, and arrays."
         ) from error
 
 
-def _wrong(reply: Any, vocab_size: int) -> str:
-    """What is wrong with a reply and what it must be; empty: nothing."""
+def _problem(reply: Any, vocab_size: int) -> str:
+    """Describe what is wrong with a reply and what it must be; "" if it is valid."""
     if not isinstance(reply, Reply):
         return f"{reply!r:.60} ({type(reply).__name__}). It must give a Reply."
     try:

@@ -1,9 +1,9 @@
-"""Play one group: turns of the policy and replies of its environments become episodes.
+"""Play one group: turn the policy's turns and its environments' replies into episodes.
 
     prompt ──Request──> Generate ──Completion──> Env ──Reply──> longer request ── ... ──> Episode
 
-A sequence only ever grows: what was drawn and what was replied is kept token for token, and the
-next turn goes on where the last one ended.
+A sequence only grows: drawn tokens and replies are kept token for token, and the next turn
+continues where the last one ended.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Env, Generate, SavesProgress, SavesState
+from jaxrl_async.ports import Env, Generate, SavesState
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.types import (
     NOT_DRAWN,
@@ -41,13 +41,13 @@ class EpisodeLimits:
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, prompt and replies included
-    keep_mask: bool = False  # every drawn token comes with its sampling mask
-    keep_routing: bool = False  # every token comes with its experts
+    keep_mask: bool = False  # completions must bring every drawn token's sampling mask
+    keep_routing: bool = False  # completions must bring every token's experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy drew, and what came back."""
+    """One turn of the policy and the environment's reply."""
 
     completion: Completion
     reply: IntArray  # [reply] int32
@@ -55,28 +55,28 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeProgress:
-    """An episode under way, on the loop's thread: what a checkpoint keeps of it."""
+    """An unfinished episode, owned by the loop's thread."""
 
     env: Env
-    waiting: "asyncio.Future[Completion] | None" = None  # for the policy's next turn
+    waiting: "asyncio.Future[Completion] | None" = None  # the policy's next turn
     turns: list[Turn] = field(default_factory=list)
-    stop: StopReason | None = None  # where the episode is over
-    env_state: Any = None  # after the last reply, of a ports.SavesState environment
+    stop: StopReason | None = None  # set once the episode is over
+    env_state: Any = None  # a ports.SavesState environment's state after the last reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedEpisode:
-    """The same as data."""
+    """An EpisodeProgress as data, for checkpoints."""
 
     turns: tuple[Turn, ...] = ()
     stop: StopReason | None = None
-    completion: Completion | None = None  # of the next turn, where the environment is to answer it
-    partial: Partial | None = None  # of the next turn, where it is being drawn
-    env_state: Any = None  # as in Progress
+    completion: Completion | None = None  # the next turn, drawn but not yet answered
+    partial: Partial | None = None  # the next turn, while it is being drawn
+    env_state: Any = None  # as in EpisodeProgress
 
 
 def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason) -> Episode:
-    """One flat sequence: the prompt, then each turn's drawn tokens and reply."""
+    """Concatenate the prompt and each turn's drawn tokens and reply into one flat sequence."""
     tokens, drawn = [prompt_ids], [np.zeros(len(prompt_ids), bool)]
     logprobs = [np.zeros(len(prompt_ids), np.float32)]
     versions = [np.full(len(prompt_ids), NOT_DRAWN, np.int32)]
@@ -102,7 +102,7 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
 
 
 def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
-    """The sampling masks of all drawn tokens; None where a completion has none."""
+    """Join the sampling masks of all drawn tokens; None if a completion has none."""
     masks = [c.kept for c in completions if c.kept is not None]
     if not masks or len(masks) < len(completions):
         return None
@@ -114,36 +114,36 @@ def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
 
 
 def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds | None:
-    """The experts of all tokens, [length, layers, k]; None where a completion has none.
+    """Join the experts of all tokens, [length, layers, k]; None if a completion has none.
 
-    A later turn tells those of the whole sequence so far; what an earlier one told stays: of the
-    passes that drew its tokens.
+    Each turn reports the experts of the whole sequence so far. For tokens of earlier turns the
+    first report is kept: it is from the passes that drew them.
     """
-    told = [c.expert_ids for c in completions if c.expert_ids is not None]
-    if not told or len(told) < len(completions):
+    by_turn = [c.expert_ids for c in completions if c.expert_ids is not None]
+    if not by_turn or len(by_turn) < len(completions):
         return None
-    joined = np.full((length, *told[0].shape[1:]), -1, told[0].dtype)
+    joined = np.full((length, *by_turn[0].shape[1:]), -1, by_turn[0].dtype)
     known = 0
-    for experts in told:
+    for experts in by_turn:
         joined[known : len(experts)] = experts[known:]
         known = max(known, len(experts))
     return joined
 
 
 def request_id(label: str, member: int, turn: int) -> str:
-    """Of the request for one turn; `label` is the group's part ("g5")."""
+    """Return the id of a turn's request; `label` is the group's part of it ("g5")."""
     return f"{label}/m{member}/t{turn}"
 
 
 def make_request(
     label: str, prompt: Prompt, member: int, turn: int, token_ids: IntArray, limits: EpisodeLimits
 ) -> Request:
-    """The request for one turn.
+    """Make the request for one turn.
 
-    Randomness is keyed by the prompt's place in the stream, the member, and each token's place in
-    the sequence, so that a later turn never draws the numbers of an earlier one again. It asks for
-    what is left of max_length where that is less than max_new_tokens: an answer cut there ends with
-    StopReason.LENGTH. Raises RolloutError where there is no room.
+    Randomness is keyed by the prompt's position in the stream, the member, and each token's
+    position in the sequence, so that no turn reuses an earlier turn's random numbers. The request
+    asks for at most what is left of max_length; an answer cut there ends with StopReason.LENGTH.
+    Raises RolloutError if nothing is left.
     """
     if len(token_ids) >= limits.max_length:
         raise RolloutError(
@@ -162,35 +162,37 @@ def make_request(
     )
 
 
-def check_told(completion: Completion, limits: EpisodeLimits, before: int) -> None:
-    """Raise RolloutError where the sampler does not tell what `limits` want kept. before: tokens of
-    the request."""
+def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> None:
+    """Raise RolloutError if the completion lacks the masks or experts that `limits` require.
+
+    before: number of tokens in the request.
+    """
     drawn = len(completion.token_ids)
     if not drawn:
         return
-    told = 0 if completion.kept is None else len(completion.kept.starts) - 1
-    if limits.keep_mask and told != drawn:
+    masks = 0 if completion.kept is None else len(completion.kept.starts) - 1
+    if limits.keep_mask and masks != drawn:
         raise RolloutError(
             f"request {completion.request_id}: the sampler drew {drawn} tokens and gave sampling "
-            f"masks for {told}. algorithm.keep_sampling_mask needs a sampler that fills "
+            f"masks for {masks}. algorithm.keep_sampling_mask needs a sampler that fills "
             "Completion.kept; set it to false for any other."
         )
-    told = 0 if completion.expert_ids is None else len(completion.expert_ids)
-    if limits.keep_routing and told != before + drawn - 1:
+    routed = 0 if completion.expert_ids is None else len(completion.expert_ids)
+    if limits.keep_routing and routed != before + drawn - 1:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler drew {drawn} tokens behind {before} and "
-            f"gave the experts of {told}, not of {before + drawn - 1}. algorithm.keep_routing "
+            f"request {completion.request_id}: the sampler drew {drawn} tokens after {before} and "
+            f"gave the experts of {routed}, not of {before + drawn - 1}. algorithm.keep_routing "
             "needs a sampler that fills Completion.expert_ids; set it to false for any other."
         )
 
 
 def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEpisode:
-    """An episode under way as data. partial: what the sampler has drawn of its next turn."""
+    """Convert an unfinished episode to data; `partial` is what is drawn of its next turn so far."""
     turns, waiting, completion = tuple(progress.turns), progress.waiting, None
     if progress.stop is not None:
         return SavedEpisode(turns=turns, stop=progress.stop)
     if turns and not isinstance(progress.env, SavesState):
-        return SavedEpisode()  # its environment cannot go on: it starts over
+        return SavedEpisode()  # its environment cannot be restored: the episode starts over
     if waiting is not None and waiting.done() and not waiting.cancelled():
         completion = None if waiting.exception() else waiting.result()
     return SavedEpisode(
@@ -202,7 +204,7 @@ def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEp
 
 
 def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
-    """Where the episode was, in an environment made anew; nobody has asked for its next turn."""
+    """Convert saved data back, with a new environment; the next turn is not requested yet."""
     if saved.env_state is not None and isinstance(env, SavesState):
         env.restore(saved.env_state)
     waiting = None
@@ -219,7 +221,7 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
 
 
 def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> EpisodeProgress:
-    """The same with an environment of its own; where none can be made, an episode that fails."""
+    """Call `resumed_progress` with a new environment; without one the episode will fail."""
     try:
         return resumed_progress(saved, make_env(prompt))
     except RolloutError as error:
@@ -236,8 +238,10 @@ def resumed_request(
     limits: EpisodeLimits,
     seed: int | None,
 ) -> Request | Partial | None:
-    """What to ask the sampler for, to go on with a saved episode: the rest of a turn, a whole one,
-    or nothing. seed: of the sampler; null: it cannot go on with half a turn."""
+    """Return what a saved episode needs next: the rest of a turn, a whole turn, or nothing (None).
+
+    seed: the sampler's; None: this sampler cannot continue a partial turn.
+    """
     if saved.stop is not None or saved.completion is not None:
         return None
     so_far = assemble_episode(prompt.token_ids, saved.turns, StopReason.EOS).token_ids
@@ -254,36 +258,41 @@ def resumed_request(
     return replace(partial, request=request) if fits and partial is not None else request
 
 
-def begin(
+def begin_groups(
     generate: Generate,
     make_env: MakeEnv,
     groups: Sequence[tuple[str, Prompt, Sequence[SavedEpisode]]],
     limits: EpisodeLimits,
 ) -> list[tuple[EpisodeProgress, ...]]:
-    """Queue what every episode of these groups needs next, in one call; where each of them is.
+    """Queue the next turn of every episode of these groups in one call; return their progress.
 
-    groups: label, prompt, and where its episodes were: SavedEpisode() is one that starts. An
-    episode whose environment cannot be made fails when it is played. Raises RolloutError where a
-    prompt leaves no room, and what submit_many raises.
+    An episode whose environment cannot be made fails when it is played.
+
+    Args:
+        generate: The sampler.
+        make_env: Makes each episode's environment.
+        groups: Label, prompt and saved episodes of each group; SavedEpisode() is a new episode.
+        limits: How answers are drawn and when they end.
+
+    Raises RolloutError if a prompt leaves no room, and whatever submit_many raises.
     """
-    seed = generate.seed if isinstance(generate, SavesProgress) else None
     begun, asking = [], []
-    wishes: list[Any] = []
+    requests: list[Any] = []
     for label, prompt, episodes in groups:
         members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
-            wish = resumed_request(saved, label, prompt, m, limits, seed)
-            if wish is not None and member.waiting is None:
-                wishes.append(wish)
+            request = resumed_request(saved, label, prompt, m, limits, generate.seed)
+            if request is not None and member.waiting is None:
+                requests.append(request)
                 asking.append(member)
         begun.append(members)
-    for member, future in zip(asking, generate.submit_many(wishes), strict=True):
+    for member, future in zip(asking, generate.submit_many(requests), strict=True):
         member.waiting = future
     return begun
 
 
 def cancel(progress: EpisodeProgress) -> None:
-    """Nobody waits for this episode any more: its slot is free at the next block."""
+    """Cancel an episode's pending turn: its slot is free at the next block."""
     if progress.waiting is not None:
         progress.waiting.cancel()
 
@@ -298,25 +307,25 @@ async def play_episode(
     limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> Episode:
-    """Play one member to its end.
+    """Play one member until its episode ends.
 
     consumes      the completion that `progress` waits for, then one per turn
     waits for     the sampler, and the environment
-    produces      an Episode; `spent_s` is told the seconds that each reply took
-    on failure    the environment's exception; RolloutError where it makes no progress, or where
-                  the sampler does not tell what is to be kept
+    produces      an Episode; calls `spent_s` with the seconds that each reply took
+    on failure    the environment's exception; RolloutError if it makes no progress, or if the
+                  sampler does not return what is to be kept
 
-    A turn that was cut off (length, cancelled) ends the episode: half a turn has no answer. So does
-    a reply that leaves no room for a further token; it is left out: nothing is learnt from it.
+    A turn that was cut off (length, cancelled) ends the episode: half a turn gets no reply. So does
+    a reply that leaves no room for a further token; it is dropped, since nothing is learnt from it.
     """
     clock = asyncio.get_running_loop().time
     turns, env = progress.turns, progress.env
     length = len(prompt.token_ids)
     length += sum(len(t.completion.token_ids) + len(t.reply) for t in turns)
     while progress.stop is None:
-        assert progress.waiting is not None, "somebody has asked for the next turn"
+        assert progress.waiting is not None, "the next turn has been requested"
         completion = await progress.waiting
-        check_told(completion, limits, length)
+        check_kept(completion, limits, length)
         length += len(completion.token_ids)
         reply: IntArray = np.zeros(0, np.int32)
         done = completion.stop is not StopReason.EOS
@@ -338,7 +347,7 @@ async def play_episode(
         if not len(reply) and not len(completion.token_ids):
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: neither the policy nor the environment adds a token. "
-                "Let the environment say done."
+                "Let the environment set done."
             )
         length += len(reply)
         so_far = assemble_episode(prompt.token_ids, turns, completion.stop).token_ids
@@ -356,7 +365,7 @@ async def play_group(
     limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Episode, ...]:
-    """All members of a group, from where each of them is.
+    """Play all members of a group until their episodes end.
 
     The first failure cancels the other members and is raised.
     """
@@ -369,7 +378,7 @@ async def play_group(
 
 
 async def all_or_none(work: Iterable[Coroutine[None, None, T]]) -> tuple[T, ...]:
-    """All results in order, or the first exception; then nothing of it still runs."""
+    """Return all results in order, or raise the first exception after ending all other work."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return tuple(await asyncio.gather(*tasks))

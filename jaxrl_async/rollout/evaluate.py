@@ -1,4 +1,4 @@
-"""Evaluation: one answer to each held-out prompt, greedy by default. Needs no JAX."""
+"""Evaluate the policy: one answer to each held-out prompt, greedy by default. Needs no JAX."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jaxrl_async.rollout.episode import (
     EpisodeLimits,
     SavedEpisode,
     all_or_none,
-    begin,
+    begin_groups,
     cancel,
     play_group,
 )
@@ -21,12 +21,12 @@ from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 SCORED_AT_ONCE = 16
-"""Scorer calls that may run side by side."""
+"""Most scorer calls at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSample:
-    """One answer, for people."""
+    """One answer, for people to read."""
 
     prompt: str
     completion: str  # empty without a decode function
@@ -36,7 +36,7 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """What the policy can do on the held-out prompts."""
+    """The policy's results on the held-out prompts."""
 
     num_prompts: int
     mean_reward: float
@@ -74,12 +74,12 @@ async def evaluate(
         max_new_tokens=max_new_tokens,
         max_length=max_length,
     )
-    told = [(f"eval/{i}", p, (SavedEpisode(),)) for i, p in enumerate(prompts)]
-    begun = begin(generate, make_env, told, limits)
+    groups = [(f"eval/{i}", p, (SavedEpisode(),)) for i, p in enumerate(prompts)]
+    begun = begin_groups(generate, make_env, groups, limits)
     busy = asyncio.Semaphore(SCORED_AT_ONCE)
 
     async def one(index: int) -> tuple[Episode, Score]:
-        label, prompt, _ = told[index]
+        label, prompt, _ = groups[index]
         episodes = await play_group(generate, prompt, begun[index], label=label, limits=limits)
         async with busy:
             (score,) = await scorer(episodes, prompt)
@@ -90,17 +90,17 @@ async def evaluate(
     finally:
         for (member,) in begun:
             cancel(member)
-    return summarize(prompts, played, decode=decode, num_samples=num_samples)
+    return eval_result(prompts, played, decode=decode, num_samples=num_samples)
 
 
-def summarize(
+def eval_result(
     prompts: Sequence[Prompt],
     played: Sequence[tuple[Episode, Score]],
     *,
     decode: Callable[[IntArray], str] | None = None,
     num_samples: int = 8,
 ) -> EvalResult:
-    """Means over the answers; the first `num_samples` of them in words."""
+    """Average over the answers, and decode the first `num_samples` of them."""
     rewards = np.array([score.reward for _, score in played], np.float64)
     lengths = np.array([episode.num_drawn for episode, _ in played], np.float64)
     truncated = [episode.stop is StopReason.LENGTH for episode, _ in played]
@@ -123,8 +123,10 @@ def summarize(
 
 
 def accuracy(scores: Sequence[Score]) -> float | None:
-    """Mean of the part that says how right an answer is; a score without it counts as wrong. None:
-    no score has it."""
+    """Return the mean of the scores' part CORRECT; None if no score has it.
+
+    A score without that part counts as wrong.
+    """
     if not any(CORRECT in score.parts for score in scores):
         return None
     return float(np.mean([score.parts.get(CORRECT, 0.0) for score in scores]))

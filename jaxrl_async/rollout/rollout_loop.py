@@ -1,4 +1,4 @@
-"""The rollout loop: N groups at a time on one asyncio loop. Needs no JAX.
+"""The rollout loop: many groups at a time on one asyncio loop. Needs no JAX.
 
                                                ┌────────── one task per group ──────────┐
     gate.admit ─> Tickets, Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
@@ -6,7 +6,7 @@
         │          all its requests at once)                                                 v
         └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
-The gate sets how many groups are under way; the loop holds no bound of its own.
+The gate bounds how many groups are played at once; the loop has no bound of its own.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, is_the_runs_own_end
-from jaxrl_async.ports import Gate, Generate, SavesProgress, Scorer
+from jaxrl_async.ports import Gate, Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
     EpisodeProgress,
     SavedEpisode,
     Turn,
-    begin,
+    begin_groups,
     cancel,
     play_group,
     request_id,
@@ -36,21 +36,20 @@ from jaxrl_async.types import (
     EpisodeGroup,
     Partial,
     Prompt,
-    SamplingParams,
     Ticket,
 )
 
 log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
-"""Longest stay in one call of the gate, seconds: so long may a cancelled loop take to end."""
+"""Longest wait in one call of the gate, seconds: a cancelled loop may take so long to end."""
 PROGRESS_S = 30.0
-"""Longest wait for the loop to say what is under way, seconds."""
+"""Longest wait for the loop to report the running groups, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Playing:
-    """A group under way."""
+    """A group that is being played."""
 
     ticket: Ticket
     prompt: Prompt
@@ -64,7 +63,7 @@ class Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedGroup:
-    """The same as data."""
+    """A group that was being played, as data."""
 
     ticket: Ticket
     prompt: Prompt
@@ -81,14 +80,23 @@ class RolloutStats:
 
     groups: int  # handed to the gate
     failures: int  # given back to the gate
-    active: int  # under way now
+    active: int  # being played now
     env_s: float  # seconds that environments took, over all episodes
     score_s: float  # seconds that scorers took, over all groups
     gate_wait_s: float  # seconds in which the gate was shut
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """How groups are played, and when playing is given up."""
+
+    group_size: int
+    limits: EpisodeLimits
+    max_failures: int = 8  # groups that fail in a row and end the run
+
+
 class RolloutLoop:
-    """Plays groups until the gate closes. Owned by one thread; `stats` from anywhere."""
+    """Plays groups until the gate closes. Owned by one thread; `stats` from any."""
 
     def __init__(
         self,
@@ -97,37 +105,18 @@ class RolloutLoop:
         scorer: Scorer,
         gate: Gate,
         *,
-        group_size: int,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        max_new_tokens: int,
-        max_length: int,
-        keep_mask: bool = False,
-        keep_routing: bool = False,
+        settings: RolloutSettings,
         make_env: MakeEnv = SingleTurn,
-        max_failures: int = 8,
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
-        resumed: Sequence[SavedGroup] = (),
     ) -> None:
-        """`max_failures` groups that fail in a row end the run. observe: told of each scored group
-        before the gate is, whatever becomes of it. resumed: groups that a checkpoint holds, whose
-        tickets are the gate's already."""
+        """observe: called with each scored group before it goes to the gate, whatever follows."""
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer
         self._gate = gate
-        self._group_size = group_size
-        self._limits = EpisodeLimits(
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=max_new_tokens,
-            max_length=max_length,
-            keep_mask=keep_mask,
-            keep_routing=keep_routing,
-        )
-        self._make_env = make_env
-        self._max_failures, self._observe = max_failures, observe
-        self._resumed = tuple(resumed)
+        self._settings = settings
+        self._make_env, self._observe = make_env, observe
+        self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._first_cause: BaseException | None = None  # of the failures in a row
@@ -136,7 +125,7 @@ class RolloutLoop:
         self._env_s = self._score_s = self._gate_wait_s = 0.0
 
     def stats(self) -> RolloutStats:
-        """Totals so far."""
+        """Return the totals so far."""
         return RolloutStats(
             groups=self._groups,
             failures=self._failures,
@@ -145,6 +134,11 @@ class RolloutLoop:
             score_s=self._score_s,
             gate_wait_s=self._gate_wait_s,
         )
+
+    def restore(self, groups: Sequence[SavedGroup]) -> None:
+        """Play these groups of a checkpoint first; their tickets are the gate's already. Call it
+        before `run`."""
+        self._restored = tuple(groups)
 
     async def run(self) -> None:
         """Admit and play groups until the gate closes.
@@ -159,7 +153,7 @@ class RolloutLoop:
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as tasks:
-                burst = self._begin(self._resumed) if self._resumed else []
+                burst = self._begin(self._restored) if self._restored else []
                 while burst or (burst := await self._next_burst()):
                     for group in burst:
                         task = tasks.create_task(self._play(group))
@@ -175,36 +169,38 @@ class RolloutLoop:
             self._loop = None
 
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
-        """All groups under way as data, from any other thread.
+        """Return all groups that are being played as data. Callable from any other thread.
 
-        The sampler is asked first: what it ends meanwhile is found in the episodes. Raises
+        The sampler is read first: what it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
         drawn, loop = self._drawn(), self._loop
         if loop is None:
             return self._saved(drawn)
-        found: Future[tuple[SavedGroup, ...]] = Future()
+        saved: Future[tuple[SavedGroup, ...]] = Future()
         try:
-            loop.call_soon_threadsafe(lambda: found.set_result(self._saved(drawn)))
-            return found.result(timeout_s)
+            loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(drawn)))
+            return saved.result(timeout_s)
         except (RuntimeError, TimeoutError):
             if self._loop is None:  # it has ended meanwhile
                 return self._saved(drawn)
             raise RolloutError(
-                f"the rollouts did not say within {timeout_s:.0f} s what is under way: an "
+                f"the rollouts did not report within {timeout_s:.0f} s what is running: an "
                 "environment or a scorer blocks their event loop. Let it await, or use a thread."
             ) from None
 
+    def snapshot(self) -> tuple[SavedGroup, ...]:
+        """Return what `progress` does, on the loop's own thread."""
+        return self._saved(self._drawn())
+
     def _drawn(self) -> dict[str, Partial]:
-        if not isinstance(self._generate, SavesProgress):
-            return {}
         try:
             return {p.request.request_id: p for p in self._generate.progress()}
         except Exception as error:
             log.warning(
-                "the sampler does not say what it has drawn (%s): a run resumed from here draws "
-                "the turns under way from their start",
-                _tell(error),
+                "the sampler does not report its running requests (%s): a run resumed from here "
+                "draws their turns from the start",
+                _text_of(error),
             )
             return {}
 
@@ -223,9 +219,9 @@ class RolloutLoop:
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
         """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
-        told = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
+        asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
-            begun = begin(self._generate, self._make_env, told, self._limits)
+            begun = begin_groups(self._generate, self._make_env, asked, self._settings.limits)
         except Closed:
             return []
         burst = [
@@ -236,7 +232,8 @@ class RolloutLoop:
         return burst
 
     async def _next_burst(self) -> list[Playing]:
-        """Wait for tickets; queue the first turns of all their groups at once. Empty: closed."""
+        """Wait for tickets; queue the first turns of all their groups at once. Empty: the gate is
+        closed."""
         tickets: tuple[Ticket, ...] = ()
         while not tickets:
             started = time.monotonic()
@@ -246,7 +243,7 @@ class RolloutLoop:
                 return []
             finally:
                 self._gate_wait_s += time.monotonic() - started
-        fresh = (SavedEpisode(),) * self._group_size
+        fresh = (SavedEpisode(),) * self._settings.group_size
         return self._begin(
             [
                 SavedGroup(ticket=ticket, prompt=self._next_prompt(), episodes=fresh)
@@ -268,7 +265,8 @@ class RolloutLoop:
         consumes      a ticket, its prompt, the turns that are already queued
         waits for     the sampler, the environments, the scorer
         produces      an EpisodeGroup into the gate
-        on failure    the ticket goes back (Drop.FAILED) and is counted; too many in a row are fatal
+        on failure    the ticket is given back (Drop.FAILED) and counted; too many in a row end the
+                      run
         """
         self._active += 1
         try:
@@ -294,7 +292,7 @@ class RolloutLoop:
             prompt,
             playing.members,
             label=playing.label,
-            limits=self._limits,
+            limits=self._settings.limits,
             spent_s=self._count_env,
         )
         started = time.monotonic()
@@ -318,14 +316,16 @@ class RolloutLoop:
         if self._failures_in_a_row == 0:
             self._first_cause = error
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._max_failures:
+        if self._failures_in_a_row >= self._settings.max_failures:
             cause = self._first_cause
             raise RolloutError(
                 f"{self._failures_in_a_row} groups failed in a row, last on prompt "
-                f"{prompt.prompt_id}; the first failure was {_tell(cause)}. Correct the "
+                f"{prompt.prompt_id}; the first failure was {_text_of(cause)}. Correct the "
                 "environment or the reward."
             ) from cause
-        log.warning("group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _tell(error))
+        log.warning(
+            "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
+        )
         del self._playing[ticket.group]
         self._gate.fail(ticket, prompt, Drop.FAILED)
 
@@ -335,12 +335,12 @@ def _cancel(group: Playing, _: object) -> None:
         cancel(member)
 
 
-def _tell(error: BaseException | None) -> str:
+def _text_of(error: BaseException | None) -> str:
     kind = "" if isinstance(error, JaxrlError) else f"{type(error).__name__}: "
     return f"{kind}{error}"
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first leaf of a group of exceptions."""
+    """Return the first leaf of a group of exceptions."""
     inner = errors.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

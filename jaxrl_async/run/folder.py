@@ -1,4 +1,4 @@
-"""The run folder: where everything of a run lies."""
+"""The run folder: its paths, who may use it, and its lock."""
 
 import fcntl
 import logging
@@ -45,12 +45,12 @@ class Paths:
 
     @property
     def schedule(self) -> Path:
-        """In which order the run's threads did what, one JSON object a line (replay/recording)."""
+        """The order in which the run's threads did things, one JSON object a line (run/replay)."""
         return self.root / "schedule.jsonl"
 
     @property
     def stacks(self) -> Path:
-        """Stacks of all threads, where the watchdog stopped the run."""
+        """Stacks of all threads, written if the watchdog stops the run."""
         return self.root / "stacks.txt"
 
     @property
@@ -85,7 +85,7 @@ class Paths:
 
 
 def write_config(config: Config, paths: Paths) -> None:
-    """The run's configuration beside it, without what differs between processes and starts."""
+    """Write the run's configuration into its folder, without what differs between processes."""
     own = dict.fromkeys(("coordinator", "num_processes", "process_id"))
     section = config.distributed.model_copy(update=own)
     of_all = config.model_copy(update={"distributed": section})
@@ -93,22 +93,23 @@ def write_config(config: Config, paths: Paths) -> None:
 
 
 def settled(run: RunSection) -> RunSection:
-    """The same with run.resume decided where run.resume_or_start leaves it open. ConfigError."""
+    """Return the section with run.resume decided if run.resume_or_start leaves it open. Raises
+    ConfigError."""
     if not run.resume_or_start:
         return run
     if run.overwrite:
         raise ConfigError(
             "run.resume_or_start and run.overwrite exclude each other: the first continues a run "
-            "that is there, the second replaces it. Set one of them."
+            "that exists, the second replaces it. Set one of them."
         )
     return run.model_copy(update={"resume": _holds_something(Path(run.dir) / run.name)})
 
 
 def look(run: RunSection) -> Paths:
-    """The run's folder, untouched, where a run may be started or resumed in it.
+    """Return the run's paths if a run may be started or resumed there; nothing is changed.
 
-    Raises ConfigError where the folder holds a run and neither run.resume nor run.overwrite is
-    set, where both are, where there is nothing to resume, or where an entry leads out of it.
+    Raises ConfigError if the folder holds a run and neither run.resume nor run.overwrite is set, if
+    both are, if there is nothing to resume, or if a link leads out of the folder.
     """
     paths = Paths(Path(run.dir) / run.name)
     if run.resume and run.overwrite:
@@ -133,12 +134,11 @@ def look(run: RunSection) -> Paths:
 
 @contextmanager
 def claimed(run: RunSection) -> Iterator[Paths]:
-    """Make the run's folder, or find it with run.resume, and hold it: a second process that trains
-    into it would spoil both. With run.overwrite an old run is moved aside, unless somebody holds
-    it. Where an error comes before anything was made, everything is put back as it was.
+    """Make the run's folder, or find it with run.resume, and lock it against a second process.
 
-    Raises ConfigError as `look` does, and where another process holds the folder. The lock goes
-    with the process.
+    With run.overwrite an old run is moved aside, unless another process has locked it. If an error
+    comes before anything was made, everything is put back as it was. The lock ends with the
+    process. Raises ConfigError as `look` does, and if another process has locked the folder.
     """
     with ExitStack() as held:
         undo = held.enter_context(ExitStack())
@@ -164,7 +164,7 @@ def claimed(run: RunSection) -> Iterator[Paths]:
 
 
 def _made(folder: Path, undo: ExitStack) -> Path:
-    """A folder that is there now; what had to be made for it goes again with `undo`."""
+    """Make a folder with its parents and return it; `undo` removes again what was made."""
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(exist_ok=True)
         undo.callback(_remove_if_empty, missing)
@@ -184,7 +184,7 @@ def _clear(folder: Path, before: set[Path]) -> None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Of all that start in this folder, where its file system can lock a folder."""
+    """Lock this folder while a run begins in it, if its file system can lock a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -196,7 +196,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, wherever it is moved to. Raises ConfigError where another process does."""
+    """Lock a folder, also if it is moved. Raises ConfigError if another process has locked it."""
     with (folder / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,17 +206,19 @@ def _locked(folder: Path) -> Iterator[None]:
                 "choose another run.name."
             ) from None
         except OSError as error:
-            log.warning("%s cannot be locked (%s): see that no other run uses it", file.name, error)
+            log.warning(
+                "%s cannot be locked (%s): make sure that no other run uses it", file.name, error
+            )
         yield
 
 
 def inside(root: Path, path: Path) -> bool:
-    """Whether a path, all links followed, lies in `root`, which may be a link itself."""
+    """Return whether a path is in `root` once all links are followed; `root` may be one itself."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def check_links(root: Path) -> None:
-    """Raise ConfigError where an entry anywhere below `root` is a link that leads out of it."""
+    """Raise ConfigError if an entry anywhere below `root` is a link that leads out of it."""
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
@@ -229,7 +231,7 @@ def check_links(root: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """path.1, path.2, ...: the first that does not exist."""
+    """Return the first of path.1, path.2, ... that does not exist."""
     number = 1
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):
         number += 1
@@ -237,7 +239,7 @@ def free_name(path: Path) -> Path:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a run began here: one refused before leaves nothing but its beginnings."""
+    """Return whether a run began here; one that was refused leaves only BEGINNINGS."""
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; a run needs a folder there. Move it or change run.name."
@@ -246,7 +248,7 @@ def _holds_something(path: Path) -> bool:
 
 
 BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard")
-"""What is written before anything is made."""
+"""Names of what is written before a run makes anything."""
 
 
 def _is_left_over(path: Path) -> bool:

@@ -8,6 +8,6 @@ TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 
 
 def has_tpu() -> bool:
-    """Whether TPU chips are attached; also of a generation that this version of JAX does not
-    know."""
+    """Return whether TPU chips are attached, of a generation that this version of JAX knows or
+    not."""
     return any(chain.from_iterable(Path("/dev").glob(pattern) for pattern in TPU_FILES))

@@ -1,4 +1,4 @@
-"""Several processes that make the same steps: what they tell each other, and who writes.
+"""Several processes that make the same steps: what they send each other, and who writes.
 
     process 0   samplers, rollouts, buffer ──draw──┐            ┌──> the same groups ──> Trainer
     process 1   samplers, rollouts, buffer ──draw──┴── gather ──┴──> the same groups ──> Trainer
@@ -12,7 +12,9 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jax
@@ -22,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock
 from jaxrl_async.ports import Clock, GroupSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import Draw, EpisodeGroup
@@ -30,13 +33,15 @@ SMALLEST = 1024
 """Bytes of the smallest message; longer ones are padded to powers of two (one program each)."""
 
 ROUND_S = 1.0
-"""Longest wait for groups until the processes look whether one of them was asked to stop, seconds.
-"""
+"""Longest wait for groups before the processes ask whether one of them is to stop, seconds."""
 
 
 class Lockstep:
-    """This process's place among those that make one run. All must call the same methods in the
-    same order, on one thread at a time; alone, nothing is sent and JAX is not touched."""
+    """The processes that make one run, and which of them this is; one process is a Lockstep of one.
+
+    All must call the same methods in the same order, on one thread at a time. With one process
+    nothing is sent and JAX is not touched.
+    """
 
     def __init__(self) -> None:
         self.count, self.index = 1, 0
@@ -46,12 +51,47 @@ class Lockstep:
         if self.count > 1:
             first = {d.process_index: d for d in reversed(jax.devices())}
             mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
-            self._mine = NamedSharding(mesh, PartitionSpec("process"))
+            self._by_process = NamedSharding(mesh, PartitionSpec("process"))
             everywhere = NamedSharding(mesh, PartitionSpec())
             self._share = jax.jit(lambda x: x, out_shardings=everywhere)
 
+    # ---- what differs between one process and several
+
+    def agreed_stop(self, stop: Stop) -> "StopRequests":
+        """Return a stop that all processes make in the same step."""
+        return stop if self.count == 1 else SharedStop(stop, self)
+
+    def saving_lock(self) -> AbstractContextManager[Any]:
+        """Return a lock between decoding and the messages that orbax sends to other processes."""
+        return NO_DEVICE_LOCK if self.count == 1 else DeviceLock()
+
+    def buffer_ledger(self, ledger: Ledger) -> Ledger:
+        """Return the ledger that this process's buffer writes: the run's, or one that keeps its
+        lines until the first process collects them."""
+        return ledger if self.count == 1 else Ledger(keep=True)
+
+    def schedule_file(self, path: Path) -> Path | None:
+        """Return where the schedule is recorded; None: that of several processes is not."""
+        return path if self.count == 1 else None
+
+    def joined(self, source: GroupSource, stop: Stop, kept: Ledger, ledger: Ledger) -> "Joined":
+        """Join the buffers of all processes.
+
+        Args:
+            source: this process's buffer.
+            stop: this process's signals.
+            kept: the buffer's own ledger, as `buffer_ledger` gave it.
+            ledger: the run's.
+        """
+        if self.count == 1:
+            return Joined(source=source, stop=stop, accounts=OwnAccounts())
+        shared = SharedSource(source, self, stop, kept, ledger)
+        return Joined(source=shared, stop=shared, accounts=shared)
+
+    # ---- messages
+
     def gather(self, message: bytes) -> list[bytes]:
-        """Every process's message, in the order of the processes."""
+        """Return every process's message, in the order of the processes."""
         if self.count == 1:
             return [message]
         lengths = [int(n) for n in self._gathered(np.array([len(message)], np.int32))[:, 0]]
@@ -60,31 +100,66 @@ class Lockstep:
         return [row[:n].tobytes() for row, n in zip(self._gathered(padded), lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The same of JSON values."""
+        """Return every process's JSON value, in the order of the processes."""
         if self.count == 1:
             return [value]
         return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Means over all processes, each with its weight."""
-        told = self.gather_json([dict(values), weight])
-        total = sum(w for _, w in told)
-        return {key: math.fsum(v[key] * w for v, w in told) / total for key in values}
+        """Return the means over all processes, each with its weight."""
+        weighted = self.gather_json([dict(values), weight])
+        total = sum(w for _, w in weighted)
+        return {key: math.fsum(v[key] * w for v, w in weighted) / total for key in values}
 
-    def _gathered(self, mine: np.ndarray) -> np.ndarray:
+    def _gathered(self, row: np.ndarray) -> np.ndarray:
         """[n] of each process -> [processes, n]."""
-        shape = (self.count, *mine.shape)
-        rows = jax.make_array_from_process_local_data(self._mine, mine[None], shape)
+        shape = (self.count, *row.shape)
+        rows = jax.make_array_from_process_local_data(self._by_process, row[None], shape)
         return np.asarray(self._share(rows))
 
 
 class StopRequests(Protocol):
     """Whatever knows whether somebody asked for a stop."""
 
-    def is_set(self) -> bool: ...
+    def is_set(self) -> bool:
+        """Return whether a stop was asked for."""
+        ...
 
     @property
-    def preempted(self) -> bool: ...
+    def preempted(self) -> bool:
+        """Whether it was by SIGTERM: there is little time."""
+        ...
+
+
+class Accounts(Protocol):
+    """Whether the ledger of the whole run says what this process's buffer holds."""
+
+    @property
+    def failed_alone(self) -> bool:
+        """Whether this process failed where the others may not have: nothing can be saved."""
+        ...
+
+    def settle(self, until: int | None = None) -> None:
+        """Write what became of groups until the buffer's ledger had so many lines."""
+        ...
+
+
+class OwnAccounts:
+    """The Accounts of a run of one process, whose buffer writes the run's ledger itself."""
+
+    failed_alone = False
+
+    def settle(self, until: int | None = None) -> None:
+        """See Accounts: nothing is left to write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The buffers of all processes as one, for the trainer and its checkpoints."""
+
+    source: GroupSource  # gives the groups of a step
+    stop: StopRequests  # made by all in the same step
+    accounts: Accounts
 
 
 class SharedStop:
@@ -94,18 +169,18 @@ class SharedStop:
         self._stop, self._lockstep, self._reason = stop, lockstep, ""
 
     def is_set(self) -> bool:
-        """Whether any process was asked. Exchanges: all must call it."""
+        """Return whether any process was asked. Sends messages: all must call it."""
         self._reason = pass_on(self._stop, self._lockstep.gather_json(self._stop.reason))
         return bool(self._reason)
 
     @property
     def preempted(self) -> bool:
-        """Whether that was by SIGTERM, as agreed on when `is_set` was asked last."""
+        """Whether that was by SIGTERM, as agreed on in the last `is_set`."""
         return self._reason == "SIGTERM"
 
 
 def pass_on(stop: Stop, reasons: Iterable[str]) -> str:
-    """Ask for a stop here, too, where there is a reason in any process: the first one."""
+    """Return the first reason for a stop in any process, and ask for a stop here, too; "": none."""
     reason = next(filter(None, reasons), "")
     if reason:
         stop.request(reason)
@@ -133,11 +208,11 @@ class SharedSource:
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
         self._kept, self._ledger, self._clock = kept, ledger, clock
         self._reason = ""  # for the stop that all have agreed on
-        self.alone = False  # whether this process failed where the others may not have
+        self.failed_alone = False
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
 
     def is_set(self) -> bool:
-        """Whether any process had been asked to stop by the last draw. Exchanges nothing."""
+        """Return whether any process had been asked to stop by the last draw. Sends nothing."""
         return bool(self._reason)
 
     @property
@@ -146,24 +221,26 @@ class SharedSource:
         return self._reason == "SIGTERM"
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """One step's groups of all processes, the same in each; timeout_s is not looked at.
+        """Draw one step's groups of all processes, the same in each; timeout_s is not looked at.
 
-        Raises Closed in all where one is asked to stop while one waits for groups: a step's groups
+        Raises Closed in all if one is asked to stop while one waits for groups: a step's groups
         may take longer than the time there is to save. Raises what the buffer raises.
         """
-        start, mine = self._clock(), None
+        start, own = self._clock(), None
         while True:
-            mine = mine or self._try(version)
-            told = self._lockstep.gather_json([mine is not None, self._stop.reason])
-            self._reason = pass_on(self._stop, [reason for _, reason in told])
-            if mine is not None and all(ready for ready, _ in told):
+            own = own or self._try(version)
+            reports = self._lockstep.gather_json([own is not None, self._stop.reason])
+            self._reason = pass_on(self._stop, [reason for _, reason in reports])
+            if own is not None and all(ready for ready, _ in reports):
                 break
             if self._reason:
-                self._give_up(drawn=mine is not None)
-        sent = dumps({"draw": mine, "ledger": self._kept.take()}).tobytes()
-        shares = [read(message) for message in self._lockstep.gather(sent)]
+                self._give_up(drawn=own is not None)
+        sent = dumps({"draw": own, "ledger": self._kept.take()}).tobytes()
+        shares = [read_message(message) for message in self._lockstep.gather(sent)]
         lines = [share["ledger"] for share in shares]
-        self._trained = [[x for x in of if x["fate"] == "trained"] for of in lines]
+        self._trained = [
+            [line for line in of_process if line["fate"] == "trained"] for of_process in lines
+        ]
         self._write(lines)
         waited_s = self._clock() - start
         return replace(merged([share["draw"] for share in shares]), waited_s=waited_s)
@@ -174,41 +251,44 @@ class SharedSource:
         except TimeoutError:
             return None
         except BaseException:
-            self.alone = True
+            self.failed_alone = True
             raise
 
     def _give_up(self, *, drawn: bool) -> NoReturn:
-        """What was drawn is not trained on after all: it is in the buffer as before."""
+        """Raise Closed; what was drawn is not trained on after all: it is in the buffer again."""
         if drawn:
             self._buffer.give_back()
-        untold = ("trained", "returned")
-        lines = [line for line in self._kept.take() if line["fate"] not in untold]
+        unwritten = ("trained", "returned")
+        lines = [line for line in self._kept.take() if line["fate"] not in unwritten]
         self._write(self._lockstep.gather_json(lines))
         raise Closed("asked to stop while a step's groups were not complete")
 
     def give_back(self) -> None:
-        """As the buffer's, in this process alone: nobody knows whether the others failed, too."""
-        self.alone = True
+        """See GroupSource; in this process alone, since the others may not have failed."""
+        self.failed_alone = True
         self._buffer.give_back()
-        told = ("group", "version", "oldest")
-        lines = [[{k: x[k] for k in told} for x in of] for of in self._trained]
-        self._write([[{"fate": "returned", **x} for x in of] for of in lines])
+        facts = ("group", "version", "oldest")
+        self._write(
+            [
+                [{"fate": "returned", **{key: line[key] for key in facts}} for line in of_process]
+                for of_process in self._trained
+            ]
+        )
 
     def settle(self, until: int | None = None) -> None:
-        """Write down what became of groups since the last draw; until: of this process's kept
-        ledger."""
+        """See Accounts. Sends messages: all must call it."""
         self._write(self._lockstep.gather_json(self._kept.take(until)))
 
     def pause(self) -> None:
-        """As the buffer's."""
+        """See GroupSource."""
         self._buffer.pause()
 
     def resume(self) -> None:
-        """As the buffer's."""
+        """See GroupSource."""
         self._buffer.resume()
 
     def set_limit(self, limit: int) -> None:
-        """As the buffer's."""
+        """See GroupSource."""
         self._buffer.set_limit(limit)
 
     def _write(self, lines: list[list[dict[str, Any]]]) -> None:
@@ -220,8 +300,8 @@ class SharedSource:
                 self._ledger.write(**facts)
 
 
-def read(message: bytes) -> Any:
-    """What another process has sent. Raises DataError for anything else."""
+def read_message(message: bytes) -> Any:
+    """Decode what another process has sent. Raises DataError for anything else."""
     try:
         return loads(np.frombuffer(message, np.uint8))
     except ValueError as error:
@@ -232,7 +312,7 @@ def read(message: bytes) -> Any:
 
 
 def merged(draws: list[Draw]) -> Draw:
-    """One step's draws of all processes as one: in turns, the order of one process."""
+    """Merge one step's draws of all processes: in turns, as one process would order them."""
     count = len(draws)
     numbered = [
         (

@@ -5,18 +5,19 @@
     sampler         Sampler: poll weights -> plan -> prefill, insert -> decode block, without end
     router          Router: a sampler that died or hangs -> out -> started again in its place
     rollouts        one asyncio loop: RolloutLoop.run(): admit -> play -> score -> put
-    watchdog        Watchdog.run(): stop a run in which nothing gets on, and name the part
-    (checkpoints are written by orbax's own threads)
+    watchdog        Watchdog.run(): stop a run that makes no progress, and name the part
+    checkpoint      Checkpoints: begin a save, wait for orbax's own threads, add checksums
+    (executors      user rewards and the reward model)
 
         rollouts ──Request──> sampler ──Completion──> rollouts ──EpisodeGroup──> ReplayBuffer
             ^                    ^                                                    │
             └──── Ticket ── gate │ VersionedParams                                    v
                              WeightChannel <──────────── publish ──────────────── trainer
 
-What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router, FaultCounts,
-and a Curriculum, which the rollouts draw from and the trainer saves.
-Stopping goes the way of the data: buffer (nobody waits for groups or tickets), channel (nobody
-waits for weights), rollouts, sampler. The other jobs have one thread: offline.py.
+What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router and Sampler,
+Recording or Replay, Curriculum, Recorder, Tokenizer, FaultCounts, and the locks of shared devices.
+Parts stop in the order of the data: buffer (no thread waits for groups or tickets any more),
+channel (nor for weights), rollouts, sampler. The other jobs have one thread: offline.py.
 """
 
 import asyncio
@@ -31,20 +32,15 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import Closed, ConfigError, Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import (
-    CACHE_FOLDER,
-    Claim,
-    Parts,
-    assemble,
-    claim_devices,
-    keep_compiled_programs,
-)
+from jaxrl_async.run.assemble import Claim, Parts, assemble
+from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
@@ -59,15 +55,17 @@ log = logging.getLogger(__name__)
 
 
 class Failure:
-    """The first exception of any thread, and the event that one has happened or the work is
-    done."""
+    """The first exception of any thread, and an event for it or for the end of the work."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.error: BaseException | None = None
 
     def guard(self, work: Callable[[], None], *, ends_run: bool) -> Callable[[], None]:
-        """`work` as a thread's target: its exception is kept and ends the run."""
+        """Return `work` as the target of a thread. Its exception is kept and ends the run.
+
+        ends_run: its return ends the run, too.
+        """
 
         def target() -> None:
             try:
@@ -85,8 +83,12 @@ class Failure:
 
 
 def train(config: Config) -> None:
-    """Run a configuration to its end; the results lie in its run folder. Raises JaxrlError
-    kinds. On another thread than the main one no signal stops it, which is logged."""
+    """Run a configuration to its end; the results are in its run folder.
+
+    On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
+    kinds.
+    """
+    check_rules(config)  # a configuration that was made in Python has not been through `load`
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
@@ -120,7 +122,7 @@ def train(config: Config) -> None:
     width = max(map(len, results))
     console.summary(
         [
-            *headline(paths.metrics),
+            *achievements(paths.metrics),
             f"{early}: everything is saved; --resume continues" if early else "",
             *(f"{what:<{width}}  {where}" for what, where in results.items()),
         ]
@@ -128,20 +130,20 @@ def train(config: Config) -> None:
 
 
 def look_together(config: Config, lockstep: Lockstep) -> Config:
-    """Process 0 looks at the run's folder, and changes nothing; all learn whether it is resumed.
-    Raises ConfigError."""
-    return _told_by_first(config, lockstep, look)
+    """Have process 0 check the run's folder without changing it; return the configuration with
+    run.resume settled, the same in all processes. Raises ConfigError."""
+    return _settled_by_first(config, lockstep, look)
 
 
 def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tuple[Config, Paths]:
-    """Process 0 makes or finds the run's folder, and holds it until `closing`; all learn what came
-    of it. Raises ConfigError."""
+    """Have process 0 make or find the run's folder and lock it until `closing`; return the settled
+    configuration and the paths, the same in all processes. Raises ConfigError."""
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
         write_config(config.model_copy(update={"run": run}), paths)
 
-    config = _told_by_first(config, lockstep, hold)
+    config = _settled_by_first(config, lockstep, hold)
     paths = Paths(Path(config.run.dir) / config.run.name)
     if not all(lockstep.gather_json(paths.root.is_dir())):
         raise ConfigError(
@@ -152,33 +154,34 @@ def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tu
     return config, paths
 
 
-def _told_by_first(
+def _settled_by_first(
     config: Config, lockstep: Lockstep, act: Callable[[RunSection], object]
 ) -> Config:
-    """`act` on the settled run in process 0; its settled run.resume, or its error, in all."""
-    found: dict[str, Any] = {}
+    """Settle run.resume and call `act` in process 0; return the configuration with it, or raise
+    process 0's error, in all."""
+    outcome: dict[str, Any] = {}
     if lockstep.writes:
         try:
             run = settled(config.run)
             act(run)
-            found = {"resume": run.resume}
+            outcome = {"resume": run.resume}
         except ConfigError as error:
-            found = {"error": str(error)}
+            outcome = {"error": str(error)}
         except OSError as error:
             if lockstep.count == 1:
                 raise
-            found = {
+            outcome = {
                 "error": f"process 0 cannot use run.dir={config.run.dir}: {error}. Correct it."
             }
-    found = lockstep.gather_json(found)[0]
-    if "error" in found:
-        raise ConfigError(found["error"])
-    run = config.run.model_copy(update={"resume": found["resume"]})
+    outcome = lockstep.gather_json(outcome)[0]
+    if "error" in outcome:
+        raise ConfigError(outcome["error"])
+    run = config.run.model_copy(update={"resume": outcome["resume"]})
     return config.model_copy(update={"run": run})
 
 
 def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
-    """Reinforcement learning (run.job=rl) to its end; the folder of the policy."""
+    """Run reinforcement learning (run.job=rl) to its end; return the folder of the policy."""
     with ExitStack() as closing:
         parts = assemble(config, claim, stop, console, lockstep, closing)
         run_threads(parts, stop)
@@ -190,24 +193,24 @@ def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep:
     return parts.save_policy()
 
 
-def headline(metrics: Path) -> list[str]:
-    """What the run achieved, in a few lines."""
+def achievements(metrics: Path) -> list[str]:
+    """Return what the run achieved, in a few lines."""
     lines = read_lines(metrics)
-    told: list[str] = []
+    achieved: list[str] = []
     for key in ("accuracy", "loss", "reward"):
         values = [(x["step"], x[f"eval/{key}"]) for x in lines if f"eval/{key}" in x]
-        if values and not (key == "reward" and told):
+        if values and not (key == "reward" and achieved):
             (first, start), (last, end) = values[0], values[-1]
-            told.append(f"held-out {key} {start:.3f} at step {first}, {end:.3f} at step {last}")
-    if told:
+            achieved.append(f"held-out {key} {start:.3f} at step {first}, {end:.3f} at step {last}")
+    if achieved:
         seconds = lines[-1].get("time/elapsed_s", 0.0)
-        told.append(f"{lines[-1]['step']} updates in {seconds:.0f} s")
-    return told
+        achieved.append(f"{lines[-1]['step']} updates in {seconds:.0f} s")
+    return achieved
 
 
 def run_threads(parts: Parts, stop: Stop) -> None:
-    """Start sampler, rollouts and trainer; wait for the trainer, a failure or a stop; stop in
-    order."""
+    """Start all threads, wait until the trainer ends or one fails, and stop them in order. Raises
+    the first failure."""
     failure = Failure()
     threads = [
         threading.Thread(

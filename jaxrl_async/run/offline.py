@@ -27,26 +27,18 @@ from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.heads import save_head, with_head
 from jaxrl_async.model.policy import Policy, speaking
-from jaxrl_async.run.assemble import (
-    Claim,
-    check_frozen,
-    check_model,
-    claim_devices,
-    learning,
-    make_policy,
-    make_recorder,
-    make_tokenizer,
-    open_checkpoints,
-    reference_params,
-    warm_started,
-)
+from jaxrl_async.run.assemble import Claim
+from jaxrl_async.run.builders.devices import claim_devices
+from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
+from jaxrl_async.run.builders.initial_policy import check_model, make_policy, make_tokenizer
+from jaxrl_async.run.builders.learning import learning, warm_started
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
-from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, open_checkpoints
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
+from jaxrl_async.run.lockstep import Lockstep, StopRequests
+from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
@@ -110,7 +102,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     whole = config
     config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
-    tokenizer, slices = make_tokenizer(config), make_slices(config.mesh)
+    tokenizer, slices = make_tokenizer(config.data, config.model), make_slices(config.mesh)
     split = SPLITS[config.run.job](config, tokenizer)
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
@@ -120,7 +112,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     whole, paths = claim(whole)
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
-        checkpoints = closing.enter_context(open_checkpoints(config, paths))
+        checkpoints = closing.enter_context(open_checkpoints(config.checkpoint, paths))
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)
         policy = make_policy(config, spec, tokenizer, slices)
@@ -131,13 +123,12 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         stop.answer = "stopping after this step and saving"
         job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
-        recorder = None
-        if lockstep.writes:
-            recorder = make_recorder(config, paths, progress.version if resume_asked else None)
-            closing.callback(recorder.close)
-            if warmed:
-                recorder.log(0, warmed)
-        asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
+        resume_step = progress.version if resume_asked else None
+        recorder = make_recorder(config.metrics, paths, lockstep, resume_step)
+        closing.callback(recorder.close)
+        if warmed:
+            recorder.log(0, warmed)
+        asked = lockstep.agreed_stop(stop)
         outlet = functools.partial(_report, recorder, console)
         learn(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
     if lockstep.writes:
@@ -390,10 +381,8 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
 
 
 def _report(
-    recorder: Recorder | None, console: Console, version: int, values: Mapping[str, float]
+    recorder: MetricsWriter, console: Console, version: int, values: Mapping[str, float]
 ) -> None:
-    if recorder is None:
-        return
     recorder.log(version, values)
     console.phase("training")
     console.step(version, values)

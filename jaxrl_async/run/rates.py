@@ -1,23 +1,28 @@
-"""Rates and shares of one step, from the parts' cumulative counters: who was busy, who waited."""
+"""Rates and shares of one step, from the parts' cumulative counters: which part was busy, which
+waited."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl_async.buffer.contents import BufferStats
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.weights.channel import ChannelStats
 
 
 class Counters(NamedTuple):
     """Readings of all parts at one moment."""
 
     at_s: float
-    sampler: Any  # SamplerStats
-    channel: Any  # ChannelStats
-    buffer: Any  # BufferStats
+    sampler: SamplerStats
+    channel: ChannelStats
+    buffer: BufferStats
     gate_wait_s: float
     living: int  # samplers at work
-    faults: Mapping[str, int]  # by name, as metrics.faults counts them
+    faults: Mapping[str, int]  # by name, as FaultCounts counts them
 
 
 class Observer:
@@ -30,23 +35,29 @@ class Observer:
         peak_flops: float,
         share: Callable[[dict[str, float]], Sequence[Mapping[str, float]]] = lambda own: [own],
     ) -> None:
-        """peak_flops: of the whole trainer slice, FLOP/s. share: what this process counted -> what
-        all did."""
+        """Read the counters for the first time.
+
+        Args:
+            read: reads the counters of all parts.
+            peak_flops: of the whole trainer slice, FLOP/s.
+            share: sends this process's rates to all; returns those of all.
+        """
         self._read, self._peak_flops, self._share = read, peak_flops, share
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
-        """A step's values with the rates since the last call added; its FLOPs become a
+        """Return a step's metrics with the rates since the last call; its FLOPs become a
         utilisation."""
         before, self._last = self._last, self._read()
         wall_s = max(self._last.at_s - before.at_s, 1e-9)
-        done = dict(values)
-        flops = done.pop("train/flops", None)
+        metrics = dict(values)
+        flops = metrics.pop("train/flops", None)
         if flops is not None:
-            done["throughput/mfu"] = flops / (self._peak_flops * max(done["time/train_s"], 1e-9))
-            done["throughput/trained_tokens_per_s"] = done["train/tokens"] / wall_s
-        done["time/elapsed_s"] = self._last.at_s - self._first.at_s
-        return done | combined(self._share(rates(before, self._last, wall_s)))
+            train_s = max(metrics["time/train_s"], 1e-9)
+            metrics["throughput/mfu"] = flops / (self._peak_flops * train_s)
+            metrics["throughput/trained_tokens_per_s"] = metrics["train/tokens"] / wall_s
+        metrics["time/elapsed_s"] = self._last.at_s - self._first.at_s
+        return metrics | combined_rates(self._share(rates(before, self._last, wall_s)))
 
 
 ADDED = (
@@ -62,21 +73,22 @@ ADDED = (
     "buffer/ready",
 )
 LARGEST = ("weights/transfer_s", "weights/swap_pause_s", "weights/probe_error")
-"""What the rates of several processes add up to, or the largest of them; of others, the mean."""
+"""Rates that are summed over processes, and those of which the largest counts; of all others the
+mean does."""
 
 
-def combined(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The rates of all processes as one."""
-    told: dict[str, float] = {}
-    for key in sorted({key for values in of_processes for key in values}):
-        found = [values[key] for values in of_processes if key in values]
-        total = max(found) if key in LARGEST else sum(found)
-        told[key] = total if key in ADDED or key in LARGEST else total / len(found)
-    return told
+def combined_rates(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the rates of all processes."""
+    combined: dict[str, float] = {}
+    for key in sorted({key for rates in of_processes for key in rates}):
+        values = [rates[key] for rates in of_processes if key in rates]
+        total = max(values) if key in LARGEST else sum(values)
+        combined[key] = total if key in ADDED or key in LARGEST else total / len(values)
+    return combined
 
 
 def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
-    """Shares and rates between two readings; keys as in METRICS."""
+    """Return the shares and rates between two readings; keys as in METRICS."""
     sampler, was = after.sampler, before.sampler
     busy = min((sampler.busy_s - was.busy_s) / wall_s, 1.0)
     slot_steps = sampler.slot_steps - was.slot_steps
@@ -97,24 +109,24 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
     }
 
 
-def kv_use(was: Any, now: Any) -> dict[str, float]:
-    """How well the sampler used its slots and pages between two readings."""
+def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
+    """Return how well the samplers used their slots and pages between two readings."""
     waiting = now.waiting_slot_steps - was.waiting_slot_steps
     asked = now.prefix_asked_tokens - was.prefix_asked_tokens
     used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
-    found = now.prefix_hit_tokens - was.prefix_hit_tokens
+    hit = now.prefix_hit_tokens - was.prefix_hit_tokens
     counted = ("failed", "preempted", "restarted", "discarded_tokens", "recomputed_tokens")
     return {
         **({"sampler/occupancy_while_waiting": used / waiting} if waiting else {}),
-        **({"sampler/prefix_hit_share": found / asked} if asked else {}),
+        **({"sampler/prefix_hit_share": hit / asked} if asked else {}),
         **{f"sampler/{name}": float(getattr(now, name) - getattr(was, name)) for name in counted},
         "sampler/kv_page_share": now.used_page_share,
         "sampler/in_flight": float(now.in_flight),
     }
 
 
-def transfer(sampler: Any, channel: Any) -> dict[str, float]:
-    """The last transfer of weights that has gone through."""
+def transfer(sampler: SamplerStats, channel: ChannelStats) -> dict[str, float]:
+    """Return the metrics of the last transfer of weights that was completed."""
     return {
         "weights/transfer_s": channel.transfer_s,
         "weights/transfer_bytes": float(channel.transfer_bytes),
@@ -124,7 +136,7 @@ def transfer(sampler: Any, channel: Any) -> dict[str, float]:
 
 
 def measured_peak_flops(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
-    """FLOP/s of a square fp32 matrix product on one device: the best of `repeats`."""
+    """Measure the FLOP/s of a square fp32 matrix product on one device: the best of `repeats`."""
     x = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     product = jax.jit(lambda a: a @ a)
     product(x).block_until_ready()

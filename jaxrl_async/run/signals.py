@@ -1,5 +1,6 @@
-"""Ctrl-C once: finish the step, save, exit 0. SIGTERM: the same in a hurry, exit 75. A second
-signal: out, at once; in a notebook, whose kernel holds more than the run, a KeyboardInterrupt."""
+"""Signals: one Ctrl-C finishes the step, saves and exits with 0; SIGTERM does so without the last
+evaluation and exits with 75. A second signal ends the process at once; in a notebook, whose kernel
+holds more than the run, it raises KeyboardInterrupt."""
 
 import logging
 import os
@@ -14,23 +15,23 @@ from typing import Any
 from jaxrl_async.errors import Preempted
 
 EXIT_CODE = 130
-"""Of a run that was told to stop twice: 128 + SIGINT, as shells count."""
+"""Exit code after a second signal: 128 + SIGINT, as shells count."""
 PREEMPTED_CODE = 75
-"""Of a run that was told to end by SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 log = logging.getLogger(__name__)
 
 
 def preempted(stop: "Stop", what: str) -> Preempted:
-    """What a run that was told to end by SIGTERM raises once everything is saved; what: was."""
+    """Return what a run raises after SIGTERM, once everything is saved. what: what was saved."""
     return Preempted(
         f"SIGTERM: {what} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
-        "--resume goes on from there."
+        "--resume continues from there."
     )
 
 
 def end_at_once(code: int) -> None:
-    """End the process; after a second signal in a notebook, what runs there: the kernel stays."""
+    """End the process; after a second signal in a notebook raise KeyboardInterrupt instead."""
     if code == EXIT_CODE and _in_notebook():
         raise KeyboardInterrupt
     os._exit(code)
@@ -42,8 +43,10 @@ def _in_notebook() -> bool:
 
 
 def end_on_ctrl_c() -> None:
-    """Have Ctrl-C end the process in one line, until a Stop takes over: what is imported meanwhile
-    would answer with its own traceback, or swallow it. Nothing has been made by then."""
+    """Make Ctrl-C end the process with one line, until a Stop takes over.
+
+    Otherwise modules that are being imported would print a traceback or swallow it.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(2, b"\nSIGINT: nothing was begun; ending\n")
@@ -53,11 +56,11 @@ def end_on_ctrl_c() -> None:
 
 
 class Stop:
-    """Whether somebody asked the run to stop, and who.
+    """Whether the run was asked to stop, and by what.
 
     The first SIGINT or SIGTERM sets it; the second ends the process at once with EXIT_CODE. Leaving
-    the `with` restores the handlers that were there. Python lets the main thread alone take
-    signals: entered on another one, which is logged, it hears none, and `request` is what is left.
+    the `with` restores the earlier handlers. Python delivers signals to the main thread alone:
+    entered on another thread, which is logged, it gets none, and only `request` sets it.
     """
 
     def __init__(
@@ -67,7 +70,13 @@ class Stop:
         grace_s: float | None = None,
         end_process: Callable[[int], Any] = end_at_once,
     ) -> None:
-        """grace_s: after SIGTERM, until the process ends with PREEMPTED_CODE come what may."""
+        """Take no signal yet.
+
+        Args:
+            signals: what to handle.
+            grace_s: seconds from SIGTERM until the process ends with PREEMPTED_CODE in any case.
+            end_process: ends the process with an exit code.
+        """
         self._signals, self._grace_s, self._end_process = signals, grace_s, end_process
         self._timer: threading.Timer | None = None
         self.asked_at_s = 0.0  # time.monotonic() of the first signal
@@ -75,7 +84,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self.reason = ""
         self.answer = "stopping after this step and saving"
-        """What the first signal leads to, as it is told."""
+        """What the message on the first signal says the run will do."""
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
@@ -100,12 +109,12 @@ class Stop:
         return self._event.is_set()
 
     def is_set(self) -> bool:
-        """Whether a stop was asked for. Any thread may look."""
+        """Return whether a stop was asked for. Any thread may ask."""
         return self._event.is_set()
 
     @property
     def preempted(self) -> bool:
-        """Whether it was SIGTERM that asked: somebody else needs the machine, soon."""
+        """Whether it was by SIGTERM: the machine is needed for something else soon."""
         return self.reason == "SIGTERM"
 
     def request(self, reason: str) -> None:
@@ -115,14 +124,14 @@ class Stop:
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a stop was asked for, or timeout_s went by; whether it was."""
+        """Block until a stop is asked for, or for timeout_s; return whether it was."""
         return self._event.wait(timeout_s)
 
     def _end_late(self) -> None:
         os.write(
             2,
             f"\nSIGTERM: not saved within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
-            "--resume goes on from the newest checkpoint\n".encode(),
+            "--resume continues from the newest checkpoint\n".encode(),
         )
         self._end_process(PREEMPTED_CODE)
 

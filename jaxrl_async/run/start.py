@@ -1,5 +1,5 @@
-"""What can be looked at before anything of a run is begun: the names and the paths in its
-configuration, and what JAX would look for in vain."""
+"""Checks before a run begins: the names and the paths in its configuration, and hardware that JAX
+would look for in vain."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError where a function that the configuration names is unknown, or refuses its
+    """Raise ConfigError if a function that the configuration names is unknown or refuses its
     arguments. A user's file that is not here is left to the machine that trains."""
     if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
         jax.config.update("jax_platforms", "cpu")
@@ -36,7 +36,7 @@ def check_names(config: Config) -> None:
 
 
 def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
-    """The same with the default in place of each function whose file is not here."""
+    """Return the section with defaults for the functions whose file is missing."""
     fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
     absent = [f for f in fields if any(map(is_absent, each_of(getattr(algorithm, f))))]
     defaults = AlgorithmSection()
@@ -44,8 +44,10 @@ def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
 
 
 def check_paths(config: Config) -> None:
-    """Raise ConfigError where a setting names a directory or a file that is not there, or cannot be
-    (os.path tells so of a name that is too long, where pathlib raises)."""
+    """Raise ConfigError if a setting names a directory or a file that does not exist.
+
+    os.path answers for a name that is too long to exist, where pathlib raises.
+    """
     for setting, path in _folders(config):
         if path is not None and not os.path.isdir(path):
             raise ConfigError(_missing(setting, path, "folder", ""))
@@ -55,7 +57,7 @@ def check_paths(config: Config) -> None:
 
 
 def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Hugging Face directories that the run will open."""
+    """Yield the Hugging Face directories that the run will open."""
     yield "model.path", config.model.path
     yield "data.tokenizer", config.data.tokenizer
     if config.run.job == "preference":
@@ -69,7 +71,7 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
 
 
 def _files(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Files of records that the run will read."""
+    """Yield the files of records that the run will read."""
     if config.data.source == "jsonl":
         yield "data.jsonl.path", config.data.jsonl.path
         yield "data.jsonl.eval_path", config.data.jsonl.eval_path
@@ -78,20 +80,22 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
 
 
 def _missing(setting: str, path: str, what: str, kind: str) -> str:
-    told = f"{setting} = {path!r}: there is no such {what} here. "
+    missing = f"{setting} = {path!r}: there is no such {what} here. "
     if not HUB_NAME.fullmatch(path) or os.path.exists(Path(path).parent):
-        return f"{told}Correct the path; it is looked for from {Path.cwd()}."
+        return f"{missing}Correct the path; it is looked for from {Path.cwd()}."
     own = path.rpartition("/")[2]
     then = own if what == "folder" else f"{own}/FILE.jsonl"
     return (
-        f"{told}It looks like a name on the Hugging Face hub, from which nothing is fetched by "
-        f"itself: run `hf download {path}{kind} --local-dir {own}` and set {setting}={then}."
+        f"{missing}It looks like a name on the Hugging Face hub, and nothing is downloaded "
+        f"automatically: run `hf download {path}{kind} --local-dir {own}` and set {setting}={then}."
     )
 
 
 def skip_absent_tpu() -> None:
-    """Keep JAX from starting libtpu, which complains loudly, on a host without a TPU or any other
-    accelerator. Without effect where JAX_PLATFORMS says what to use, or JAX has found chips."""
+    """Keep JAX from starting libtpu, which logs many errors, on a host without any accelerator.
+
+    Without effect if JAX_PLATFORMS names a platform or JAX has found chips.
+    """
     plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
     asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
     if not (plugins or asked or has_tpu()):

@@ -18,10 +18,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.outlets import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
@@ -123,15 +123,14 @@ def warm_start(
     `resume`, continues from the warm start's newest checkpoint, if there is one. Raises Stopped
     (Ctrl-C) or Preempted (SIGTERM) once all updates made are saved, and TrainingError.
     """
-    asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
+    asked = lockstep.agreed_stop(stop)
     stop.answer = "stopping after this update of the warm start and saving"
     console.phase("warm start", "compiling")
     own, steps = paths.warm_start, config.warm_start.steps
-    recorder: Recorder | None = None
+    recorder: MetricsWriter = NoRecorder()  # until the first update is known
 
     def outlet(update: int, report: Mapping[str, float]) -> None:
-        if recorder is not None:
-            recorder.log(update, report)
+        recorder.log(update, report)
         console.phase("warm start", f"{update}/{steps}, loss {report['train/loss']:.3f}")
 
     with ExitStack() as open_:
@@ -141,13 +140,9 @@ def warm_start(
         work = WarmUpdates(config, step, pairs, params, checkpoints, outlet)
         if resume and checkpoints.latest() is not None:
             work.restore()
-        if lockstep.writes:
-            recorder = Recorder(
-                own.root,
-                tensorboard=config.metrics.tensorboard,
-                resume_step=work.made if resume else None,
-            )
-            open_.enter_context(closing(recorder))
+        resume_step = work.made if resume else None
+        recorder = make_recorder(config.metrics, own, lockstep, resume_step)
+        open_.enter_context(closing(recorder))
         saved = checkpoints.latest()
         make_updates(work, steps, config, asked, saved=saved, keeps_last=False)
     if asked.is_set():

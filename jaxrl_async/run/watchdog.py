@@ -1,10 +1,10 @@
-"""Who has stopped making progress: one thread that looks at every part's counters.
+"""The watchdog: a thread that reads every part's counters and finds the part that stands still.
 
     trainer <─groups─ buffer <─scores─ scorer <─episodes─ environment <─completions─ sampler
        └──weights──> channel ──live──> gate ──tickets──> rollouts ──requests──────────^
 
-Whoever waits for somebody else is not to blame: the search begins at the trainer and follows what
-each part waits for. A run that stands still is stopped with an error that names the part.
+A part that waits for another is not to blame: the search begins at the trainer and follows what
+each part waits for. A run without progress is stopped with an error that names the part.
 """
 
 import faulthandler
@@ -21,12 +21,12 @@ from jaxrl_async.ports import Clock
 log = logging.getLogger(__name__)
 
 LOOKS = 20
-"""Looks at the counters within the time limit."""
+"""Readings of the counters within the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What every part is at, at one moment."""
+    """What every part is doing at one moment."""
 
     version: int = 0  # of the trainer
     trainer: str = "waiting for groups"  # what it does
@@ -45,7 +45,7 @@ class Reading:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Changes whenever anything gets on."""
+        """What changes whenever any part makes progress."""
         return (
             self.version,
             self.trainer,
@@ -59,7 +59,7 @@ class Reading:
 
 
 def culprit(r: Reading) -> tuple[str, str]:
-    """The part that stands still, and the chain of who waits for whom that leads to it."""
+    """Return the part that stands still, and the chain of waiting parts that leads to it."""
     if r.trainer in ("learning", "saving", "starting"):
         return "trainer", f"the trainer has been {r.trainer} for {r.trainer_s:.0f} s"
     of_weights = r.trainer in ("publishing", "waiting for live weights")
@@ -72,7 +72,7 @@ def culprit(r: Reading) -> tuple[str, str]:
 
 
 def _of_groups(r: Reading, chain: str) -> tuple[str, str]:
-    """Who holds up the groups that the trainer, or its evaluation, waits for."""
+    """Return what holds up the groups that the trainer, or its evaluation, waits for."""
     if r.score_s:
         return "scorer", f"{chain} <- a scorer under way for {r.score_s:.0f} s"
     if r.env_s:
@@ -80,7 +80,7 @@ def _of_groups(r: Reading, chain: str) -> tuple[str, str]:
     if r.requests:
         return _of_samplers(r, f"{chain} <- {r.requests} requests")
     if r.playing:
-        return "rollouts", f"{chain} <- {r.playing} groups that nobody works on: a blocked loop?"
+        return "rollouts", f"{chain} <- {r.playing} groups without a request: a blocked loop?"
     if not r.slots_free and r.live < r.published:
         return _of_samplers(r, f"{chain} <- the gate <- version {r.published}, live is {r.live}")
     if not r.slots_free:
@@ -95,7 +95,7 @@ def _of_samplers(r: Reading, chain: str) -> tuple[str, str]:
 
 
 class Watchdog:
-    """Owned by the thread that runs `run`; `stop` from anywhere."""
+    """Stops a run that makes no progress. Owned by the thread in `run`; `stop` from any."""
 
     def __init__(
         self,
@@ -105,17 +105,25 @@ class Watchdog:
         stacks: Path,
         clock: Clock = time.monotonic,
     ) -> None:
-        """limit_s: 0 never barks. stacks: where the threads' stacks are written."""
-        self._read, self._limit_s, self._stacks, self._clock = read, limit_s, stacks, clock
+        """Begin to count.
+
+        Args:
+            read: reads every part's counters.
+            limit_s: longest time without progress, seconds; 0: no limit.
+            stacks: the file for the threads' stacks.
+            clock: of which suspended time may be left out.
+        """
+        self.limit_s = limit_s  # read at each look
+        self._read, self._stacks, self._clock = read, stacks, clock
         self._stopped = threading.Event()
         self._last: tuple[object, ...] | None = None
         self._moved_at = clock()
 
     def run(self) -> None:
-        """Look until stopped. Raises StalledError where nothing gets on."""
-        if not self._limit_s:
+        """Read the counters until stopped. Raises StalledError if there is no progress."""
+        if not self.limit_s:
             return
-        while not self._stopped.wait(self._limit_s / LOOKS):
+        while not self._stopped.wait(self.limit_s / LOOKS):
             self.look()
 
     def stop(self) -> None:
@@ -123,12 +131,12 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        """One look. Raises StalledError, after the stacks of all threads are written, where no
-        counter has moved for the limit."""
+        """Read the counters once. If none has moved for the limit, write the stacks of all threads
+        and raise StalledError."""
         reading, now = self._read(), self._clock()
         if reading.progress != self._last:
             self._last, self._moved_at = reading.progress, now
-        if now - self._moved_at < self._limit_s:
+        if now - self._moved_at < self.limit_s:
             return
         part, why = culprit(reading)
         with self._stacks.open("w", encoding="utf-8") as file:

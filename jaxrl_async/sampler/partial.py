@@ -1,8 +1,7 @@
-"""A running request as data: saved, carried to another slot, sampler or process, and resumed.
+"""A running request as data: saved, moved to another slot, sampler or process, and resumed.
 
-Because random numbers are keyed by identity (seed, key, branch, position), nothing else is needed
-to go on with the same tokens; the KV is a short cut that is taken only where the weights are the
-ones that made it.
+Random numbers are keyed by identity (seed, key, branch, position), so nothing else is needed to
+continue with the same tokens. The KV is a shortcut, used only with the weights that made it.
 """
 
 import hashlib
@@ -18,12 +17,12 @@ from jaxrl_async.types import Partial
 
 
 def save_partial(partial: Partial, path: str | Path) -> None:
-    """Write one file."""
+    """Write a saved request to one file."""
     Path(path).write_bytes(dumps(partial).tobytes())
 
 
 def load_partial(path: str | Path) -> Partial:
-    """Read what save_partial wrote. Raises RolloutError where it is something else."""
+    """Read a file that save_partial wrote. Raises RolloutError if it is anything else."""
     try:
         partial = loads(np.fromfile(path, np.uint8))
     except (OSError, ValueError) as error:
@@ -36,9 +35,9 @@ def load_partial(path: str | Path) -> Partial:
 
 
 def branches(partial: Partial, count: int) -> list[Partial]:
-    """`count` continuations of one prefix that draw different tokens from here on.
+    """Return `count` continuations of one prefix, which draw different tokens from here on.
 
-    They share what was drawn before; each is a request of its own, with the ids `.../b1`, ...
+    They share the tokens drawn before; each is a request of its own, with the ids `.../b1`, ...
     """
     first = _first_branch(partial)
     return [
@@ -55,7 +54,8 @@ def branches(partial: Partial, count: int) -> list[Partial]:
 
 
 def _first_branch(partial: Partial) -> int:
-    """Where the numbers of a fork's branches begin: a hash of which branch forks, and where, so
-    that forks of forks do not meet (two of n forks: with a chance of n^2 / 2^32)."""
-    place = f"{partial.request.branch}/{len(partial.token_ids)}".encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest())
+    """Return the number of a fork's first branch: a hash of the branch that forks and its length,
+    so that forks of forks get different numbers (among n forks two are equal with probability
+    n^2 / 2^32)."""
+    fork_point = f"{partial.request.branch}/{len(partial.token_ids)}".encode()
+    return int.from_bytes(hashlib.blake2b(fork_point, digest_size=4).digest())

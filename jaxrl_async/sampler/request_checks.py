@@ -1,8 +1,8 @@
-"""What may be asked of a sampler: a request as it came to one that cannot hurt. Pure host code.
+"""Requests checked at submit: from a request as it came to one that a sampler can serve. Pure host
+code.
 
-Everything is checked where it is submitted, on the caller's thread, and what passes is a copy of
-exactly the types that the sampler works with: whatever its caller does to it later, the sampler's
-thread meets no surprise.
+Everything is checked on the caller's thread. What passes is a copy in exactly the types that the
+sampler works with: nothing that the caller does to its arrays later reaches the sampler's thread.
 """
 
 import math
@@ -16,18 +16,18 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
 
 MAX_STOP_TOKENS = 8
-"""Stop tokens that one request can have."""
+"""Most stop tokens of one request."""
 LEAST_TEMPERATURE = 1e-6
-"""Lowest temperature but 0, which is greedy: below, logits divided by it leave float32's range."""
+"""Lowest temperature above 0 (greedy): below it, logits over temperature leave float32's range."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest number of the type that the device works with."""
+"""Largest number of float32, which the device works with."""
 INT32_END = 2**31
-"""One more than the largest int32: what keys, branches and counts stay below."""
+"""One more than the largest int32: keys, branches and counts stay below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a sampler has to offer; None: it does not say."""
+    """The limits of a sampler, which requests are checked against; None: unknown."""
 
     max_length: int  # prompt and answer, tokens
     max_new_tokens: int | None = None
@@ -38,13 +38,19 @@ class Room:
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
 
 
-def checked_request(request: Request, room: Room, *, answer_fits: bool = True) -> Request:
-    """The request in the types of the sampler, its arrays its own. Raises RolloutError, which names
-    the field. answer_fits: prompt and answer together are to stay within room.max_length."""
+def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:
+    """Return a copy of the request in the sampler's types. Raises RolloutError, which names the
+    field.
+
+    Args:
+        request: as it came.
+        room: the sampler's limits.
+        answer_fits: also require prompt and answer together to fit in room.max_length.
+    """
     if not isinstance(request, Request):
         raise RolloutError(
-            f"{type(request).__name__} is no request. Submit a jaxrl_async.Request, or a Partial "
-            "that was saved."
+            f"{type(request).__name__} is not a request. Submit a jaxrl_async.Request, or a saved "
+            "Partial."
         )
     if not isinstance(request.request_id, str):
         _refuse(request, "request_id", request.request_id, "text")
@@ -67,19 +73,19 @@ def checked_request(request: Request, room: Room, *, answer_fits: bool = True) -
 
 
 def num_wanted(request: Request) -> int:
-    """Tokens that a request asks for, at most."""
+    """Return how many tokens a request asks for at most."""
     return request.max_new_tokens if request.forced_length is None else request.forced_length
 
 
 def checked_partial(saved: Partial, room: Room) -> Partial:
-    """A saved request that this sampler can go on with, as `checked_request`. Raises
+    """Return a copy of a saved request that this sampler can continue, as `checked_request`. Raises
     RolloutError."""
     request = checked_request(saved.request, room)
     name = f"saved request {request.request_id!r}"
     if saved.seed != room.seed:
         raise RolloutError(
             f"{name} was saved by a sampler of seed {saved.seed!r}, this one has {room.seed}: it "
-            "would not go on with the same tokens. Give this sampler that seed."
+            "would not continue with the same tokens. Give this sampler that seed."
         )
     if request.key is None:
         raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
@@ -92,13 +98,13 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
             f"{name} has drawn {count} tokens, and may draw {wanted} (max_new_tokens): nothing is "
             "left to do. Raise its max_new_tokens."
         )
-    told = {
+    columns = {
         "logprobs": _row(saved.logprobs, count, np.float32),
         "versions": _row(saved.versions, count, np.int32),
     }
     if saved.full_logprobs is not None:
-        told["full_logprobs"] = _row(saved.full_logprobs, count, np.float32)
-    for field, value in told.items():
+        columns["full_logprobs"] = _row(saved.full_logprobs, count, np.float32)
+    for field, value in columns.items():
         if value is None:
             raise RolloutError(
                 f"{name}: {field} is not one number for each of its {count} tokens. Give what a "
@@ -107,10 +113,11 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
     _check_masks(name, saved, request, count)
     _check_kv(name, saved, len(request.token_ids) + count, room)
     _check_experts(name, saved, len(request.token_ids) + count - 1, room)
-    return replace(saved, request=request, token_ids=drawn, **told)
+    return replace(saved, request=request, token_ids=drawn, **columns)
 
 
 def _refuse(request: Request, field: str, value: Any, wanted: str) -> NoReturn:
+    """Raise RolloutError for a field that is not as wanted."""
     raise RolloutError(
         f"request {request.request_id!r}: {field} must be {wanted}, not {_shown(value)}."
     )
@@ -132,11 +139,11 @@ def _whole(request: Request, field: str, value: Any, least: int, end: int) -> in
 
 
 def _ids(values: Any, vocab: int | None) -> IntArray | str:
-    """Token ids as an array of their own; what is wrong with them, where something is."""
+    """Return token ids as a new array, or a text that says what is wrong with them."""
     try:
         given = np.asarray(values)
     except (TypeError, ValueError) as error:
-        return f"are no array ({error})"
+        return f"are not an array ({error})"
     if given.size and not np.issubdtype(given.dtype, np.integer):
         return f"must be whole numbers, not {given.dtype}"
     if given.ndim != 1:
@@ -154,14 +161,14 @@ def _prompt(request: Request, room: Room) -> IntArray:
         raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
     if not len(ids):
         raise RolloutError(
-            f"request {request.request_id!r}: token_ids is empty, and there is nothing to go on "
-            "from. Give at least one token: what the model begins a text with."
+            f"request {request.request_id!r}: token_ids is empty, and there is nothing to continue "
+            "from. Give at least one token: the one that the model begins a text with."
         )
     return ids
 
 
 def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
-    """Whether prompt and answer fit. Nothing is lowered: who asks for more is told the setting."""
+    """Raise RolloutError, which names the setting, unless prompt and answer fit. Nothing is cut."""
     if prompt >= room.max_length:
         raise RolloutError(
             f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
@@ -174,7 +181,7 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
             continue
         asked = _whole(request, field, asked, 1, INT32_END)
         if field == "max_new_tokens" and request.forced_length is not None:
-            continue  # it does not count
+            continue  # forced_length counts instead
         if room.max_new_tokens is not None and asked > room.max_new_tokens:
             raise RolloutError(
                 f"request {request.request_id!r}: {field} is {asked}, more than "
@@ -245,7 +252,7 @@ def _number(request: Request, field: str, value: Any) -> float:
 
 
 def _row(values: Any, count: int, dtype: type) -> Any:
-    """An array of so many numbers of this type; None where it is something else."""
+    """Return a copy of an array of `count` numbers in this type; None if it is anything else."""
     kind = np.floating if dtype is np.float32 else np.integer
     good = isinstance(values, np.ndarray) and values.shape == (count,)
     if not good or (count and not np.issubdtype(values.dtype, kind)):
@@ -254,7 +261,7 @@ def _row(values: Any, count: int, dtype: type) -> Any:
 
 
 def _check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
-    """Whether what `extras` brings is there for every token that was drawn."""
+    """Raise RolloutError unless the columns that `extras` asks for cover every drawn token."""
     kept = saved.kept
     if request.extras and count and (saved.full_logprobs is None or kept is None):
         raise RolloutError(
@@ -279,13 +286,13 @@ def _check_masks(name: str, saved: Partial, request: Request, count: int) -> Non
 
 
 def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
-    """Whether saved KV fits this sampler's cache."""
+    """Raise RolloutError unless saved KV fits this sampler's cache."""
     kv: Any = saved.kv
     if kv is None:
         return
     hint = "Resume it without: dataclasses.replace(partial, kv=None, kv_version=None)."
     if not isinstance(kv, np.ndarray) or not _is_whole(saved.kv_version):
-        raise RolloutError(f"{name}: kv is no array, or has no kv_version. {hint}")
+        raise RolloutError(f"{name}: kv is not an array, or has no kv_version. {hint}")
     if room.kv_shape is None:
         return
     layers, heads, width = room.kv_shape
@@ -302,8 +309,8 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
 
 
 def _check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
-    """Whether the experts of what was drawn are those of this sampler's model: of every token but
-    the last, which has been through none."""
+    """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
+    token but the last, which has been through none."""
     ids: Any = saved.expert_ids
     if ids is None or room.experts is None or not len(saved.token_ids):
         return

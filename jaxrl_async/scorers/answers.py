@@ -1,4 +1,4 @@
-"""Where the final answer of a text is: numbers, LaTeX, the last line. Needs no JAX."""
+"""Find the final answer in a text: numbers, LaTeX, the last line. Needs no JAX."""
 
 import re
 from decimal import Decimal
@@ -7,12 +7,12 @@ NUMBER = re.compile(
     r"(?P<sign>-)?[$€£¥₹]?(?P<after>-)?(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?"
     r"(?(digits)(?:\.(?P<part>[0-9]+))?|\.(?P<alone>[0-9]+))"
 )
-"""A number as people write it; commas stand before each three digits or are none of it."""
+"""A number as people write it; a comma belongs to it only before groups of three digits."""
 DASHES = str.maketrans(dict.fromkeys("−–—‒", "-"))
 UNIT = r"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b | kwh?
     | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months? | years?
     | usd | eur | gbp | cents? | dollars? | euros? | percent ) (?! [\w({\[^] )"""
-"""A unit that may be glued to its number; one letter may be a variable."""
+"""A unit that may follow its number without a space; one letter may be a variable."""
 LARGER_BEFORE = re.compile(
     r"""(?: [^\W_] | _ | [.,^√±<>≤≥≠\\/*×÷] | !=            # glued: x2, 1.2, 1,2, 2^3, >5
         | [0-9)}\]] [ ]* (?: \*\* | // | [-+*^/×÷] ) [ ]* -?    # 10 - 5, 1 / 2
@@ -28,7 +28,7 @@ LARGER_BEFORE = re.compile(
         )$""",
     re.VERBOSE,
 )
-"""What stands before a number that is a part of something larger."""
+"""What precedes a number that is part of something larger."""
 LARGER_AFTER = re.compile(
     r"""(?: (?!UNIT) [^\W_] | _ | [\^({\[√] | [,.:][0-9]  # glued: 3x, 2(5), not 18kg
         | [ ]* [)}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({\[]      # (5) * 3, (5)(3)
@@ -40,11 +40,11 @@ LARGER_AFTER = re.compile(
         )""".replace("UNIT", UNIT),
     re.VERBOSE | re.IGNORECASE,
 )
-"""What stands after one."""
+"""What follows such a number."""
 TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-"""LaTeX for words and for letters of another kind."""
+"""LaTeX for words and fonts."""
 HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
-"""LaTeX that holds an answer without making another of it."""
+"""LaTeX that wraps an answer without changing it."""
 EMPHASIS = [
     re.compile(
         rf"(?<![^\s(\[{{\"'=:>$*_`-])({mark}{{2,3}}|(?<![0-9)\]}}][ ]){mark})(?![\s{mark}])"
@@ -52,56 +52,55 @@ EMPHASIS = [
     )
     for mark in (r"\*", "_", "`")
 ]
-"""Pairs of Markdown's marks with words' borders outside of them: **18**, not 2*3*4 or 2 *3* 4."""
+"""Pairs of Markdown marks at word borders: **18**, not 2*3*4 or 2 *3* 4."""
 ANNOTATION = re.compile(r"<<[^<>\n]*>>(?=-?\$?[0-9.])")
-"""GSM8K's calculator, before the number that it gave: 9*2=<<9*2=18>>18."""
+"""GSM8K's calculator annotation, before its result: 9*2=<<9*2=18>>18."""
 TAG = re.compile(r"</?answer>", re.IGNORECASE)
 ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
-"""Money, not the border of a formula; none where numbers on both sides would become one."""
+"""Money, not the border of a formula; kept if the numbers on its two sides would become one."""
 NEIGHBOURS = 200
-"""Characters on each side of a number that are looked at."""
+"""Characters looked at on each side of a number."""
 MAX_ANSWER = 1000
-"""Characters of a line that are looked at for an answer."""
+"""Characters of a line in which an answer is looked for."""
 LEAD_IN = re.compile(r".*\banswer\b[^:=\n]{0,40}?(?:\bis\b|[:=])\s*:?\s*", re.IGNORECASE)
 FORMULA = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""What LaTeX looks like in a text."""
+"""Marks of LaTeX in a text."""
 EQUALS = re.compile(r"(?<![!<>=])=")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that a worked answer ends with; None without one, or where it is a part of
-    something larger."""
+    """Return the number that ends a worked answer; None if there is none or it is part of more."""
     _, marker, tail = undressed(text).translate(DASHES).rpartition("####")
     tail = HOLDERS.sub("{", TEXT.sub(r"\1", tail))
-    found = list(NUMBER.finditer(tail))
-    return _alone(tail, found[0] if marker else found[-1]) if found else None
+    numbers = list(NUMBER.finditer(tail))
+    return _alone(tail, numbers[0] if marker else numbers[-1]) if numbers else None
 
 
 def undressed(text: str) -> str:
-    """A text without what only shows where its answer is: emphasis, <answer> tags, annotations of
-    a calculator, the backslash of a dollar."""
+    """Strip what only marks the answer: emphasis, <answer> tags, calculator annotations, \\$."""
     for _ in range(2):  # **_18_**
         for pair in EMPHASIS:
             text = pair.sub(r"\2", text)
     return ESCAPED_DOLLAR.sub("", ANNOTATION.sub("", TAG.sub("\n", text)))
 
 
-def _alone(text: str, found: re.Match[str]) -> Decimal | None:
-    start, end = found.span()
+def _alone(text: str, match: re.Match[str]) -> Decimal | None:
+    """Return the number that was matched; None if it is part of something larger."""
+    start, end = match.span()
     before = text[max(0, start - NEIGHBOURS) : start]
     if LARGER_BEFORE.search(before) or LARGER_AFTER.match(text[end : end + NEIGHBOURS]):
         return None
-    negative = found["sign"] or found["after"] or re.search(r"[=:]\s*-\s+$", before)
-    digits = (found["digits"] or "0").replace(",", "")
-    number = Decimal(f"{digits}.{found['part'] or found['alone'] or '0'}")
+    negative = match["sign"] or match["after"] or re.search(r"[=:]\s*-\s+$", before)
+    digits = (match["digits"] or "0").replace(",", "")
+    number = Decimal(f"{digits}.{match['part'] or match['alone'] or '0'}")
     return -number if negative else number
 
 
 def final_line(text: str) -> str:
-    r"""The part of a text that is its final answer; a text with a formula outside of it as it is.
+    r"""Return the part of a text that is its final answer.
 
-    What the last \boxed{} holds, as \boxed{}; else the line after the last '####'; else, without a
-    formula, the last line, after its last '=' where it has no comma.
+    That is the last \boxed{}, else the line after the last '####', else the whole text if it has a
+    formula, else the last line, after its last '=' if it has no comma.
     """
     text = undressed(text)
     last = last_boxed(text)
@@ -118,7 +117,7 @@ def final_line(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} of a text holds; None without one that is closed."""
+    r"""Return the content of the last \boxed{} of a text; None if it is absent or open."""
     start = text.rfind("\\boxed{")
     depth = 0
     for at in range(start + len("\\boxed"), len(text) if start >= 0 else 0):

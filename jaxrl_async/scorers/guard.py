@@ -1,7 +1,7 @@
-"""A guard around a scorer: time limit, retries, and a check of what came back. Needs no JAX.
+"""Guard a scorer: timeout, retries, a check of its scores, and one try before the run. No JAX.
 
-group ──> scorer ──in time?──> Scores ──sound?──> the same Scores
-            ^  │ raised, or too late
+group ──> scorer ──in time?──> Scores ──valid?──> the same Scores
+            ^  │ raised, or timed out
             └──┘ again after a wait, `retries` times; then the group fails
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxrl_async.errors import (
     Closed,
+    ConfigError,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -26,16 +28,16 @@ from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.scorers.results import finite, shown
-from jaxrl_async.types import CORRECT, Episode, Prompt, Score
+from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-6
-"""How far from 0 to 1 a part `correct` may lie: sum([1 / 9] * 9) is 1.0000000000000002."""
+"""How far outside 0 to 1 a part `correct` may be: sum([1 / 9] * 9) is 1.0000000000000002."""
 
 
 class GuardedScorer:
-    """ports.Scorer around another one. Used by one thread at a time; `oldest_s` from anywhere."""
+    """ports.Scorer around another one, for one thread at a time. Any thread may call `oldest_s`."""
 
     def __init__(
         self,
@@ -48,15 +50,28 @@ class GuardedScorer:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
-        """count: told the name of each fault (metrics.faults). backoff_s doubles with each try."""
-        self._scorer, self._timeout_s, self._retries = scorer, timeout_s, retries
+        """Guard a scorer.
+
+        Args:
+            scorer: The scorer to guard.
+            timeout_s: Longest time for one call, seconds.
+            retries: Further tries after a failure or a timeout.
+            backoff_s: Wait before the first retry, seconds; doubles with each further retry.
+            count: Called with the name of each fault (metrics/fault_counts.py).
+            sleep: Waits for so many seconds.
+            clock: For `oldest_s`.
+        """
+        self.scorer = scorer  # may be replaced before the run starts
+        self._timeout_s, self._retries = timeout_s, retries
         self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
         self._calls = UnderWay(clock)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """As ports.Scorer. Raises RolloutError where the last try failed, whatever it raised, and
-        at once where what came back is no score of each episode: asking again would not change
-        that."""
+        """Score a group as ports.Scorer does.
+
+        Raises RolloutError if the last try failed, whatever it raised, and at once if the scorer
+        did not return one valid score per episode: a retry would not change that.
+        """
         try:
             with self._calls.one():
                 return checked(await self._scored(episodes, prompt), episodes, prompt)
@@ -65,7 +80,7 @@ class GuardedScorer:
             raise
 
     def oldest_s(self) -> float:
-        """How long the longest call under way has taken, retries included, seconds; 0: none."""
+        """Return the age of the oldest running call, retries included, seconds; 0 if none runs."""
         return self._calls.oldest_s()
 
     async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
@@ -86,10 +101,10 @@ class GuardedScorer:
     async def _in_time(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._scorer(episodes, prompt)
+                return await self.scorer(episodes, prompt)
         except TimeoutError:
             self._count("scorer_timeouts")
-            if not limit.expired():  # the scorer's own limit, with a message of its own
+            if not limit.expired():  # the scorer's own timeout, with its own message
                 raise
             raise RolloutTimeout(
                 f"prompt {prompt.prompt_id}: scoring a group of {len(episodes)} took more than "
@@ -97,7 +112,7 @@ class GuardedScorer:
             ) from None
 
     async def _outcome(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
-        """What the scorer gives; what it raises is a RolloutError, and no end of the run."""
+        """Return what the scorer returns; turn whatever it raises into a RolloutError."""
         try:
             return await self._in_time(episodes, prompt)
         except (RolloutError, Closed):
@@ -111,8 +126,10 @@ class GuardedScorer:
 
 
 def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """The scores as a tuple, each part `correct` within 0 and 1. Raises RefusedScore that says
-    which is wrong and how."""
+    """Return the scores as a tuple, each part `correct` clipped to 0 to 1.
+
+    Raises RefusedScore that says which score is wrong and how.
+    """
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
         given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
@@ -138,7 +155,7 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
 
 
 def is_finite_number(value: object) -> bool:
-    """A real number, neither NaN nor infinite; bool is none."""
+    """Return whether a value is a real number, neither NaN nor infinite; a bool is not a number."""
     return isinstance(value, Real) and not isinstance(value, bool) and finite(value) is not None
 
 
@@ -146,24 +163,24 @@ def _check_parts(parts: Mapping[str, float], where: str) -> None:
     for name in parts:
         if name != part_name(name):
             raise RefusedScore(
-                f"{where} names a part {name!r}, which no metric can be called. Name it "
+                f"{where} names a part {name!r}, which cannot be a metric's name. Name it "
                 f"{part_name(name)!r}."
             )
         if names_a_metric(name):
             raise RefusedScore(
-                f"{where} names a part {name!r}, and reward/{name} is a metric of its own. Rename "
+                f"{where} names a part {name!r}, and reward/{name} is another metric. Rename "
                 "the part."
             )
     if not -ROUNDING <= parts.get(CORRECT, 0.0) <= 1 + ROUNDING:
         raise RefusedScore(
-            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. It says how right an "
-            "answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename what is "
-            "something else."
+            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. This part says how "
+            "right an answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename the "
+            "part if it means something else."
         )
 
 
 def _clipped(score: Score) -> Score:
-    """The score, its part `correct` without what rounding brought over 1 or under 0."""
+    """Clip a score's part `correct` to 0 to 1: rounding may have moved it outside."""
     correct = score.parts.get(CORRECT, 0.0)
     if 0 <= correct <= 1:
         return score
@@ -185,3 +202,44 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
             f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
             "token earns nothing."
         )
+
+
+def try_once(
+    scorer: Scorer, prompt: Prompt, encode: Callable[[str], IntArray], setting: str
+) -> Score:
+    """Score the prompt's reference once, before the run, as if the policy had drawn it.
+
+    Warns if a score's part `correct` says that the reference is not right.
+
+    Raises:
+        ConfigError: The scorer raised, timed out or returned something other than a reward. The
+            message begins with `setting`.
+    """
+    answer = encode(prompt.reference)
+    is_prompt = np.zeros(len(prompt.token_ids), bool)
+    drawn = np.concatenate([is_prompt, np.ones(len(answer), bool)])
+    episode = Episode(
+        token_ids=np.concatenate([prompt.token_ids, answer]),
+        drawn=drawn,
+        logprobs=np.zeros(len(drawn), np.float32),
+        versions=np.where(drawn, 0, -1).astype(np.int32),
+        stop=StopReason.EOS,
+    )
+
+    async def score() -> tuple[Score, ...]:
+        return await scorer((episode,), prompt)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+            (tried,) = thread.submit(asyncio.run, score()).result()
+    except RolloutError as error:
+        raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error
+    if prompt.reference.strip() and tried.parts.get(CORRECT, 1.0) < 1.0:
+        log.warning(
+            "%s gives the first held-out prompt's own right answer, %.80r, a part `correct` of %g. "
+            "Unless it asks for more than the answer, another grader fits these records.",
+            setting,
+            prompt.reference,
+            tried.parts[CORRECT],
+        )
+    return tried

@@ -1,12 +1,12 @@
-"""Mathematics compared by math-verify in processes of their own. Needs no JAX.
+"""Compare mathematics with math-verify, in processes of their own. Needs no JAX.
 
     reward's thread ──one JSON line──> process: parse, compare ──one JSON line──> verdict
-                                          │ more than CPU_S seconds of its CPU, or MEMORY_BYTES
-                                          └─ the kernel ends it: no verdict, and another is started
+                                          │ more than CPU_S seconds of CPU, or MEMORY_BYTES
+                                          └─ the kernel ends it: no verdict; a new one starts
 
-What a policy writes can take a parser or a simplifier for ever, inside of one call that nothing in
-Python can interrupt (9^{9^{9^{9}}}): only the end of a process can. math-verify's own time limit is
-switched off: it works by signals in the main thread alone.
+A policy's answer can keep a parser or a simplifier busy forever inside one call that Python cannot
+interrupt (9^{9^{9^{9}}}): only ending the process helps. math-verify's own timeout is switched off,
+because it uses signals, which work in the main thread only.
 """
 
 import json
@@ -28,18 +28,21 @@ from jaxrl_async.scorers.answers import FORMULA, final_line, final_number
 log = logging.getLogger(__name__)
 
 CPU_S = 3.0
-"""Longest time that one comparison may take, seconds of CPU: the same verdict on a busy machine."""
+"""Longest comparison, seconds of CPU time, so that a busy machine gives the same verdict."""
 MEMORY_BYTES = 2 << 30
-"""Most memory that a process may ask for."""
+"""Most memory that a process may allocate."""
 MAX_PROCESSES = min(4, os.cpu_count() or 1)
-"""Processes, at most; each holds about 90 MB."""
+"""Most processes; each takes about 90 MB."""
 TOO_HARD = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
-"""Ends of a process that the answer is to blame for."""
+"""Exit codes of a process that the answer caused."""
 
 
 def same_mathematics(completion: str, reference: str) -> bool:
-    """Whether the completion's final answer is the reference. False, with a warning, where that
-    takes too long. Raises RolloutError where the process ends for another reason."""
+    """Return whether the completion's final answer equals the reference mathematically.
+
+    Returns False, with a warning, if the comparison takes too much time or memory. Raises
+    RolloutError if the process ends for another reason.
+    """
     with _PROCESSES.one() as process:
         verdict = process.ask(completion, reference)
     if verdict is None:
@@ -53,13 +56,13 @@ def same_mathematics(completion: str, reference: str) -> bool:
 
 
 class _Process:
-    """One process, started when it is first asked and again after its end. One thread at a time."""
+    """One process, started when first needed and again after it ended. One thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, completion: str, reference: str) -> bool | None:
-        """The verdict; None: the process has come to its end over it."""
+        """Return the verdict; None if the process ended while comparing."""
         process = self._process = self._process or _started()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -80,7 +83,7 @@ class _Process:
         )
 
     def close(self) -> None:
-        """End it, where it runs."""
+        """End the process if it runs."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -94,7 +97,7 @@ class _Process:
 
 
 class _Processes:
-    """A few of them, lent one by one; the one given back last is lent next. Thread safe."""
+    """A pool of processes; the one returned last is lent next. Thread safe."""
 
     def __init__(self, most: int) -> None:
         self._places = threading.BoundedSemaphore(most)
@@ -102,7 +105,7 @@ class _Processes:
 
     @contextmanager
     def one(self) -> Iterator[_Process]:
-        """One for this thread alone; waits where all are lent."""
+        """Lend a process to this thread, waiting until one is free."""
         with self._places:
             process = self._free.pop()
             try:
@@ -111,12 +114,12 @@ class _Processes:
                 self._free.append(process)
 
     def close(self) -> None:
-        """End those that nobody uses; each starts again when it is asked."""
+        """End the processes that are not lent; each restarts when needed."""
         for process in list(self._free):
             process.close()
 
 
-_PROCESSES = _Processes(MAX_PROCESSES)  # of this Python: each takes a second of CPU to start
+_PROCESSES = _Processes(MAX_PROCESSES)  # shared, because starting one takes a second of CPU
 
 
 def _started() -> "subprocess.Popen[str]":
@@ -136,27 +139,27 @@ WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt|frac|infty|theta|alpha|beta|gamma)[A-
 """A word of prose, not of a formula."""
 
 
-def serve(asked: TextIO, told: TextIO) -> None:
-    """Answer one line after the other until there are no more; null: too much memory."""
+def serve_comparisons(questions: TextIO, verdicts: TextIO) -> None:
+    """Answer every line of questions with true, false or null (out of memory)."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)
     plain, formulas = [ExprExtractionConfig()], [LatexExtractionConfig(boxed_match_priority=0)]
 
     def parsed(text: str, kind: Any) -> list[Any]:
-        found: list[Any] = parse(text, kind, parsing_timeout=None)
-        return found
+        expressions: list[Any] = parse(text, kind, parsing_timeout=None)
+        return expressions
 
     def answer(text: str) -> list[Any]:
-        """What the final answer of a text is, parsed in each way that can be meant."""
+        """Parse the final answer of a text in every way that may be meant."""
         final = final_line(text)
         if FORMULA.search(final):
             return parsed(final, formulas)
         if not WORD.search(final):
             return parsed(boxed(final), formulas)
-        found = parsed(final, plain)
-        is_number = bool(found) and getattr(found[0], "is_Number", False)
-        return [] if is_number and final_number(final) is None else found
+        expressions = parsed(final, plain)
+        is_number = bool(expressions) and getattr(expressions[0], "is_Number", False)
+        return [] if is_number and final_number(final) is None else expressions
 
     def same(completion: str, reference: str) -> bool:
         given = answer(completion)
@@ -166,7 +169,7 @@ def serve(asked: TextIO, told: TextIO) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    for line in asked:
+    for line in questions:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             verdict = same(*json.loads(line))
@@ -175,13 +178,13 @@ def serve(asked: TextIO, told: TextIO) -> None:
         except Exception:
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(verdict), file=told, flush=True)
+        print(json.dumps(verdict), file=verdicts, flush=True)
 
 
 def boxed(text: str) -> str:
-    r"""The text as the content of \boxed{}, which is how the library finds a formula."""
+    r"""Wrap a text in \boxed{}, by which the library finds a formula."""
     return f"\\boxed{{{text}}}"
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    serve_comparisons(sys.stdin, sys.stdout)

@@ -1,9 +1,9 @@
-"""What a reward function gave, as a Score. Needs no JAX.
+"""Convert the result of a reward function to a Score. Needs no JAX.
 
 0.5                                        the reward
 {"correct": 1, "short": -0.2}              named parts; the reward is their sum
-{"correct": 1, "token_rewards": [...]}     beside them, one number for each token of token_ids
-Score(...)                                 as it is
+{"correct": 1, "token_rewards": [...]}     in addition one number for each token of token_ids
+Score(...)                                 unchanged
 """
 
 import math
@@ -20,14 +20,14 @@ from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.types import Episode, FloatArray, Score
 
 TOKEN_REWARDS = "token_rewards"
-"""Key of a mapping that holds no part: rewards of single tokens on top of the parts' sum."""
+"""Key of a result that is not a part: rewards of single tokens, added to the sum of the parts."""
 MODEL = "model"
-"""Part of a Score that is a reward model's number."""
+"""Part of a Score that is the reward model's number."""
 REMEDY = "It must give a finite number, or a mapping of names to finite numbers."
 
 
 def score_of(result: Any, episode: Episode) -> Score:
-    """The Score that a result means. Raises RefusedScore in words that go on after "reward f"."""
+    """Convert a result to a Score. Raises RefusedScore with a message to put after "reward f"."""
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")
@@ -44,43 +44,47 @@ def score_of(result: Any, episode: Episode) -> Score:
     )
 
 
-def told_apart(
+def distinct_parts(
     by_function: Mapping[str, Sequence[Score]], taken: Iterable[str] = ()
 ) -> list[list[Score]]:
-    """Several functions' Scores of a group, by the functions' names, no two with an equal part.
+    """Rename the parts of several functions' Scores so that no two functions share a part.
 
-    The number of a function without parts is a part by its name, unless it is alone. A part that
-    an earlier function gives, or that is taken, is FUNCTION.PART. Raises RefusedScore where that
-    is one, too.
+    A function without parts gets one with its name, unless it is the only function. A part that an
+    earlier function has, or that is taken, becomes FUNCTION.PART.
+
+    Args:
+        by_function: One Score per episode of the group, by the function's name.
+        taken: Names of parts that others provide.
+
+    Raises RefusedScore if FUNCTION.PART is taken as well.
     """
-    alone, known, apart = len(by_function) == 1, set(taken), []
+    alone, known, renamed = len(by_function) == 1, set(taken), []
     for function, scores in by_function.items():
         parts = [score.parts or ({} if alone else {function: score.reward}) for score in scores]
-        names = _names_apart(sorted({name for each in parts for name in each}), function, known)
+        names = _distinct_names(sorted({name for each in parts for name in each}), function, known)
         known |= set(names.values())
-        apart.append(
+        renamed.append(
             [
                 replace(score, parts={names[name]: value for name, value in each.items()})
                 for score, each in zip(scores, parts, strict=True)
             ]
         )
-    return apart
+    return renamed
 
 
-def _names_apart(parts: Sequence[str], function: str, known: Collection[str]) -> dict[str, str]:
-    """What a function's parts are called beside those that are known."""
+def _distinct_names(parts: Sequence[str], function: str, known: Collection[str]) -> dict[str, str]:
+    """Return a name for each of a function's parts that differs from all known names."""
     names = {p: part_name(f"{function}.{p}") if p in known else p for p in parts}
     if len({*names.values()} - {*known}) < len(names):
         raise RefusedScore(
-            f"has parts of {function}, {', '.join(map(repr, parts))}, that cannot be told from "
-            f"{', '.join(map(repr, sorted(known)))}, which there are. Rename them."
+            f"has parts of {function}, {', '.join(map(repr, parts))}, that clash with the "
+            f"existing {', '.join(map(repr, sorted(known)))}. Rename them."
         )
     return names
 
 
 def added(scores: Sequence[tuple[float, Score]]) -> Score:
-    """One Score of several functions' of one episode, each with its weight. The parts are theirs,
-    before weighting, no two of one name."""
+    """Add several functions' weighted Scores of one episode; their parts stay unweighted."""
     tokens = [weight * s.token_rewards for weight, s in scores if s.token_rewards is not None]
     return Score(
         reward=_sum(weight * score.reward for weight, score in scores),
@@ -90,8 +94,10 @@ def added(scores: Sequence[tuple[float, Score]]) -> Score:
 
 
 def finite(value: Any) -> float | None:
-    """A real number of any type (bool, NumPy's, Decimal, Fraction, an array without dimensions) as
-    a float; None: it is none, or not finite."""
+    """Convert a real number of any type to a float; None if it is not a number or not finite.
+
+    Types are bool, NumPy's, Decimal, Fraction, arrays without dimensions and the like.
+    """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real | Decimal):
@@ -104,7 +110,7 @@ def finite(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A value and its type, for a message; one that cannot be shown by its type alone."""
+    """Describe a value and its type for a message; only the type if its repr fails."""
     try:
         text = repr(value)
     except Exception:  # 10**5000 has too many digits; a user's __repr__ may do anything
@@ -120,7 +126,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _parts(given: Mapping[Any, Any]) -> dict[str, float]:
-    """Parts by the names that they have in metrics."""
+    """Return the parts by their names in metrics."""
     parts: dict[str, float] = {}
     for name, value in given.items():
         legal = part_name(name)
@@ -142,7 +148,7 @@ def _sum(numbers: Any) -> float:
 
 
 def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
-    """One finite float32 for each of `length`; None stays None."""
+    """Convert values to `length` finite float32 numbers; None stays None."""
     if values is None:
         return None
     try:
@@ -158,7 +164,7 @@ def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
 
 
 def _spread(values: Any, episode: Episode) -> FloatArray | None:
-    """Rewards of the drawn tokens at their places in the episode."""
+    """Spread rewards of the drawn tokens over all tokens of the episode."""
     drawn = _floats(values, episode.num_drawn, "drawn token (those of token_ids)")
     if drawn is None:
         return None

@@ -1,4 +1,4 @@
-"""What a reward function asks for, by the names of its parameters. Needs no JAX."""
+"""Find out from a reward function's parameter names what to call it with. Needs no JAX."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -11,26 +11,26 @@ from jaxrl_async.errors import ConfigError, RefusedScore
 from jaxrl_async.types import Episode, Prompt
 
 OF_THE_TASK = ("prompt", "reference", "columns")
-"""The prompt's text, the right answer's, and the whole record by column."""
+"""Of the task: the prompt's text, the right answer's text, and the whole record by column."""
 OF_ONE = ("completion", "token_ids", "logprobs", "versions", "stop", "episode")
-"""Of one answer: its text; the tokens that the policy drew with their log-probs and versions; why
-it ended ("eos", "length"); all of it as a types.Episode."""
+"""Of one answer: its text; its drawn tokens with log-probs and versions; why it ended ("eos",
+"length"); all of it as a types.Episode."""
 OF_THE_GROUP = ("completions", "group")
 """Of all answers to the prompt: their texts; their Episodes."""
 IN_ORDER = ("prompt", "completion", "reference")
-"""What a function of three parameters of other names is called with."""
+"""Arguments, in order, of a function whose three parameters have other names."""
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardArguments:
-    """How a function is called."""
+    """How to call a reward function."""
 
-    in_order: bool  # its first three parameters are IN_ORDER, whatever their names are
-    names: tuple[str, ...]  # of the others
-    needed: frozenset[str]  # of these, those without a default
-    everything: bool  # **kwargs: whatever there is
-    taken: frozenset[str]  # names that everything leaves out
+    in_order: bool  # its first three parameters get IN_ORDER, whatever their names
+    names: tuple[str, ...]  # of the other parameters
+    needed: frozenset[str]  # those of `names` without a default
+    everything: bool  # it has **kwargs: pass all values
+    taken: frozenset[str]  # names not to pass by **kwargs
 
     @property
     def whole_group(self) -> bool:
@@ -38,8 +38,11 @@ class RewardArguments:
         return any(name in self.names for name in OF_THE_GROUP)
 
     def check(self, prompts: Iterable[Prompt], where: str) -> None:
-        """Raise ConfigError, which begins with `where`, for a parameter that nothing here has, and
-        for one that is called in order and named after a column."""
+        """Raise ConfigError for a parameter that no value or column of these prompts can fill.
+
+        Also raised for a parameter filled by position but named after a column. The message begins
+        with `where`.
+        """
         columns = sorted({str(name) for prompt in prompts for name in prompt.columns})
         if self.in_order and (named := sorted((self.taken & set(columns)) - set(IN_ORDER))):
             raise ConfigError(f"{where} {_misnamed(named[0])}")
@@ -50,36 +53,36 @@ class RewardArguments:
                 f"{where} asks for {name!r}, and no record has a column of that name "
                 f"(they have: {', '.join(columns) or 'none'}). "
                 + (f"Did you mean {near[0]!r}? " if near else "")
-                + f"Beside columns there are {', '.join(sorted(known - set(columns)))}. Rename "
+                + f"Besides columns there are {', '.join(sorted(known - set(columns)))}. Rename "
                 "the parameter or give it a default."
             )
 
     def given(self, prompt: Prompt, answers: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments. answers: what OF_ONE or OF_THE_GROUP say.
+        """Return positional and named arguments for a call.
 
-        Raises RefusedScore where this prompt's record lacks a column.
+        answers: the values named OF_ONE or OF_THE_GROUP. Raises RefusedScore if this prompt's
+        record lacks a column.
         """
-        there: dict[str, Any] = {
+        values: dict[str, Any] = {
             **{str(name): value for name, value in prompt.columns.items()},
             **{"prompt": prompt.text, "reference": prompt.reference, "columns": prompt.columns},
             **answers,
         }
-        if missing := sorted(self.needed - there.keys()):
+        if missing := sorted(self.needed - values.keys()):
             raise RefusedScore(
                 f"asks for {missing[0]!r}, and the record has no such column (it has: "
                 f"{', '.join(map(str, prompt.columns)) or 'none'}). Give the parameter a default."
             )
-        wanted = there.keys() - self.taken if self.everything else there.keys() & set(self.names)
-        positional = [there[name] for name in IN_ORDER] if self.in_order else []
-        return positional, {name: there[name] for name in wanted}
+        wanted = values.keys() - self.taken if self.everything else values.keys() & set(self.names)
+        positional = [values[name] for name in IN_ORDER] if self.in_order else []
+        return positional, {name: values[name] for name in wanted}
 
 
 def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArguments:
-    """What a function asks for. Raises ConfigError, which begins with `where`, where it cannot be
-    called."""
+    """Find out how to call a function; raise ConfigError, beginning with `where`, if none fits."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # written in C: nothing tells its names
+    except (TypeError, ValueError):  # written in C: its names are unknown
         parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in IN_ORDER]
     places = [p for p in parameters if p.kind in (*BY_NAME[:1], Parameter.POSITIONAL_ONLY)]
     named = {p.name for p in parameters if p.kind in BY_NAME}
@@ -118,9 +121,9 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
 
 def _misnamed(name: str) -> str:
     return (
-        f"has a parameter {name!r} that would be given something else: none can be given by the "
-        f"name `completion`, and so the first three are {', '.join(IN_ORDER)}, in order. Name the "
-        "one that is the answer's text `completion`: then each is given what it is named after."
+        f"has a parameter {name!r} that would receive another value: none can be passed by "
+        f"the name `completion`, so the first three receive {', '.join(IN_ORDER)}, in order. Name "
+        "the one for the answer's text `completion`: then each receives what it is named after."
     )
 
 
@@ -128,7 +131,7 @@ OF_TASK_AND_ONE = (*OF_THE_TASK, *OF_ONE)
 
 
 def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
-    """What OF_ONE say of an answer whose text is `completion`."""
+    """Return the values named OF_ONE of an answer whose text is `completion`."""
     drawn = episode.drawn
     return {
         "completion": completion,

@@ -1,4 +1,4 @@
-"""A reward model as the scorer: what it says of prompt and answer, beside a reward function.
+"""Score answers with a reward model, in addition to a reward function.
 
 reward = function_weight * function + model_weight * model      parts: function's, and "model"
 """
@@ -31,14 +31,16 @@ from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
 log = logging.getLogger(__name__)
 
 FUNCTION = "function"
-"""Part of a Score: the function's number, where that names no parts itself."""
+"""Part of a Score: the function's number, if the function names no parts itself."""
 SHORTEST = 32
-"""Tokens that a row is padded to at least."""
+"""Least length of a padded row, tokens."""
 
 
 class RewardModel:
-    """Scores token sequences with a decoder and a scalar head. Any thread; one program at a time
-    under `device_lock`."""
+    """Scores token sequences with a decoder and a scalar head.
+
+    Usable from any thread; runs one program at a time under `device_lock`.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,16 @@ class RewardModel:
         attention: str = "auto",
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> None:
-        """params: on the mesh. device_lock: shared with all that run programs on these devices."""
+        """Compile the scoring of sequences.
+
+        Args:
+            spec: What the decoder is.
+            params: Its weights, on the mesh.
+            mesh: The devices.
+            dtype: Of the computation.
+            attention: As model.attention.
+            device_lock: Shared with everything that runs programs on these devices.
+        """
         self._params, self._device_lock = params, device_lock
         self._num_row_shards = num_shards(mesh, TRAINER_RULES, "batch")
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
@@ -64,12 +75,12 @@ class RewardModel:
         self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, sequences: list[IntArray]) -> FloatArray:
-        """The score of each whole sequence: [sequences] float32.
+        """Score each whole sequence: [sequences] float32.
 
         Rows and lengths are padded to powers of two, so that few programs are compiled.
         """
-        rows = padded(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
-        length = padded(max(map(len, sequences)), SHORTEST)
+        rows = next_power_of_two(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
+        length = next_power_of_two(max(map(len, sequences)), SHORTEST)
         length += -length % self._parts
         token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
         for row, sequence in enumerate(sequences):
@@ -83,7 +94,7 @@ class RewardModel:
 
 
 class RewardModelScorer:
-    """ports.Scorer: the model's score, added to that of another scorer where there is one.
+    """ports.Scorer: the model's score, added to another scorer's if there is one.
 
     The model runs on a thread of its own, one group after another, never on the event loop.
     """
@@ -101,10 +112,10 @@ class RewardModelScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """One score per episode, of its whole token sequence.
+        """Score each episode by its whole token sequence.
 
-        Raises RolloutError naming the prompt where the model gives no finite number, and what the
-        function raises.
+        Raises RolloutError, naming the prompt, if the model's number is not finite, and whatever
+        the function raises.
         """
         loop = asyncio.get_running_loop()
         sequences = [episode.token_ids for episode in episodes]
@@ -124,7 +135,7 @@ class RewardModelScorer:
                 "Train it again with a smaller algorithm.learning_rate, or set "
                 "model.dtype=float32."
             )
-        assert MODEL not in given.parts, "make_scorer tells the functions' parts from it"
+        assert MODEL not in given.parts, "make_scorer keeps this name for the model"
         parts = dict(given.parts)
         if self._function is not None and not parts:
             parts = {FUNCTION: given.reward}
@@ -136,8 +147,8 @@ class RewardModelScorer:
         )
 
 
-def padded(count: int, least: int = 1) -> int:
-    """The power of two that holds `count`."""
+def next_power_of_two(count: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least `count`, and at least `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
@@ -148,8 +159,11 @@ def load_reward_model(
     mesh: Mesh,
     device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
 ) -> RewardModel:
-    """The model in reward.model, on this mesh, in model.dtype. Raises ConfigError where the folder
-    holds none or it reads other tokens than the policy."""
+    """Load the model in reward.model onto this mesh, in model.dtype.
+
+    Raises ConfigError if the folder holds no reward model, or the model reads other tokens than the
+    policy.
+    """
     folder, dtype = Path(section.model or ""), jnp.dtype(model.dtype)
     try:
         spec = load_spec(folder)
@@ -158,8 +172,8 @@ def load_reward_model(
         spec, params = load_head(folder, "reward", where, dtype)
     except CheckpointError as error:
         raise ConfigError(
-            f"reward.model = {folder} is no reward model: {error} run.job=reward_model makes one, "
-            "in runs/NAME/reward_model."
+            f"reward.model = {folder} is not a reward model: {error} run.job=reward_model makes "
+            "one, in runs/NAME/reward_model."
         ) from None
     return RewardModel(
         spec, params, mesh, dtype=dtype, attention=model.attention, device_lock=device_lock
@@ -167,7 +181,7 @@ def load_reward_model(
 
 
 def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError where the model was trained on other token ids than the policy's."""
+    """Raise ConfigError if the model was trained on other token ids than the policy's."""
     remedy = "Train it from the policy's own start, or set data.tokenizer to its tokenizer."
     if tokenizer.vocab_size > spec.vocab:
         raise ConfigError(
@@ -175,11 +189,14 @@ def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
             f"tokenizer has ids up to {tokenizer.vocab_size - 1}. {remedy}"
         )
     if not (folder / "tokenizer.json").is_file():
-        log.warning("%s: no tokenizer.json; that it reads the policy's tokens is unchecked", folder)
+        log.warning(
+            "%s: no tokenizer.json; whether it reads the policy's tokens is not checked", folder
+        )
         return
-    ours, theirs = tokenizer.hf.get_vocab(), load_tokenizer(folder).hf.get_vocab()
-    if ours != theirs:
-        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+    policys, models = tokenizer.hf.get_vocab(), load_tokenizer(folder).hf.get_vocab()
+    if policys != models:
+        union = policys.keys() | models.keys()
+        differing = sorted(k for k in union if policys.get(k) != models.get(k))
         raise ConfigError(
             f"reward.model = {folder} reads other tokens than the policy: {len(differing)} differ, "
             f"the first is {differing[0]!r}. {remedy}"

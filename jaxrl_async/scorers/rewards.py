@@ -1,8 +1,8 @@
-"""Rewards: functions that say how good an answer is, built in or yours. Needs no JAX.
+"""Score answers with reward functions, built in or the user's. Needs no JAX.
 
 group ──> text ──> each function ──> its results ──> Scores ──> weighted sums
-                   (one call for each answer, or one for all; reward_arguments.py says with what,
-                    usercode.py where, results.py what may come back)
+                   (one call for each answer, or one for all; reward_arguments.py: its arguments,
+                    usercode.py: its thread, results.py: its result)
 
 Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
 """
@@ -18,21 +18,21 @@ from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
-from jaxrl_async.scorers.results import MODEL, added, score_of, shown, told_apart
+from jaxrl_async.scorers.results import MODEL, added, distinct_parts, score_of, shown
 from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
 from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[..., Any]
-"""Gives a number, a mapping of parts or a Score, as results.py says; of a group a list of them."""
+"""Returns a number, a mapping of parts or a Score (results.py); for a group, a list of them."""
 
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": math}
 QUICK = (exact, gsm8k)
-"""Built-ins that run where they are called."""
+"""Built-ins that run on the caller's thread."""
 
 
 def find_reward(name: str) -> RewardFunction:
-    """The built-in reward of that name, or the function in FILE.py:FUNCTION. Raises ConfigError."""
+    """Return the built-in reward of that name, or FILE.py:FUNCTION. Raises ConfigError."""
     if name in REWARDS:
         return REWARDS[name]
     if is_own(name):
@@ -57,17 +57,17 @@ class Judge:
 
     @property
     def short_name(self) -> str:
-        """Of the part that its number is: FUNCTION of FILE.py:FUNCTION."""
+        """Name of the part for a plain number: FUNCTION of FILE.py:FUNCTION."""
         return self.name.rpartition(":")[2]
 
     @property
     def where(self) -> str:
-        """For messages about the setting."""
+        """The setting, for the start of messages."""
         return f"reward.function = {self.name!r}"
 
 
 class RewardScorer:
-    """ports.Scorer over reward functions: decodes what the policy drew, calls, checks, adds up."""
+    """ports.Scorer over reward functions: decodes drawn tokens, calls, checks, adds up."""
 
     def __init__(
         self,
@@ -78,9 +78,17 @@ class RewardScorer:
         threads: int = 16,
         taken: Set[str] = frozenset(),
     ) -> None:
-        """`decode` turns drawn tokens into text without special tokens. timeout_s: of one call.
-        threads: for functions that are not async, at most. taken: names of parts that somebody
-        else gives. Functions have names of their own. Raises ConfigError."""
+        """Make a scorer of these functions, which must have distinct short names.
+
+        Args:
+            judges: The functions with their weights.
+            decode: Turns drawn tokens into text without special tokens.
+            timeout_s: Longest time for one call, seconds.
+            threads: Most threads for functions that are not async.
+            taken: Names of parts that other scorers provide.
+
+        Raises ConfigError if a function cannot be called.
+        """
         self._judges = [
             (judge, reward_arguments_of(judge.function, judge.where)) for judge in judges
         ]
@@ -88,16 +96,16 @@ class RewardScorer:
         self._taken = taken
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError where a function asks for what none of these prompts has."""
+        """Raise ConfigError if a function asks for a column that none of these prompts has."""
         prompts = list(prompts)
         for judge, arguments in self._judges:
             arguments.check(prompts, judge.where)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """One score per episode, of all that the policy drew in it.
+        """Score each episode by all tokens that the policy drew in it.
 
-        Raises RolloutError naming function and prompt where one fails, gives what is no reward, or
-        takes longer than timeout_s for a call.
+        Raises RolloutError, naming function and prompt, if a function fails, returns something
+        other than a reward, or takes longer than timeout_s for a call.
         """
         texts = [self._decode(e.token_ids[e.drawn]) for e in episodes]
         by_judge = await side_by_side(
@@ -107,10 +115,10 @@ class RewardScorer:
         names = [judge.short_name for judge, _ in self._judges]
         weights = [judge.weight for judge, _ in self._judges]
         with _about(" and ".join(names), prompt):
-            apart = told_apart(dict(zip(names, by_judge, strict=True)), self._taken)
+            by_function = distinct_parts(dict(zip(names, by_judge, strict=True)), self._taken)
             return tuple(
                 added(list(zip(weights, scores, strict=True)))
-                for scores in zip(*apart, strict=True)
+                for scores in zip(*by_function, strict=True)
             )
 
     async def _judged(
@@ -121,10 +129,10 @@ class RewardScorer:
         texts: Sequence[str],
         prompt: Prompt,
     ) -> list[Score]:
-        """What one function says of each episode."""
+        """Return one function's Score of each episode."""
         if arguments.whole_group:
-            told = {"completions": list(texts), "group": tuple(episodes)}
-            results = await self._called(judge, arguments, prompt, told)
+            answers = {"completions": list(texts), "group": tuple(episodes)}
+            results = await self._called(judge, arguments, prompt, answers)
         else:
             results = await side_by_side(
                 self._called(judge, arguments, prompt, answer_of(episode, text))
@@ -135,10 +143,10 @@ class RewardScorer:
             return [score_of(r, episode) for r, episode in zip(listed, episodes, strict=True)]
 
     async def _called(
-        self, judge: Judge, arguments: RewardArguments, prompt: Prompt, told: Mapping[str, Any]
+        self, judge: Judge, arguments: RewardArguments, prompt: Prompt, answers: Mapping[str, Any]
     ) -> Any:
         with _about(judge.name, prompt):
-            positional, named = arguments.given(prompt, told)
+            positional, named = arguments.given(prompt, answers)
             work = functools.partial(judge.function, *positional, **named)
             if any(judge.function is quick for quick in QUICK):
                 return work()
@@ -146,19 +154,19 @@ class RewardScorer:
                 if is_async(judge.function):
                     return (await run_async(work, self._timeout_s)).get()
                 result = (await self._threads.run(work, self._timeout_s)).get()
-                if inspect.isawaitable(result):  # of a lambda around an async function
+                if inspect.isawaitable(result):  # a lambda around an async function
                     result = (await run_async(lambda: result, self._timeout_s)).get()
                 return result
             except TooLate:
                 what = "the group" if arguments.whole_group else "one answer"
                 raise RolloutTimeout(
                     f"took more than {self._timeout_s:g} s for {what}. Make it quicker or raise "
-                    "reward.timeout_s; an async function must await what it waits for."
+                    "reward.timeout_s; an async function must await whatever it waits for."
                 ) from None
 
 
 class _about:
-    """What is raised inside says which function and prompt it is about."""
+    """Add function and prompt to the message of a RolloutError raised inside."""
 
     def __init__(self, name: str, prompt: Prompt) -> None:
         text = prompt.text if len(prompt.text) <= 60 else prompt.text[:57] + "..."
@@ -173,7 +181,7 @@ class _about:
 
 
 def _one_each(results: Any, count: int) -> list[Any]:
-    """The results of a whole group as a list. A set has no order."""
+    """Return a whole group's results as a list; refuse a set, which has no order."""
     try:
         listed = None if isinstance(results, str | bytes | Mapping | Set) else list(results)
     except TypeError:
@@ -188,15 +196,17 @@ def _one_each(results: Any, count: int) -> list[Any]:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Return whether calling the function returns a coroutine."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def make_scorer(
     section: RewardSection, decode: Callable[[IntArray], str], prompts: Iterable[Prompt] = ()
 ) -> RewardScorer:
-    """The scorer that the configuration asks for. prompts: some, whose columns the functions may
-    ask for. Raises ConfigError."""
+    """Make the configured scorer; the functions may ask for the columns of these sample prompts.
+
+    Raises ConfigError if a function is unknown or cannot be called.
+    """
     judges = [
         Judge(function=find_reward(name), name=name, weight=weight)
         for name, weight in section.weights.items()

@@ -1,4 +1,4 @@
-"""Where a user's reward functions run, each call with a time limit of its own. Needs no JAX.
+"""Run a user's reward functions, each call with its own timeout. Needs no JAX.
 
 rollouts' loop ───┐          ┌─> queue ─> a few daemon threads    plain functions
                   ├─ a call ─┤
@@ -20,28 +20,31 @@ from jaxrl_async.errors import RolloutError, is_the_runs_own_end
 T = TypeVar("T")
 
 MAX_STUCK = 64
-"""Threads of functions that never came back, at most: a thread cannot be stopped."""
+"""Most threads stuck in calls that never returned: a thread cannot be stopped."""
 
 
 class TooLate(Exception):
-    """A call took longer than its limit."""
+    """A call took longer than its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """What a call came to. A result in place of an exception: a future or a task that is given
-    StopIteration, SystemExit or KeyboardInterrupt does something else with it."""
+    """The value or exception of a call.
+
+    The exception travels as a value, because futures and tasks treat StopIteration, SystemExit and
+    KeyboardInterrupt specially.
+    """
 
     value: Any = None
     error: BaseException | None = None
 
     def get(self) -> Any:
-        """The value. Raises RolloutError from the function's exception, of whatever kind."""
+        """Return the value, or raise RolloutError from the function's exception of any kind."""
         if isinstance(self.error, RolloutError):  # a built-in's own
             raise self.error
         if self.error is not None:
-            told = f"raised {type(self.error).__name__}: {_words(self.error)}"
-            raise RolloutError(f"{told}. Correct the function.") from self.error
+            raised = f"raised {type(self.error).__name__}: {_words(self.error)}"
+            raise RolloutError(f"{raised}. Correct the function.") from self.error
         return self.value
 
 
@@ -56,15 +59,15 @@ def _words(error: BaseException) -> str:
 class _Call:
     work: Callable[[], Any]
     settle: Callable[[CallOutcome], None]
-    begun_s: float | None = None
-    over: bool = False  # it has an outcome, or nobody waits for it any more
+    begun_s: float | None = None  # time.monotonic() when a thread began it
+    over: bool = False  # it has an outcome, or its caller gave it up
 
 
 class Threads:
-    """At most `most` daemon threads that make calls one after another. Any thread, any loop.
+    """At most `most` daemon threads that make calls, for any thread and any event loop.
 
-    A call that is given up keeps its thread until it comes back, and another takes its place;
-    MAX_STUCK of them at most. Threads without work end.
+    A call that timed out keeps its thread until it returns, and another thread replaces it; at most
+    MAX_STUCK threads are kept so. Threads without work end.
     """
 
     def __init__(self, most: int) -> None:
@@ -74,12 +77,12 @@ class Threads:
         self.stuck: set[_Call] = set()
 
     async def run(self, work: Callable[[], Any], timeout_s: float) -> CallOutcome:
-        """What `work` came to. Raises TooLate timeout_s after a thread has begun it."""
+        """Run `work` on a thread; raise TooLate `timeout_s` seconds after the thread began it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CallOutcome] = loop.create_future()
 
         def settle(outcome: CallOutcome) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended: no caller waits
                 loop.call_soon_threadsafe(_give, done, outcome)
 
         call = _Call(work, settle)
@@ -99,14 +102,14 @@ class Threads:
         with self._lock:
             if len(self.stuck) >= MAX_STUCK:
                 raise RolloutError(
-                    f"is not called: {len(self.stuck)} earlier calls have not come back, and no "
-                    "further one is begun. Give what the function waits for a time limit."
+                    f"is not called: {len(self.stuck)} earlier calls have not returned, and no "
+                    "further call is made. Give whatever the function waits for a timeout."
                 )
             self._waiting.append(call)
             self._hire()
 
     def _hire(self) -> None:
-        """One more thread, where there is work for it and room. Under the lock."""
+        """Start one more thread if there is work and room for it. Called under the lock."""
         if self._waiting and self._serving < self._most:
             self._serving += 1
             threading.Thread(target=self._serve, name="reward", daemon=True).start()
@@ -121,15 +124,15 @@ class Threads:
                 call.begun_s = time.monotonic()
             outcome = _outcome(call.work)
             with self._lock:
-                if call.over:  # given up: another thread is in this one's place
+                if call.over:  # given up: another thread has replaced this one
                     self.stuck.discard(call)
                     return
                 call.over = True
             call.settle(outcome)
-            del call, outcome  # a thread that waits holds nobody's arrays
+            del call, outcome  # an idle thread must not keep arrays alive
 
     def _give_up(self, call: _Call) -> None:
-        """Nobody waits for this call any more; nothing where it is over."""
+        """Abandon a call whose caller no longer waits; does nothing if the call is over."""
         with self._lock:
             if call.over:
                 return
@@ -150,21 +153,21 @@ def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
 def _outcome(work: Callable[[], Any]) -> CallOutcome:
     try:
         return CallOutcome(work())
-    except BaseException as error:  # of a thread of ours: no exception is meant for anybody else
+    except BaseException as error:  # on our own thread: every exception belongs to the call
         return CallOutcome(error=error)
 
 
 async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> CallOutcome:
-    """What a user's coroutine came to, on the loop for them. Raises TooLate after timeout_s.
+    """Run a user's coroutine on the loop for user code; raise TooLate after `timeout_s` seconds.
 
-    All coroutines of the process are on that one loop, so that a session or a semaphore that a
-    user's file keeps serves training, evaluation and the next run alike.
+    All user coroutines of the process share that loop, so that a session or semaphore kept in a
+    user's file works for training, evaluation and the next run.
     """
     running = asyncio.run_coroutine_threadsafe(_awaited(work), _own_loop())
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(running)
-    except TimeoutError:  # nothing else here raises one: what the function raises is an Outcome
+    except TimeoutError:  # only the timeout raises it: the function's own is in the outcome
         raise TooLate from None
 
 
@@ -185,7 +188,7 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 
 async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """All results in order, or the first exception; then nobody waits for the others."""
+    """Return all results in order, or raise the first exception and cancel the others."""
     failed: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,13 +1,13 @@
-"""Time that passes only when a test says so."""
+"""A clock whose time passes only when a test advances it."""
 
 import heapq
 from asyncio import Future, get_running_loop
 
 
 class VirtualClock:
-    """A ports.Clock. Reading it moves it by `tick_s`; `advance` moves it and wakes sleepers.
+    """A ports.Clock. Each reading adds `tick_s`; `advance` adds more and wakes sleepers.
 
-    For one thread: an asyncio test advances the clock from the loop that its sleepers run on.
+    For one thread: an asyncio test advances the clock on the loop on which its sleepers run.
     """
 
     def __init__(self, *, start_s: float = 0.0, tick_s: float = 0.0) -> None:
@@ -16,13 +16,13 @@ class VirtualClock:
         self._slept = 0
 
     def __call__(self) -> float:
-        """Seconds since some moment."""
+        """Return the seconds since an arbitrary moment."""
         now_s = self.now_s
         self.now_s += self._tick_s
         return now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass: sleepers wake in the order of their hours, ties in the order of asking."""
+        """Let time pass: sleepers wake in order of their wake-up time, ties in order of sleep()."""
         assert seconds >= 0, "time does not run backwards"
         self.now_s += seconds
         while self._sleepers and self._sleepers[0][0] <= self.now_s:
@@ -32,11 +32,11 @@ class VirtualClock:
 
     @property
     def sleeping(self) -> bool:
-        """Whether anybody waits for the clock."""
+        """Whether a sleeper waits for the clock."""
         return any(not sleeper.done() for _, _, sleeper in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
-        """Return once the clock has been advanced by so much."""
+        """Return once the clock has been advanced by `seconds`."""
         if seconds <= 0:
             return
         sleeper: Future[None] = get_running_loop().create_future()

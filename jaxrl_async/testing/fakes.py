@@ -1,4 +1,4 @@
-"""Doubles that replay a script: the seams of ports.py without a model, a device or a thread."""
+"""Replay a script behind the ports of ports.py, without a model, a device or a thread."""
 
 import asyncio
 import threading
@@ -13,6 +13,7 @@ from jaxrl_async.types import (
     Completion,
     Episode,
     EpisodeGroup,
+    Partial,
     Prompt,
     Request,
     Score,
@@ -26,13 +27,13 @@ LOGPROB = -1.0
 
 
 def make_prompt(prompt_id: int = 0, *, token_ids: Sequence[int] = (1, 2), text: str = "") -> Prompt:
-    """A prompt whose position in the stream is its id."""
+    """Make a prompt whose position in the stream is its id."""
     ids = np.array(token_ids, np.int32)
     return Prompt(prompt_id=prompt_id, position=prompt_id, token_ids=ids, text=text, reference="")
 
 
 def make_episode(versions: Sequence[int], *, prompt_tokens: int = 2) -> Episode:
-    """One turn that drew len(versions) tokens, each by the weights of its version."""
+    """Make an episode of one turn that drew a token by each of these versions."""
     length = prompt_tokens + len(versions)
     drawn = np.arange(length) >= prompt_tokens
     return Episode(
@@ -45,8 +46,10 @@ def make_episode(versions: Sequence[int], *, prompt_tokens: int = 2) -> Episode:
 
 
 def make_group(ticket: Ticket, *versions: Sequence[int]) -> EpisodeGroup:
-    """A finished group, one episode for each sequence of versions; one token of the ticket's where
-    none is given. Rewards are 0, 1, 2, ..."""
+    """Make a finished group with one episode for each sequence of versions and rewards 0, 1, 2, ...
+
+    Without versions, it has one episode of one token of the ticket's version.
+    """
     episodes = tuple(make_episode(v) for v in versions or ([ticket.version],))
     scores = tuple(Score(reward=float(i)) for i in range(len(episodes)))
     prompt = make_prompt(ticket.group)
@@ -54,12 +57,14 @@ def make_group(ticket: Ticket, *versions: Sequence[int]) -> EpisodeGroup:
 
 
 class ScriptedGenerate:
-    """A ports.Generate that answers each request with the tokens written for its id.
+    """A ports.Generate that answers each request with the tokens scripted for its id.
 
-    The answer comes on the loop's next turn, or when finish() says so with hold=True. An exception
-    in place of tokens is raised from the future. `version` is that of all tokens, and may be set
-    between two requests. `requests` keeps what was asked, one tuple for each call.
+    The answer comes on the next iteration of the event loop, or with hold=True when finish() is
+    called. A scripted exception is raised from the future. `version` is the version of all tokens
+    and may be set between requests. `requests` records the requests, one tuple for each call.
     """
+
+    seed: int | None = None  # it continues no Partial
 
     def __init__(
         self,
@@ -72,18 +77,23 @@ class ScriptedGenerate:
         self.requests: list[tuple[Request, ...]] = []
         self._held: dict[str, tuple[Request, Future[Completion]]] = {}
 
-    def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """See ports.Generate. Raises RolloutError for an id that is not in the script."""
-        unknown = [r.request_id for r in requests if r.request_id not in self._script]
+    def progress(self) -> tuple[Partial, ...]:
+        """Implement ports.Generate: a script is not drawn bit by bit."""
+        return ()
+
+    def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
+        """Implement ports.Generate. Raises RolloutError for an id that is not in the script."""
+        asked = [r.request if isinstance(r, Partial) else r for r in requests]
+        unknown = [r.request_id for r in asked if r.request_id not in self._script]
         if unknown:
             raise RolloutError(
                 f"the script has no answer to request {unknown[0]!r} (it has "
                 f"{', '.join(self._script)}). Add one."
             )
-        self.requests.append(tuple(requests))
+        self.requests.append(tuple(asked))
         loop = asyncio.get_running_loop()
-        futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
-        for request, future in zip(requests, futures, strict=True):
+        futures: list[Future[Completion]] = [loop.create_future() for _ in asked]
+        for request, future in zip(asked, futures, strict=True):
             self._held[request.request_id] = (request, future)
             if not self._hold:
                 loop.call_soon(self.finish, request.request_id)
@@ -102,12 +112,12 @@ class ScriptedGenerate:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Ids of requests that have no answer yet, in the order of asking."""
+        """Ids of unanswered requests, in the order in which they came."""
         return tuple(self._held)
 
 
 def make_completion(request: Request, token_ids: Sequence[int], *, version: int = 0) -> Completion:
-    """These tokens as the answer, cut at max_new_tokens; EOS where the last is a stop token."""
+    """Make a completion of these tokens, cut at max_new_tokens; EOS if it ends in a stop token."""
     ids = np.array(token_ids[: request.max_new_tokens], np.int32)
     stopped = len(ids) > 0 and int(ids[-1]) in request.stop_token_ids
     return Completion(
@@ -120,9 +130,9 @@ def make_completion(request: Request, token_ids: Sequence[int], *, version: int 
 
 
 class ScriptedScorer:
-    """A ports.Scorer that gives the rewards written for a prompt's id, 0 where there are none.
+    """A ports.Scorer that returns the rewards scripted for a prompt's id, or 0 if there are none.
 
-    An exception in place of rewards is raised. `scored` keeps prompt ids in the order of asking.
+    A scripted exception is raised. `scored` records prompt ids in the order of the calls.
     """
 
     def __init__(self, script: Mapping[int, Sequence[float] | BaseException]) -> None:
@@ -130,7 +140,7 @@ class ScriptedScorer:
         self.scored: list[int] = []
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """See ports.Scorer."""
+        """Implement ports.Scorer."""
         self.scored.append(prompt.prompt_id)
         rewards = self._script.get(prompt.prompt_id, [0.0] * len(episodes))
         if isinstance(rewards, BaseException):
@@ -140,9 +150,9 @@ class ScriptedScorer:
 
 
 class ScriptedWeights:
-    """A ports.WeightSource that hands out one update of the script per `step()`.
+    """A ports.WeightSource that gives one update of the script per `step()`.
 
-    `lived` keeps the versions that the sampler has said to draw from.
+    `lived` records the versions that the sampler reported as live.
     """
 
     def __init__(self, updates: Sequence[VersionedParams]) -> None:
@@ -162,10 +172,17 @@ class ScriptedWeights:
         self._wake = wake
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """See ports.WeightSource."""
+        """Implement ports.WeightSource."""
         staged, self._staged = self._staged, None
         return staged
 
     def live(self, version: int) -> None:
-        """See ports.WeightSource."""
+        """Implement ports.WeightSource."""
         self.lived.append(version)
+
+    def leave(self) -> None:
+        """Implement ports.WeightSource: nobody waits here."""
+
+    def rejoin(self) -> "ScriptedWeights":
+        """Implement ports.WeightSource: the next sampler goes on in the script."""
+        return self

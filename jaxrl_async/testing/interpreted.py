@@ -1,4 +1,4 @@
-"""Pallas TPU kernels on a machine without a TPU: their numbers, not their speed."""
+"""Run Pallas TPU kernels without a TPU, for their numbers, not their speed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
-    """Kernels that are traced inside, in any thread, run in Pallas' interpreter.
+    """Run kernels traced inside, on any thread, in Pallas' interpreter.
 
-    That is the one that turns a kernel into plain XLA: the other, which simulates a TPU's memory,
-    cannot reshape a reference (jax 0.10.2), as ragged paged attention does. It asks each index of a
-    store for its shape, which Python integers lack there; they are scalars. It also forgets what a
-    grid step wrote to scalars, so ragged paged attention is right only where one step does all: at
-    most 32 query tokens, and on a device up to 4 (float32) or 8 (bfloat16) kv heads.
+    This is the interpreter that turns a kernel into plain XLA. (The other one, which simulates a
+    TPU's memory, cannot reshape a reference in jax 0.10.2, as ragged paged attention does.) It asks
+    each index of a store for its shape, which Python integers lack, so they get one here. It also
+    forgets what a grid step wrote to scalars, so ragged paged attention is right only if one grid
+    step does all: at most 32 query tokens, and 4 (float32) or 8 (bfloat16) kv heads per device.
     """
     integer: Any = TypedInt
     integer.shape = ()

@@ -1,5 +1,6 @@
-"""Faults for a run that is assembled and not started: each function breaks one part, once or a few
-times, while the run goes on. For tests and for benchmarks/faults.py.
+"""Inject faults into a run: each function breaks one part, once or a few times, while it runs.
+
+For tests and for benchmarks/faults.py.
 
     with injected(sampler_dies(after=20), scorer_raises(times=2)):
         train(config)
@@ -19,17 +20,18 @@ import numpy as np
 
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
+from jaxrl_async.types import Episode, Prompt, Score
 
 Fault = Callable[[Parts], None]
-"""Breaks a part of a run before it starts."""
+"""Breaks a part of an assembled run before it starts."""
 
 LONG_S = 3600.0
-"""How long what hangs would hang, seconds."""
+"""How long an injected hang lasts, seconds."""
 
 
 @contextmanager
 def injected(*faults: Fault) -> Iterator[list[Parts]]:
-    """Every run that begins inside is broken so; the parts of each are in the list."""
+    """Inject these faults into every run started inside; the list receives each run's parts."""
     made: list[Parts] = []
     assemble: Any = vars(loop)["assemble"]
 
@@ -45,8 +47,7 @@ def injected(*faults: Fault) -> Iterator[list[Parts]]:
 
 
 class Hits:
-    """When a fault struck, seconds of time.monotonic; it strikes `times` times, after the first
-    `after` calls."""
+    """Strike `times` calls after the first `after`; `at` records when (time.monotonic seconds)."""
 
     def __init__(self, *, after: int = 0, times: int = 1) -> None:
         self.at: list[float] = []
@@ -54,7 +55,7 @@ class Hits:
         self._lock = threading.Lock()
 
     def strikes(self) -> bool:
-        """Whether this call is hit."""
+        """Return whether the fault strikes this call."""
         with self._lock:
             self._calls += 1
             hit = self._after < self._calls and len(self.at) < self._times
@@ -67,7 +68,7 @@ class Hits:
 
 
 def sampler_dies(hits: Hits, *, index: int = 0) -> Fault:
-    """An exception on a sampler's thread, at a block."""
+    """Raise an exception on a sampler's thread, in a block."""
 
     def strike() -> None:
         raise RuntimeError("injected: the sampler dies")
@@ -76,18 +77,20 @@ def sampler_dies(hits: Hits, *, index: int = 0) -> Fault:
 
 
 def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault:
-    """A sampler's thread that stands still in a block. Until it is taken out, a sampler that does
-    nothing for `notice_s` seconds counts as hanging."""
+    """Let a sampler's thread hang in a block.
+
+    Until that sampler is replaced, any sampler without a block for `notice_s` seconds counts as
+    hanging.
+    """
 
     def fault(parts: Parts) -> None:
         def strike() -> None:
-            mine = threading.current_thread()
-            sampler = next(s for s in parts.sampler.samplers if s._thread is mine)
-            limits = parts.sampler._limits
-            parts.sampler._limits = replace(limits, hang_s=notice_s)
-            while not sampler._closed:
+            fleet = parts.sampler.fleet
+            limits = fleet.limits
+            fleet.limits = replace(limits, hang_s=notice_s)
+            while fleet.seats[index].at_work:
                 time.sleep(0.01)
-            parts.sampler._limits = limits
+            fleet.limits = limits
             threading.Event().wait(LONG_S)
 
         _at_block(hits, index, strike)(parts)
@@ -97,13 +100,14 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 
 def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     def fault(parts: Parts) -> None:
-        engine = parts.sampler.samplers[index].engine  # its successors have it too
+        sampler: Any = parts.sampler.samplers[index]
+        engine = sampler.engine  # its successors have it too
         generate = engine.generate
 
-        def broken(*args: Any, **how: Any) -> Any:
+        def broken(*args: Any, **settings: Any) -> Any:
             if hits.strikes():
                 strike()
-            return generate(*args, **how)
+            return generate(*args, **settings)
 
         engine.generate = broken
 
@@ -111,18 +115,28 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
 
 
 def completions_are_nan(hits: Hits) -> Fault:
-    """Log-probs that are NaN, from whichever sampler."""
+    """Log-probs that are NaN, from any replica and its successors."""
+
+    def spoil(answer: Any) -> None:
+        if not answer.cancelled() and answer.exception() is None and hits.strikes():
+            answer.result().logprobs[:] = np.nan
+
+    def spoiled(replica: Any) -> Any:
+        kind = type(replica)
+
+        def broken(requests: Any) -> Any:
+            answers = kind.start_many(replica, requests)
+            for answer in answers:
+                answer.add_done_callback(spoil)  # called before the router's own
+            return answers
+
+        replica.start_many = broken
+        replica.successor = lambda: spoiled(kind.successor(replica))
+        return replica
 
     def fault(parts: Parts) -> None:
-        router: Any = parts.sampler
-        answered = router._answered
-
-        def broken(index: int, job: Any, inner: Any) -> None:
-            if not inner.cancelled() and inner.exception() is None and hits.strikes():
-                inner.result().logprobs[:] = np.nan
-            answered(index, job, inner)
-
-        router._answered = broken
+        for replica in parts.sampler.samplers:
+            spoiled(replica)
 
     return fault
 
@@ -131,7 +145,7 @@ def completions_are_nan(hits: Hits) -> Fault:
 
 
 def scorer_raises(hits: Hits) -> Fault:
-    """A scorer that fails."""
+    """Let the scorer raise."""
 
     async def strike(score: Callable[[], Any]) -> Any:
         raise RuntimeError("injected: the scorer fails")
@@ -140,7 +154,7 @@ def scorer_raises(hits: Hits) -> Fault:
 
 
 def scorer_hangs(hits: Hits) -> Fault:
-    """A scorer that does not come back."""
+    """Let the scorer hang."""
 
     async def strike(score: Callable[[], Any]) -> Any:
         await asyncio.sleep(LONG_S)
@@ -149,7 +163,7 @@ def scorer_hangs(hits: Hits) -> Fault:
 
 
 def scores_are(hits: Hits, change: Callable[[Any], Any]) -> Fault:
-    """A scorer whose scores are changed before they are given back."""
+    """Change the scorer's scores before it returns them."""
 
     async def strike(score: Callable[[], Any]) -> Any:
         return change(await score())
@@ -159,26 +173,28 @@ def scores_are(hits: Hits, change: Callable[[Any], Any]) -> Fault:
 
 def _scorer(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._scorer
-        inner = guard._scorer
+        guard = parts.scorers.training
+        inner = guard.scorer
 
-        async def broken(*args: Any) -> Any:
-            return await (strike(lambda: inner(*args)) if hits.strikes() else inner(*args))
+        async def broken(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+            if not hits.strikes():
+                return await inner(episodes, prompt)
+            scores: tuple[Score, ...] = await strike(lambda: inner(episodes, prompt))
+            return scores
 
-        guard._scorer = broken
+        guard.scorer = broken
 
     return fault
 
 
 def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
-    """An environment whose reply is what `strike` returns, awaited."""
+    """Replace an environment's reply by the awaited result of `strike`."""
 
     def fault(parts: Parts) -> None:
-        guard: Any = parts.rollouts._make_env
-        make = guard._make_env
+        make = parts.envs.make_env
 
         def broken(prompt: Any) -> Any:
-            env = make(prompt)
+            env: Any = make(prompt)
             step = env.step
 
             async def reply(*args: Any) -> Any:
@@ -187,13 +203,13 @@ def env_replies(hits: Hits, strike: Callable[[], Any]) -> Fault:
             env.step = reply
             return env
 
-        guard._make_env = broken
+        parts.envs.make_env = broken
 
     return fault
 
 
 async def forever() -> None:
-    """For env_replies: no reply."""
+    """Never reply, for env_replies."""
     await asyncio.sleep(LONG_S)
 
 
@@ -201,7 +217,7 @@ async def forever() -> None:
 
 
 def transfer_fails(hits: Hits) -> Fault:
-    """Copies to the last sampler that cannot be started."""
+    """Refuse to start a copy of weights to the last sampler."""
 
     def strike(move: Callable[[], Any]) -> Any:
         raise RuntimeError("injected: the copy cannot be started")
@@ -210,7 +226,7 @@ def transfer_fails(hits: Hits) -> Fault:
 
 
 def transfer_tears(hits: Hits) -> Fault:
-    """Copies to the last sampler in which one array is not what was sent."""
+    """Change one array of a copy of weights to the last sampler."""
 
     def strike(move: Callable[[], Any]) -> Any:
         leaves, tree = jax.tree.flatten(move())
@@ -222,15 +238,15 @@ def transfer_tears(hits: Hits) -> Fault:
 
 def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
-        end: Any = parts.channel._ends[-1]
-        move = end.move
-        end.move = lambda held: strike(lambda: move(held)) if hits.strikes() else move(held)
+        link: Any = parts.channel.links[-1]
+        move = link.move
+        link.move = lambda cast: strike(lambda: move(cast)) if hits.strikes() else move(cast)
 
     return fault
 
 
 def out_of_memory(hits: Hits) -> Fault:
-    """Passes of the trainer's update for which memory does not suffice."""
+    """Let a pass of the trainer's update run out of memory."""
 
     def fault(parts: Parts) -> None:
         step: Any = parts.trainer.learner._step
@@ -247,7 +263,7 @@ def out_of_memory(hits: Hits) -> Fault:
 
 
 def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
-    """An update that does not come back; the watchdog waits for so long from then on."""
+    """Let an update hang; from then on the watchdog waits `bark_s` seconds."""
 
     def fault(parts: Parts) -> None:
         learner: Any = parts.trainer.learner
@@ -255,7 +271,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
-                parts.watchdog._limit_s = bark_s
+                parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
             return learn(*args)
 
@@ -265,7 +281,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
 
 def all_of(faults: Sequence[Fault]) -> Fault:
-    """Several at once."""
+    """Inject several faults."""
 
     def fault(parts: Parts) -> None:
         for one in faults:

@@ -1,10 +1,10 @@
-"""A run's moving parts without threads, devices or time: each moves when it is told, and only then.
+"""Step a run's moving parts one by one, without threads, devices or time.
 
-    SteppedLoop     an event loop: run_ready() runs what is ready, and calls for other threads wait
-    MemorySampler   decodes a block at a time from weights that may change between two of them
-    Transfer        weights on their way to a sampler, which arrive when told
+    SteppedLoop     an event loop: run_ready() runs what is ready; calls to other threads wait
+    MemorySampler   decodes a block at a time from weights that may change between two blocks
+    Transfer        weights in transfer to a sampler, which arrive when the test says so
 
-Whoever drives them has the order of events in hand: any interleaving can be played, and again.
+The test decides the order of events, so that it can play any interleaving, and play it again.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from jaxrl_async.types import Completion, Partial, Request, StopReason
 class SteppedLoop(asyncio.AbstractEventLoop):
     """Just enough of an event loop for tasks, futures and asyncio.to_thread.
 
-    What is sent to another thread waits in `calls` until call() does it: blocking is the caller's
-    choice. `errors` keeps what nobody has caught.
+    A call to another thread waits in `calls` until call() makes it, so the test decides when it
+    may block. `errors` records uncaught exceptions.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         self.errors: list[dict[str, Any]] = []
 
     def run_ready(self) -> None:
-        """Run until nothing can go on without something from outside."""
+        """Run until every task waits for an outside event."""
         asyncio._set_running_loop(self)
         try:
             while self._ready:
@@ -47,7 +47,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def call(self) -> None:
-        """Do the oldest call that was sent to another thread, and whatever goes on from there."""
+        """Make the oldest call to another thread, and run whatever it makes ready."""
         function, future = self.calls.popleft()
         try:
             result = function()
@@ -78,16 +78,16 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Handle:
-        """See asyncio; there is one thread."""
+        """See asyncio; there is only one thread."""
         return self.call_soon(callback, *args, context=context)
 
     def create_future(self) -> Future[Any]:
         """See asyncio."""
         return Future(loop=self)
 
-    def create_task(self, coro: Coroutine[Any, Any, Any], **how: Any) -> Task[Any]:  # type: ignore[override]
+    def create_task(self, coro: Coroutine[Any, Any, Any], **options: Any) -> Task[Any]:  # type: ignore[override]
         """See asyncio."""
-        return Task(coro, loop=self, **how)
+        return Task(coro, loop=self, **options)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
@@ -116,14 +116,14 @@ class SteppedLoop(asyncio.AbstractEventLoop):
 
 @dataclass(slots=True)
 class Transfer:
-    """One array of weights on its way: it has arrived once `ready` is set."""
+    """One array of weights in transfer: it has arrived once `ready` is set."""
 
     version: int
     ready: bool = False
     nbytes: int = 4
 
     def is_ready(self) -> bool:
-        """As jax.Array's."""
+        """Return whether the array has arrived, as jax.Array does."""
         return self.ready
 
 
@@ -131,15 +131,14 @@ class Transfer:
 class _Running:
     request: Request
     future: Future[Completion]
-    length: int  # tokens that it will draw
+    length: int  # tokens to draw
     versions: list[int] = field(default_factory=list)
 
 
 class MemorySampler:
-    """A ports.Generate that draws `block` tokens for each of `places` requests at each round().
+    """A ports.Generate that draws `block` tokens for each of `places` requests per round().
 
-    A token's version is that of the weights its round began with. Requests under way can be saved
-    (ports.SavesProgress).
+    A token's version is that of the weights its round began with. Running requests can be saved.
     """
 
     seed = 0
@@ -153,19 +152,14 @@ class MemorySampler:
         block: int = 2,
         places: int = 4,
     ) -> None:
-        """length: how many tokens a request draws. version: of the weights at the start."""
+        """Make a sampler; `length` returns how many tokens a request draws."""
         self._weights, self._length, self.version = weights, length, version
         self._block, self.places = block, places
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
 
-    @property
-    def engine(self) -> "MemorySampler":
-        """Where a Router looks for `places`."""
-        return self
-
     def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """See ports.Generate."""
+        """Implement ports.Generate."""
         loop = asyncio.get_running_loop()
         futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
         for given, future in zip(requests, futures, strict=True):
@@ -178,7 +172,7 @@ class MemorySampler:
         return futures
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.SavesProgress."""
+        """Implement ports.Generate."""
         return tuple(
             Partial(
                 request=one.request,
@@ -192,7 +186,7 @@ class MemorySampler:
         )
 
     def round(self) -> None:
-        """What a sampler does between two blocks, and one block."""
+        """Do what a sampler does between two blocks, then one block."""
         self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
         self.running = [r for r in self.running if not r.future.cancelled()]
         update = self._weights.poll()
@@ -210,14 +204,14 @@ class MemorySampler:
             one.future.set_result(_completion(one))
 
     def fail(self, index: int, error: Exception) -> None:
-        """Give a running request up."""
+        """Fail a running request."""
         future = self.running.pop(index).future
         if not future.done():  # cancelled since the last round
             future.set_exception(error)
 
 
 def _completion(one: _Running) -> Completion:
-    """Ends with the first stop token where there is one."""
+    """Make a completion; it ends with the first stop token if the request has one."""
     stops, n = one.request.stop_token_ids, one.length
     token_ids = np.arange(100, 100 + n, dtype=np.int32)
     token_ids[-1:] = stops[:1] or token_ids[-1:]

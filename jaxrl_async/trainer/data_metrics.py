@@ -1,5 +1,7 @@
-"""What one step's groups say about the policy and the data: pure, host side, names as in
-METRICS."""
+"""Metrics of one step's groups: about the policy and the data. Pure, host side.
+
+Names as in metrics.metric.METRICS.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,9 +16,13 @@ def group_measures(
     version: int,
     kl: Sequence[Sequence[FloatArray]] | None = None,
 ) -> dict[str, float]:
-    """Rewards, lengths and staleness of the groups trained on at `version`.
+    """Report rewards, lengths and staleness of a step's groups.
 
-    kl: per group and episode [length], the divergence from what drew each token; None: not known.
+    Args:
+        groups: the groups trained on.
+        version: the policy version that learns.
+        kl: the divergence from the policy that drew each token, per group and episode [length].
+            None: not known.
     """
     episodes = [e for g in groups for e in g.episodes]
     rewards = np.array([s.reward for g in groups for s in g.scores], np.float64)
@@ -38,21 +44,21 @@ def group_measures(
 
 
 def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """Mean of each named part of the reward."""
+    """Report the mean of each named part of the reward."""
     names = sorted({name for g in groups for s in g.scores for name in s.parts})
     scores = [s for g in groups for s in g.scores]
     return {f"reward/{n}": float(np.mean([s.parts.get(n, 0.0) for s in scores])) for n in names}
 
 
 def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """How many tokens each one was drawn from; nothing where no masks came along."""
+    """Report how many tokens each token was drawn from; nothing without sampling masks."""
     masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
     drawn = sum(len(m.starts) - 1 for m in masks)
     return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
 
 
 def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
-    """Histogram of drawn tokens per lag (trainer's version minus the token's), and its moments."""
+    """Report drawn tokens by lag (trainer's version minus the token's): mean, max and counts."""
     drawn = np.concatenate([version - e.versions[e.drawn] for g in groups for e in g.episodes])
     if not len(drawn):
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
@@ -67,7 +73,7 @@ def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, flo
 def _by_lag(
     groups: Sequence[EpisodeGroup], version: int, kl: Sequence[Sequence[FloatArray]] | None
 ) -> dict[str, float]:
-    """Of the drawn tokens of each lag: mean reward and length of their episodes, and mean KL."""
+    """Report for each lag the mean reward and length of the tokens' episodes, and the mean KL."""
     pairs = [(e, s.reward) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)]
     episodes, counts = [e for e, _ in pairs], [e.num_drawn for e, _ in pairs]
     columns = {
@@ -88,8 +94,11 @@ def _by_lag(
 def drop_measures(
     dropped: Iterable[tuple[EpisodeGroup, Drop]], *, trained: int
 ) -> dict[str, float]:
-    """Finished groups dropped in this step: by reason, as a share beside the `trained` ones, their
-    tokens, and the mean length of their answers (a bias shows here)."""
+    """Report the finished groups that were dropped in this step.
+
+    By reason, as a share of all finished groups (`trained` ones included), their tokens, and the
+    mean length of their answers, which shows a bias.
+    """
     dropped = list(dropped)
     counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
     lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]

@@ -29,7 +29,7 @@ from jaxrl_async.types import (
     PackedBatch,
 )
 
-Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of what is learnt
+Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of learnt tokens
 
 PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
 """The columns of PackedBatch."""
@@ -37,16 +37,16 @@ PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from; the first token is never masked, since nothing predicts it."""
+    """One sequence to learn from; its first token is never learnt, since nothing predicts it."""
 
     token_ids: IntArray  # [length] int32
-    mask: BoolArray  # [length] True where the token is to be learnt
+    mask: BoolArray  # [length] True where the token is learnt
     behavior_logprobs: FloatArray  # [length] float32
     versions: IntArray  # [length] int32
     advantages: FloatArray  # [length] float32
-    group: int | None = None  # place of its group in the step; None: a group of its own
-    supervised: bool = False  # a worked answer beside the policy's own: mask says which tokens
-    drawn: BoolArray | None = None  # [length] what `kept` speaks of; None: the mask
+    group: int | None = None  # index of its group in the step; None: a group of its own
+    supervised: bool = False  # a worked answer: its mask is learnt by likelihood
+    drawn: BoolArray | None = None  # [length] tokens that `kept` describes; None: the mask
     kept: KeptTokens | None = None  # of the drawn tokens
     expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
 
@@ -168,7 +168,7 @@ def fits(group: EpisodeGroup, row_length: int) -> bool:
 
 
 def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
-    """Split into batches of exactly `rows` rows, the last filled with empty ones; at least one."""
+    """Split into batches of exactly `rows` rows, the last filled with padding; at least one."""
     columns = {
         c.name: split(getattr(batch, c.name), rows, c.fill)
         for c in PACKED

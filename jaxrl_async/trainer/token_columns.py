@@ -1,4 +1,4 @@
-"""What the sampler chose from, as arrays beside the packed tokens: NumPy, pure."""
+"""The sampler's choices as arrays beside the packed tokens: masks and expert ids. NumPy, pure."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ from jaxrl_async.types import BoolArray, IntArray, KeptTokens
 
 
 class Routing(NamedTuple):
-    """What the experts of a token look like, all layers together."""
+    """The shape of a token's expert ids."""
 
     layers: int
     chosen: int  # in each layer
-    dtype: Any  # of their ids: model.moe.id_dtype
+    dtype: Any  # of the ids: model.moe.id_dtype
 
 
 class SamplerColumns(NamedTuple):
@@ -31,36 +31,41 @@ NO_SAMPLER_COLUMNS = SamplerColumns()
 def sequence_bits(
     kept: KeptTokens | None, token_ids: IntArray, drawn: BoolArray, vocab: int
 ) -> NDArray[np.uint8]:
-    """[length, ceil(vocab / 8)] sampling masks as in PackedBatch.kept.
+    """Return a sequence's sampling masks [length, ceil(vocab / 8)], as in PackedBatch.kept.
 
-    kept: of the drawn tokens, in order. Raises DataError where it is missing, does not fit, or
-    refuses a token that was drawn.
+    Raise DataError if the masks are missing, do not fit, or exclude a token that was drawn.
+
+    Args:
+        kept: the masks of the drawn tokens, in order.
+        token_ids: [length].
+        drawn: [length].
+        vocab: size of the vocabulary.
     """
     places = np.flatnonzero(drawn)
     bits = np.full((len(token_ids), -(-vocab // 8)), ALL_BITS, np.uint8)
     if not len(places):
         return bits
     if kept is None or len(kept.starts) - 1 != len(places):
-        told = "no tokens" if kept is None else f"{len(kept.starts) - 1} tokens"
+        masked = "no tokens" if kept is None else f"{len(kept.starts) - 1} tokens"
         raise DataError(
-            f"an episode with {len(places)} drawn tokens has sampling masks for {told}. "
+            f"an episode with {len(places)} drawn tokens has sampling masks for {masked}. "
             "algorithm.keep_sampling_mask needs a sampler that gives Completion.kept for every "
             "token; set it to false for any other."
         )
     bits[places] = mask_bits(kept, vocab)
     targets = token_ids[places]
-    refused = np.flatnonzero((bits[places, targets >> 3] >> (targets & 7)) & 1 == 0)
-    if len(refused):
+    excluded = np.flatnonzero((bits[places, targets >> 3] >> (targets & 7)) & 1 == 0)
+    if len(excluded):
         raise DataError(
-            f"token {targets[refused[0]]} at place {places[refused[0]]} of an episode was drawn, "
-            "but its sampling mask refuses it. The sampler's Completion.kept must hold what was "
-            "drawn; correct the sampler or set algorithm.keep_sampling_mask=false."
+            f"token {targets[excluded[0]]} at index {places[excluded[0]]} of an episode was drawn, "
+            "but its sampling mask excludes it. The sampler's Completion.kept must contain every "
+            "drawn token; correct the sampler or set algorithm.keep_sampling_mask=false."
         )
     return bits
 
 
 def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
-    """[drawn, ceil(vocab / 8)] uint8, as np.packbits(mask, bitorder="little") of each token."""
+    """Return each token's mask as np.packbits(mask, bitorder="little") does: [drawn, bytes]."""
     if len(kept.ids) and not 0 <= kept.ids.min() <= kept.ids.max() < vocab:
         raise DataError(
             f"a sampling mask holds token ids from {kept.ids.min()} to {kept.ids.max()}, but the "
@@ -83,8 +88,11 @@ def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
 
 
 def sequence_experts(expert_ids: IntArray | None, length: int, routing: Routing) -> IntArray:
-    """[length, layers, k] as in PackedBatch.expert_ids; UNKNOWN_EXPERT everywhere where a sequence
-    has none (nothing was drawn, or a worked answer). Raises DataError where they do not fit."""
+    """Return a sequence's expert ids [length, layers, k], as in PackedBatch.expert_ids.
+
+    They are UNKNOWN_EXPERT for a sequence without any (nothing drawn, or a worked answer). Raise
+    DataError if they do not fit.
+    """
     shape = (length, routing.layers, routing.chosen)
     if expert_ids is None:
         return np.full(shape, UNKNOWN_EXPERT, routing.dtype)

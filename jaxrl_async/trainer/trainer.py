@@ -104,7 +104,7 @@ class Trainer:
         on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
         """
         in_a_hurry = self._outlets.should_stop() and self._outlets.should_hurry()
-        due = self.version == 0 or self._evaluation_is_due()  # resumed elsewhere: as if it went on
+        due = self.version == 0 or self._evaluation_is_due()  # the same if this run was resumed
         if due and not in_a_hurry:
             self._now("evaluating")
             self._outlets.report(self.version, self._outlets.evaluate(), ())
@@ -136,7 +136,7 @@ class Trainer:
         trained = self._clock()
         last = self.version == self._settings.total_steps or self._outlets.should_stop()
         evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
-        if evaluates:  # nothing new starts until the evaluation has run on exactly this version
+        if evaluates:  # no new group starts until the evaluation has run on exactly this version
             self._source.pause()
         self._now("publishing")
         self._publish()
@@ -211,7 +211,7 @@ class Trainer:
         self.doing, self.since = doing, self._clock()
 
     def _publish(self) -> None:
-        self._publisher.wait_taken()  # outside the turn: a sampler that waits for it does not poll
+        self._publisher.wait_taken()  # without the lock: a sampler that waits for it cannot poll
         with self._device_lock:
             logprobs = None
             if self._settings.probe is not None:
@@ -229,7 +229,7 @@ class Trainer:
         if self._torn:
             log.error(
                 "version %d is not saved: the update that failed has changed its weights. --resume "
-                "goes on from the newest checkpoint.",
+                "continues from the newest checkpoint.",
                 self.version,
             )
             return
@@ -245,7 +245,7 @@ class Trainer:
             if under_way:
                 self._saved_version = self.version
             then = "another is under way" if under_way else "the next is tried when it is due"
-            log.error("%s The run goes on; %s.", error, then)
+            log.error("%s The run continues; %s.", error, then)
         else:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start

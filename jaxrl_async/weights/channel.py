@@ -1,23 +1,24 @@
-"""The way of the weights: publish on the trainer's thread, poll on a sampler's, one flip between.
+"""How weights reach the samplers: the trainer's thread publishes, each sampler's thread polls.
 
-publish(v, params) ──Push──> staged (copying) ──poll: every array sound──> taken ──live(v)──┐
+publish(v, params) ──Link──> staged (copying) ──poll: every array sound──> taken ──live(v)──┐
       ^                        ^  │               │                                         │
       │                        └──┘ torn: again   │                                         │
       └────────── may publish v + 1 <─────────────┘       on_live(lowest of all samplers) <─┘
 
-Staged for all samplers or for none; taken whole, and only where every array is there and adds up to
-the checksum of what was sent. Until then the sampler draws from the weights it has. Weights are
-there twice at most in a sampler, and once more on the trainer's side until they are taken.
+An update is staged for all samplers or for none. A sampler takes it whole, and only once every
+array is there and has the checksum of its source; until then the sampler draws from the weights
+that it has. A sampler holds at most two sets of weights, and the trainer's side holds one more
+until they are taken.
 
-A sampler that is taken out leaves: nobody waits for it, and the newest weights lie ready for the
-one that rejoins in its place.
+A sampler that is taken out leaves: no publish waits for it, and the newest weights are kept for the
+replacement that rejoins in its place.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,18 +26,16 @@ import jax
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.local import Push
+from jaxrl_async.weights.delivery import Delivery, send
+from jaxrl_async.weights.link import Link, Params
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
 
 log = logging.getLogger(__name__)
 
-Move = Callable[[Any], Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelStats:
-    """Of the last transfer, but for `published`."""
+    """The last transfer's times and size; `published` counts all."""
 
     published: int = 0  # updates since the start
     transfer_bytes: int = 0  # moved to one sampler
@@ -46,373 +45,347 @@ class ChannelStats:
     live_s: float = 0.0  # from publish to live in every sampler, seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    """One update on its way to one sampler."""
-
-    update: VersionedParams  # params: on the sampler's devices, once they are there
-    held: Any  # what was moved: on the trainer's devices, to be moved again
-    sums: Sums | None  # of it; None: not compared
-    finished: bool  # whether `finish` has been applied to params
-    again: bool = False  # moved for the second time
-
-
+@dataclass(slots=True, kw_only=True)
 class _End:
     """One sampler's place at the channel. Changed under the channel's lock."""
 
-    def __init__(self, push: Move, version: int) -> None:
-        self.cast: Move = push.cast if isinstance(push, Push) else lambda params: params
-        self.move: Move = push.move if isinstance(push, Push) else push
-        self.finish: Move | None = push.finish if isinstance(push, Push) and push.grows else None
-        self.crosses = isinstance(push, Push) and not push.stays  # from devices to others
-        self.staged: _Sent | None = None
-        self.taken: _Sent | None = None  # polled, and not live yet
-        self.live_version = version
-        self.holder = 0  # number of the subscription that holds it: of older ones nothing counts
-        self.away = False  # nobody draws here now
-        self.wake: threading.Event | None = None
+    link: Link
+    live_version: int
+    staged: Delivery | None = None
+    taken: Delivery | None = None  # polled, but not live yet
+    holder: int = 0  # number of the subscription that holds it; older ones are ignored
+    away: bool = False  # no sampler draws here now
+    wake: threading.Event = field(default_factory=threading.Event)  # nobody's before `attach`
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sampler has yet to take its update."""
+        return self.staged is not None and not self.away
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """What the trainer's and the samplers' threads share; `changed` guards it."""
+
+    ends: tuple[_End, ...]
+    live_version: int  # every sampler draws from it, or from something newer
+    on_live: Callable[[int], None]
+    count: Callable[[str], None]
+    clock: Clock
+    published_at: dict[int, float] = field(default_factory=dict)  # of versions not live everywhere
+    stats: ChannelStats = field(default_factory=ChannelStats)
+    closed: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether no sampler has yet to take its update."""
+        return not any(end.pending for end in self.ends)
+
+    def seconds_since_publish(self, version: int) -> float:
+        """Return the age of a version that is not live everywhere; 0 for any other."""
+        now = self.clock()
+        return now - self.published_at.get(version, now)
+
+    def raise_live(self) -> int | None:
+        """Move `live_version` up to the lowest of all samplers; return it if it rose."""
+        lowest = min((e.live_version for e in self.ends if not e.away), default=self.live_version)
+        if lowest <= self.live_version:
+            return None
+        self.live_version = lowest
+        self.stats = replace(self.stats, live_s=self.seconds_since_publish(lowest))
+        self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
+        self.changed.notify_all()
+        return lowest
+
+    def raise_if_closed(self) -> None:
+        """Raise Closed once the channel is closed."""
+        if self.closed:
+            raise Closed("the weight channel is closed: the run is stopping")
 
 
 class Subscription:
     """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
 
-    def __init__(self, channel: "WeightChannel", end: _End) -> None:
-        self._channel, self._end, self._number = channel, end, end.holder
-
-    def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """The staged update once every array of it is there and sound; None before.
-
-        wait: finish the copy first. Never a mix of versions: it is staged whole and taken whole.
-        Raises WeightsError where it did not arrive sound, twice.
-        """
-        return self._channel._poll(self, wait)
-
-    def live(self, version: int) -> None:
-        """From now on every new token of this sampler comes from this version."""
-        self._channel._set_live(self, version)
-
-    def attach(self, wake: threading.Event) -> None:
-        """Set this event at every publish and at close; now, where one has been already."""
-        self._channel._attach(self, wake)
-
-    def leave(self) -> None:
-        """Nobody draws here any more: no update waits for this sampler, and `live` is the lowest
-        of the others. From any thread. Idempotent."""
-        self._channel._leave(self)
-
-    def rejoin(self) -> "Subscription":
-        """For a sampler in the place of this one, which has left: the first poll gives the newest
-        weights, None where this one drew from them already. Raises Closed."""
-        return self._channel._rejoin(self)
+    def __init__(self, exchange: _Exchange, end: _End) -> None:
+        self._exchange, self._end, self._number = exchange, end, end.holder
 
     @property
     def holds(self) -> bool:
-        """Whether this is the sampler's end still; False once it has left."""
+        """Whether this end is still the sampler's; False once the sampler has left."""
         return self._number == self._end.holder
+
+    @property
+    def under_way(self) -> VersionedParams | None:
+        """The update that is staged for this sampler, complete or not; None if there is none."""
+        staged = self._end.staged
+        return staged.update if staged is not None and self.holds else None
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """Take the staged update once every array of it is there and sound; return None before.
+
+        wait: finish the copy first. Never a mix of versions: an update is staged and taken whole.
+        Raises WeightsError if it arrived torn twice.
+        """
+        end, delivery = self._end, self._end.staged
+        if delivery is None or not self.holds:
+            return None
+        try:
+            if not delivery.arrived(wait=wait):
+                return None
+            if not delivery.finished:
+                delivery = self._restage(delivery, delivery.finish(end.link))
+                if not delivery.arrived(wait=wait):
+                    return None
+            delivery.check()
+        except (jax.errors.JaxRuntimeError, WeightsError) as error:
+            self._repeat(delivery, error)
+            return self.poll(wait=wait) if wait else None
+        if self._take(delivery):
+            return delivery.update
+        return self.poll(wait=wait)  # a newer one was staged while this sampler joined
+
+    def live(self, version: int) -> None:
+        """Report that every new token of this sampler comes from this version."""
+        with self._exchange.changed:
+            if not self.holds:
+                return
+            self._end.live_version, self._end.taken = version, None
+            lowest = self._exchange.raise_live()
+        if lowest is not None:
+            self._exchange.on_live(lowest)
+
+    def attach(self, wake: threading.Event) -> None:
+        """Set this event at every publish and at close, and now if either has happened."""
+        with self._exchange.changed:
+            if not self.holds:
+                return
+            self._end.wake = wake
+            if self._end.staged is not None or self._exchange.closed:
+                wake.set()
+
+    def leave(self) -> None:
+        """Stop drawing here: no publish waits for this sampler, and the live version is the lowest
+        of the others. Callable from any thread; idempotent."""
+        with self._exchange.changed:
+            if not self.holds:
+                return
+            end = self._end
+            end.holder += 1
+            end.away = True
+            end.staged, end.taken = end.staged or end.taken, None
+            lowest = self._exchange.raise_live()
+            self._exchange.changed.notify_all()
+        if lowest is not None:
+            self._exchange.on_live(lowest)
+
+    def rejoin(self) -> "Subscription":
+        """Return the end for the replacement of this sampler, which has left.
+
+        Its first poll gives the newest weights, or None if this sampler drew from them already.
+        Raises Closed.
+        """
+        with self._exchange.changed:
+            self._exchange.raise_if_closed()
+            end = self._end
+            assert end.away and end.holder == self._number + 1, "it left, and nobody came since"
+            end.away, end.wake = False, threading.Event()
+            return Subscription(self._exchange, end)
+
+    def _take(self, delivery: Delivery) -> bool:
+        """Mark a sound update as taken, unless another has been staged meanwhile."""
+        exchange, end = self._exchange, self._end
+        with exchange.changed:
+            if end.staged is not delivery or not self.holds:
+                return False
+            end.staged, end.taken = None, delivery.released()
+            if exchange.all_taken:
+                since = exchange.seconds_since_publish(delivery.update.version)
+                exchange.stats = replace(exchange.stats, transfer_s=since)
+            exchange.changed.notify_all()
+            return True
+
+    def _restage(self, old: Delivery, new: Delivery) -> Delivery:
+        """Put the next state of the staged update in its place, and return it."""
+        with self._exchange.changed:
+            if self.holds and self._end.staged is old:
+                self._end.staged = new
+        return new
+
+    def _repeat(self, delivery: Delivery, error: Exception) -> None:
+        """Send a torn update once more, from the source that the trainer's side still holds.
+
+        Raises WeightsError if that was the second try.
+        """
+        self._exchange.count("torn_transfers")
+        version = delivery.update.version
+        if delivery.repeated:
+            raise WeightsError(
+                f"version {version} did not arrive sound, twice, and was not used: {error}. Look "
+                "at the devices and what connects them; the run can be resumed."
+            ) from error
+        log.warning("version %d did not arrive sound; once more: %s", version, error)
+        self._exchange.count("transfer_retries")
+        self._restage(delivery, delivery.repeat(self._end.link))
+        self._end.wake.set()  # a sampler that has nothing else to do waits for it
 
 
 class WeightChannel:
-    """One trainer, any number of samplers; at most one update under way to each.
+    """One trainer, any number of samplers; at most one update is under way to each.
 
-    With one sampler the channel itself is its WeightSource; else each takes a subscribe().
+    Each sampler takes one `subscribe()` as its ports.WeightSource.
     """
 
     def __init__(
         self,
-        push: Move | Sequence[Move],
+        links: Sequence[Link],
         *,
         on_live: Callable[[int], None] = lambda version: None,
         expected: Manifest | None = None,
         version: int = 0,
-        num_samplers: int = 1,
         checksum: bool = False,
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """push: params to arrays on the sampler's devices; one for each sampler where they differ.
+        """Make one end per link.
 
-        on_live is called outside the lock, on the thread of the sampler that was last, with the
-        version that has become live in every sampler. checksum: compare what a Push moves with what
-        it moved from. count: told the name of each fault (metrics.faults). expected: what the
-        trainer publishes; null: as the first time.
-        version: what the samplers were built with: it is live from the start.
+        Args:
+            links: The transfer to each sampler.
+            on_live: Called with each version that has become live in every sampler, outside the
+                lock, on the thread of the sampler that was last.
+            expected: What the trainer publishes. None: what it publishes first.
+            version: What the samplers were built with; it is live from the start.
+            checksum: Compare what arrives with what was sent, on links that cross devices.
+            count: Called with the name of each fault (metrics.fault_counts).
+            clock: Seconds, monotone.
         """
-        pushes = [push] * num_samplers if callable(push) else list(push)
-        self._on_live, self._expected, self._clock = on_live, expected, clock
-        self._checksum, self._count = checksum, count
-        self._changed = threading.Condition()
-        self._ends = [_End(p, version) for p in pushes]
-        self._first = Subscription(self, self._ends[0])
+        self.links = tuple(links)
+        self._expected, self._checksum = expected, checksum
+        self._exchange = _Exchange(
+            ends=tuple(_End(link=link, live_version=version) for link in self.links),
+            live_version=version,
+            on_live=on_live,
+            count=count,
+            clock=clock,
+        )
         self._subscribed = 0
-        self._live = self._published = version
-        self._published_at: dict[int, float] = {}  # of versions that are not live everywhere
-        self._closed = False
-        self._stats = ChannelStats()
+        self._published = version
 
     # ---- the trainer
 
-    def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
-        """Start the copies and return; waits only while a sampler has not taken the update before.
+    def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
+        """Start the copies and return; wait only while a sampler has yet to take the last update.
 
-        params may be donated right after. Raises Closed, and WeightsError where the manifest
-        differs or the copies could not be started, twice: then no sampler gets any of it.
-        Where trainer and sampler take turns, call wait_taken() first, outside the turn: a sampler
-        that waits for its turn does not poll.
+        params may be donated right after. Raises Closed, and WeightsError if the manifest differs
+        or the copies could not be started twice: then no sampler gets any of it. If trainer and
+        sampler share a device lock, call wait_taken() first, without the lock: a sampler that waits
+        for the lock does not poll.
         """
-        start = self._clock()
+        exchange = self._exchange
+        start = exchange.clock()
         assert version > self._published, f"version {version} after {self._published}"
         manifest = manifest_of(params)
         self._expected = self._expected or manifest
         compare(manifest, self._expected)
         self.wait_taken()
-        waited_s = self._clock() - start
-        sent = self._sent(version, params, probe_logprobs)
-        with self._changed:
-            self._raise_if_closed()
-            for end, one in zip(self._ends, sent, strict=True):
-                end.staged = one
+        waited_s = exchange.clock() - start
+        deliveries = self._send(
+            VersionedParams(version=version, params=params, probe_logprobs=probe_logprobs)
+        )
+        with exchange.changed:
+            exchange.raise_if_closed()
+            for end, delivery in zip(exchange.ends, deliveries, strict=True):
+                end.staged = delivery
             self._published = version
-            self._published_at[version] = start
-            self._stats = replace(
-                self._stats,
-                published=self._stats.published + 1,
-                transfer_bytes=sum(x.nbytes for x in jax.tree.leaves(sent[0].update.params)),
-                publish_s=self._clock() - start,
+            exchange.published_at[version] = start
+            exchange.stats = replace(
+                exchange.stats,
+                published=exchange.stats.published + 1,
+                transfer_bytes=sum(
+                    leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params)
+                ),
+                publish_s=exchange.clock() - start,
                 wait_s=waited_s,
             )
         self._wake_all()
 
     def wait_taken(self) -> None:
         """Block until every sampler has taken the last update. Raises Closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or all(e.away or e.staged is None for e in self._ends)
-            )
-            self._raise_if_closed()
+        exchange = self._exchange
+        with exchange.changed:
+            exchange.changed.wait_for(lambda: exchange.closed or exchange.all_taken)
+            exchange.raise_if_closed()
 
     def wait_live(self, version: int, timeout_s: float) -> None:
-        """Block until all samplers draw from `version`. Raises Closed, WeightsError if late."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._live >= version, timeout_s)
-            if self._live >= version:
+        """Block until all samplers draw from `version`.
+
+        Raises Closed, and WeightsError after the timeout.
+        """
+        exchange = self._exchange
+        with exchange.changed:
+            exchange.changed.wait_for(
+                lambda: exchange.closed or exchange.live_version >= version, timeout_s
+            )
+            if exchange.live_version >= version:
                 return
-            self._raise_if_closed()
+            exchange.raise_if_closed()
             raise WeightsError(
                 f"version {version} was not live in the sampler after {timeout_s:.0f} s (it draws "
-                f"from {self._live}). Look at the sampler's thread: it may hang or still compile."
+                f"from {exchange.live_version}). Look at the sampler's thread: it may hang or "
+                "still compile."
             )
 
-    # ---- the samplers
+    # ---- any thread
 
     def subscribe(self) -> Subscription:
-        """The next sampler's end. Raises WeightsError where every one is taken."""
-        with self._changed:
-            if self._subscribed == len(self._ends):
+        """Return the next sampler's end. Raises WeightsError once there are no more links."""
+        exchange = self._exchange
+        with exchange.changed:
+            if self._subscribed == len(exchange.ends):
                 raise WeightsError(
-                    f"the weight channel was made for {len(self._ends)} samplers, and all have "
-                    "subscribed. Make it with a larger num_samplers."
+                    f"the weight channel was made for {len(exchange.ends)} samplers, and all have "
+                    "subscribed. Make it with one link for each sampler."
                 )
             self._subscribed += 1
-            return Subscription(self, self._ends[self._subscribed - 1])
-
-    def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """Of the only sampler: see Subscription.poll."""
-        return self._only().poll(wait=wait)
-
-    def live(self, version: int) -> None:
-        """Of the only sampler: see Subscription.live."""
-        self._only().live(version)
-
-    def attach(self, wake: threading.Event) -> None:
-        """Of the only sampler: see Subscription.attach."""
-        self._only().attach(wake)
-
-    # ---- anybody
+            return Subscription(exchange, exchange.ends[self._subscribed - 1])
 
     @property
     def live_version(self) -> int:
-        """What every sampler draws from, or something newer."""
-        return self._live
+        """The version that every sampler draws from, or a newer one."""
+        return self._exchange.live_version
 
     @property
     def published_version(self) -> int:
-        """The newest that the samplers were sent."""
+        """The newest version that was sent to the samplers."""
         return self._published
 
     def stats(self) -> ChannelStats:
-        """A consistent reading."""
-        return self._stats
+        """Return a consistent reading."""
+        return self._exchange.stats
 
     def close(self) -> None:
         """Wake every waiter with Closed. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        with self._exchange.changed:
+            self._exchange.closed = True
+            self._exchange.changed.notify_all()
         self._wake_all()
 
-    # ---- inside
-
-    def _only(self) -> Subscription:
-        assert len(self._ends) == 1, "several samplers: each uses its own subscribe()"
-        return self._first
-
-    def _sent(self, version: int, params: Any, probe_logprobs: Any) -> list[_Sent]:
-        """The update on its way to every sampler; tried twice. Raises WeightsError."""
+    def _send(self, update: VersionedParams) -> list[Delivery]:
+        """Start the copies to every sampler, in two tries. Raises WeightsError after the second."""
         try:
-            return [self._send(end, version, params, probe_logprobs) for end in self._ends]
+            return [send(link, update, checksum=self._checksum) for link in self.links]
         except Exception as error:
-            self._count("transfer_retries")
-            log.warning("version %d could not be sent; once more: %s", version, error)
+            self._exchange.count("transfer_retries")
+            log.warning("version %d could not be sent; once more: %s", update.version, error)
         try:
-            return [self._send(end, version, params, probe_logprobs) for end in self._ends]
+            return [send(link, update, checksum=self._checksum) for link in self.links]
         except Exception as error:
             raise WeightsError(
-                f"version {version} could not be sent to the samplers, twice: {error}. They still "
-                f"have version {self._published}, and no part of this one. Look at the memory of "
-                "their devices."
+                f"version {update.version} could not be sent to the samplers, twice: {error}. They "
+                f"still have version {self._published}, and no part of this one. Look at the "
+                "memory of their devices."
             ) from error
-
-    def _send(self, end: _End, version: int, params: Any, probe_logprobs: Any) -> _Sent:
-        held = end.cast(params)
-        return _Sent(
-            update=VersionedParams(
-                version=version, params=end.move(held), probe_logprobs=probe_logprobs
-            ),
-            held=held,
-            sums=Sums(held) if self._checksum and end.crosses else None,
-            finished=end.finish is None,
-        )
-
-    def _attach(self, by: Subscription, wake: threading.Event) -> None:
-        with self._changed:
-            if not by.holds:
-                return
-            by._end.wake = wake
-            if by._end.staged is not None or self._closed:
-                wake.set()
-
-    def _poll(self, by: Subscription, wait: bool) -> VersionedParams | None:
-        end, sent = by._end, by._end.staged
-        if sent is None or not by.holds:
-            return None
-        try:
-            if not _arrived(sent.update, wait):
-                return None
-            if end.finish is not None and not sent.finished:
-                finished = replace(sent.update, params=end.finish(sent.update.params))
-                sent = self._restage(by, sent, replace(sent, update=finished, finished=True))
-                if not _arrived(sent.update, wait):
-                    return None
-            if sent.sums is not None:
-                _compare(sent)
-        except (jax.errors.JaxRuntimeError, WeightsError) as error:
-            self._send_again(by, sent, error)
-            return self._poll(by, wait) if wait else None
-        with self._changed:
-            if end.staged is sent and by.holds:
-                end.staged, end.taken = None, replace(sent, held=None, sums=None)
-                if all(e.away or e.staged is None for e in self._ends):
-                    since = self._published_at.get(sent.update.version, self._clock())
-                    self._stats = replace(self._stats, transfer_s=self._clock() - since)
-                self._changed.notify_all()
-                return sent.update
-        return self._poll(by, wait)  # a newer one was staged while this sampler joined
-
-    def _restage(self, by: Subscription, old: _Sent, new: _Sent) -> _Sent:
-        with self._changed:
-            if by.holds and by._end.staged is old:
-                by._end.staged = new
-        return new
-
-    def _send_again(self, by: Subscription, sent: _Sent, error: Exception) -> None:
-        """The second try, from what the trainer's side still holds. Raises WeightsError after
-        it."""
-        self._count("torn_transfers")
-        version = sent.update.version
-        if sent.again:
-            raise WeightsError(
-                f"version {version} did not arrive sound, twice, and was not used: {error}. Look "
-                "at the devices and what connects them; the run can be resumed."
-            ) from error
-        log.warning("version %d did not arrive sound; once more: %s", version, error)
-        self._count("transfer_retries")
-        moved = replace(sent.update, params=by._end.move(sent.held))
-        again = replace(sent, update=moved, finished=by._end.finish is None, again=True)
-        self._restage(by, sent, again)
-        if by._end.wake is not None:
-            by._end.wake.set()  # a sampler that has nothing else to do waits for it
-
-    def _set_live(self, by: Subscription, version: int) -> None:
-        with self._changed:
-            if not by.holds:
-                return
-            by._end.live_version, by._end.taken = version, None
-            lowest = self._lowest()
-        self._tell_live(lowest)
-
-    def _leave(self, by: Subscription) -> None:
-        with self._changed:
-            if not by.holds:
-                return
-            end = by._end
-            end.holder += 1
-            end.away = True
-            end.staged, end.taken = end.staged or end.taken, None
-            lowest = self._lowest()
-            self._changed.notify_all()
-        self._tell_live(lowest)
-
-    def _rejoin(self, by: Subscription) -> Subscription:
-        with self._changed:
-            self._raise_if_closed()
-            end = by._end
-            assert end.away and end.holder == by._number + 1, "it left, and nobody came since"
-            end.away, end.wake = False, None
-            return Subscription(self, end)
-
-    def _lowest(self) -> int | None:
-        """The version that has just become live everywhere; None: none has."""
-        lowest = min((e.live_version for e in self._ends if not e.away), default=self._live)
-        if lowest <= self._live:
-            return None
-        self._live = lowest
-        since = self._published_at.get(lowest, self._clock())
-        self._published_at = {v: t for v, t in self._published_at.items() if v > lowest}
-        self._stats = replace(self._stats, live_s=self._clock() - since)
-        self._changed.notify_all()
-        return lowest
-
-    def _tell_live(self, lowest: int | None) -> None:
-        if lowest is not None:
-            self._on_live(lowest)
 
     def _wake_all(self) -> None:
-        for end in self._ends:
-            if end.wake is not None:
-                end.wake.set()
-
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise Closed("the weight channel is closed: the run is stopping")
-
-
-def _arrived(update: VersionedParams, wait: bool) -> bool:
-    """Whether every array is there, the trainer's log-probs on the probe too. wait: until it is."""
-    leaves = jax.tree.leaves((update.params, update.probe_logprobs))
-    if wait:
-        jax.block_until_ready(leaves)
-    return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
-
-
-def _compare(sent: _Sent) -> None:
-    """Raise WeightsError unless what arrived adds up to what was sent."""
-    assert sent.sums is not None
-    theirs, ours = sent.sums.read(), Sums(sent.update.params).read()
-    if theirs is None or ours is None:
-        raise WeightsError("copies of one array differ between devices")
-    if (theirs != ours).any():
-        names = [name for name, _, _ in manifest_of(sent.update.params).entries]
-        wrong = [name for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
-        raise WeightsError(
-            f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
-        )
+        for end in self._exchange.ends:
+            end.wake.set()

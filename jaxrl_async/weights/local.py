@@ -3,12 +3,13 @@
     trainer's sharding ──A: jitted cast and reshard──> same-index shards ──B: device_put──> sampler
 
 The reshard runs inside the larger of the two slices, so that B only moves whole shards between
-devices: after B where the sampler's slice is the larger one (`grows`). A plain device_put between
-different shardings would go through the host and wait for the step that makes the weights.
+devices; if the sampler's slice is the larger one (`grows`), it runs after B. A plain device_put
+between different shardings would go through the host and wait for the step that makes the weights.
 
-Two threads must not dispatch collective programs to the same devices at once. So `start` dispatches
-to the trainer's devices, on its thread, and `finish` to the sampler's, on that one's: the channel
-calls it in poll. Calling the push does both, for a sampler that does not run yet.
+Two threads must not dispatch collective programs to the same devices at once. Hence `cast`
+dispatches to the trainer's devices, on the trainer's thread, and `finish` to the sampler's devices,
+on the sampler's thread, in the channel's poll. Calling the push runs all steps, for a sampler that
+does not run yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,40 +22,50 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import shapes_on
+from jaxrl_async.weights.link import Params
 
-Tree = Any
+Shardings = Any
+"""A pytree of NamedSharding, all on one mesh."""
 
 
 class Push:
-    """Compiled transfer for one tree of weights: never blocks on compute, never uses the host.
+    """A weights.link.Link: the compiled transfer of one tree of weights.
 
-    grows: whether the sampler's slice is the larger one, so that `finish` has work to do.
-    stays: whether trainer and sampler share their devices, so that nothing is moved.
+    It never blocks on compute and never uses the host.
+
+    Attributes:
+        grows: Whether the sampler's slice is the larger one, so that `finish` has work to do.
+        crosses: Whether weights move to other devices; False if both sides share theirs.
     """
 
     def __init__(
         self,
-        source: Tree,
-        target: Tree,
+        source: Shardings,
+        target: Shardings,
         *,
         dtype: Any = None,
-        convert: Callable[[Tree], Tree] | None = None,
+        convert: Callable[[Params], Params] | None = None,
     ) -> None:
-        """source, target: trees of NamedSharding of what is sent, all on one mesh each.
+        """Plan the transfer.
 
-        dtype: of floating-point weights in the sampler; null keeps each array's. convert: makes
-        what is sent of the weights instead, all new arrays, inside the compiled cast. Raises
-        MeshError where the larger slice is no multiple of the smaller, or they share only some
-        devices.
+        Args:
+            source: The trainer's shardings of what is sent.
+            target: The sampler's.
+            dtype: Of floating-point weights in the sampler. None: as they are.
+            convert: Replaces the cast: makes what is sent from the weights, all new arrays, inside
+                the same compiled program.
+
+        Raises MeshError if the larger slice is no multiple of the smaller one, or if they share
+        some devices but not all.
         """
         self._dtype, self._convert = dtype, convert
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
-        self.stays = set(trainer) == set(sampler)
+        self.crosses = set(trainer) != set(sampler)
         self.grows = len(sampler) > len(trainer)
-        if not self.stays:
+        if self.crosses:
             _check(trainer, sampler)
-        if self.stays:
+        if not self.crosses:
             self._cast = jax.jit(self._copy, out_shardings=target)
         elif self.grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
@@ -66,39 +77,35 @@ class Push:
             self._cast = jax.jit(self._copy, out_shardings=_on(bridge, target))
             self._across = target
 
-    def __call__(self, params: Tree) -> Tree:
-        """The same weights on the sampler's mesh; returns before they are there."""
-        return self.finish(self.start(params))
+    def __call__(self, params: Params) -> Params:
+        """Send the weights to the sampler's mesh; return before they are there."""
+        return self.finish(self.move(self.cast(params)))
 
-    def start(self, params: Tree) -> Tree:
-        """The trainer's part: params may be donated right after. Returns what `finish` takes."""
-        return self.move(self.cast(params))
-
-    def cast(self, params: Tree) -> Tree:
-        """A private copy on the trainer's devices, in the sampler's types, in shards that `move`
-        need not cut."""
+    def cast(self, params: Params) -> Params:
+        """Make a private copy on the trainer's devices, in the sampler's dtypes and in shards that
+        `move` need not cut. params may be donated right after."""
         return self._cast(params)
 
-    def lower(self, params: Tree) -> dict[str, Any]:
-        """What a push compiles, for shapes alone (jax.ShapeDtypeStruct with shardings): cast, and
-        reshard where the sampler's slice is the larger one. Nothing runs."""
+    def lower(self, params: Params) -> dict[str, Any]:
+        """Lower the programs of a push without running any: `cast`, and `reshard` if the sampler's
+        slice is the larger one. params: jax.ShapeDtypeStructs with shardings."""
         cast = self._cast.lower(params)
         if not self.grows:
             return {"cast": cast}
         moved = shapes_on(cast.out_info, self._across)
         return {"cast": cast, "reshard": self._reshard.lower(moved)}
 
-    def move(self, cast: Tree) -> Tree:
-        """Its shards to the sampler's devices; no program runs, so any thread may do it, and do it
-        again."""
-        return cast if self.stays else _move(cast, self._across)
+    def move(self, cast: Params) -> Params:
+        """Copy the shards to the sampler's devices. No program runs, so any thread may do it, and
+        repeat it."""
+        return _move(cast, self._across) if self.crosses else cast
 
-    def finish(self, moved: Tree) -> Tree:
-        """The sampler's part: nothing, but where its slice is the larger one."""
+    def finish(self, moved: Params) -> Params:
+        """Reshard on the sampler's devices, if its slice is the larger one."""
         return self._reshard(moved) if self.grows else moved
 
-    def _copy(self, params: Tree) -> Tree:
-        """A private copy, cast: the source may be donated to the next step at once."""
+    def _copy(self, params: Params) -> Params:
+        """Copy and cast: the source may be donated to the next step at once."""
         if self._convert is not None:
             return self._convert(params)
         return jax.tree.map(lambda p: jnp.array(p, self._dtype_of(p), copy=True), params)
@@ -108,8 +115,8 @@ class Push:
         return self._dtype if self._dtype is not None and floating else leaf.dtype
 
 
-def _move(params: Tree, target: Tree) -> Tree:
-    """Same-index shards to the target's devices, all leaves in one device_put."""
+def _move(params: Params, target: Shardings) -> Params:
+    """Copy same-index shards to the target's devices, all leaves in one device_put."""
     leaves, structure = jax.tree.flatten(params)
     goals = jax.tree.leaves(target)
     shards, devices, counts = [], [], []
@@ -131,13 +138,13 @@ def _move(params: Tree, target: Tree) -> Tree:
 
 
 def _arranged(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
-    """`copies` meshes of the shape of `like`, over these devices."""
+    """Lay `copies` meshes of the shape of `like` over these devices."""
     shape = (copies, *like.devices.shape)
     return Mesh(np.array(devices).reshape(shape), ("copies", *like.axis_names))
 
 
-def _on(mesh: Mesh, shardings: Tree) -> Tree:
-    """The same partition specs on another mesh."""
+def _on(mesh: Mesh, shardings: Shardings) -> Shardings:
+    """Return the same partition specs on another mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s.spec), shardings)
 
 
@@ -145,13 +152,13 @@ def _hashable(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], 
     return tuple((s.start, s.stop) for s in index)
 
 
-def _mesh_of(tree: Tree) -> Mesh:
-    mesh: Mesh = jax.tree.leaves(tree)[0].mesh
+def _mesh_of(shardings: Shardings) -> Mesh:
+    mesh: Mesh = jax.tree.leaves(shardings)[0].mesh
     return mesh
 
 
 def _check(trainer: Sequence[jax.Device], sampler: Sequence[jax.Device]) -> None:
-    """Raise MeshError where weights cannot go from the first devices to the second."""
+    """Raise MeshError if weights cannot move from the first devices to the second."""
     if set(trainer) & set(sampler):
         raise MeshError(
             "trainer and sampler share some devices, but not all. Give them disjoint slices, or "

@@ -1,4 +1,4 @@
-"""What a set of weights consists of: compared before any byte moves."""
+"""The manifest of a set of weights: compared before any byte moves."""
 
 import hashlib
 import math
@@ -24,12 +24,12 @@ class Manifest:
 
     @property
     def layout_hash(self) -> str:
-        """Hex digest of all entries in order: sides with the same one agree on every array."""
+        """Hex digest of all entries in order; equal digests mean equal manifests."""
         return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
 
 
 def manifest_of(params: Any) -> Manifest:
-    """The manifest of a tree of arrays (or ShapeDtypeStructs); moves no data."""
+    """Return the manifest of a tree of arrays (or ShapeDtypeStructs); move no data."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return Manifest(
         entries=tuple(
@@ -40,16 +40,16 @@ def manifest_of(params: Any) -> Manifest:
 
 
 def compare(published: Manifest, expected: Manifest) -> None:
-    """Raise WeightsError that names the first array in which they differ."""
+    """Raise WeightsError, which names the first array that differs."""
     if published == expected:
         return
-    ours, theirs = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
+    sent, wanted = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
+    for name in sorted(sent.keys() | wanted.keys()):
+        if sent.get(name) != wanted.get(name):
             raise WeightsError(
-                f"weights {name!r}: published {_tell(ours.get(name))}, the sampler expects "
-                f"{_tell(theirs.get(name))}. Trainer and sampler were built from different models: "
-                "use one model section for both."
+                f"weights {name!r}: published {_described(sent.get(name))}, the sampler expects "
+                f"{_described(wanted.get(name))}. Trainer and sampler were built from different "
+                "models: use one model section for both."
             )
     names = zip(published.entries, expected.entries, strict=True)
     first = next(a[0] for a, b in names if a[0] != b[0])
@@ -60,5 +60,5 @@ def compare(published: Manifest, expected: Manifest) -> None:
     )
 
 
-def _tell(entry: tuple[tuple[int, ...], str] | None) -> str:
+def _described(entry: tuple[tuple[int, ...], str] | None) -> str:
     return "nothing" if entry is None else f"{entry[1]}{list(entry[0])}"

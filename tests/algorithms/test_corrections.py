@@ -277,7 +277,7 @@ def test_rejections_of_several_levels_need_no_weight_where_the_loss_has_one(pack
     kept = combined(choices, "behavior")(packed).weights
     turned = combined(choices[::-1], "behavior")(packed).weights
     np.testing.assert_array_equal(kept, turned)
-    with pytest.raises(ConfigError, match=r"mis, reject speak of several \(geometric, token\)"):
+    with pytest.raises(ConfigError, match=r"mis, reject look at several \(geometric, token\)"):
         combined(choices, "proximal")
 
 

@@ -2,11 +2,13 @@
 
 import json
 import threading
+import time
 
 import pytest
 
+from jaxrl_async.buffer.contents import BufferState
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import reward_variance
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
@@ -17,8 +19,14 @@ from jaxrl_async.types import Drop, Ticket
 JOIN_S = 10.0
 
 
-def buffer(per_step=2, max_staleness=0, **more):
-    return ReplayBuffer(groups_per_step=per_step, max_staleness=max_staleness, **more)
+EMPTY = BufferState(next_group=0, next_untaken=0)
+
+
+def buffer(per_step=2, max_staleness=0, version=0, ledger=None, clock=time.perf_counter, **more):
+    settings = BufferSettings(groups_per_step=per_step, max_staleness=max_staleness, **more)
+    made = ReplayBuffer(settings, ledger=ledger, clock=clock)
+    made.restore(EMPTY, version)
+    return made
 
 
 def numbers(groups):
@@ -412,9 +420,9 @@ def test_a_rank_chooses_within_the_lookahead():
 
 
 def test_a_reuse_that_could_never_fill_a_step_is_refused():
-    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*4.*it is 2"):
+    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*room for 1 .*max_staleness to 1"):
         buffer(2, 0, reuse=2)
-    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*6.*it is 4"):
+    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*room for 1 .*max_staleness to 2"):
         buffer(2, 1, reuse=2, lookahead=1)
 
 

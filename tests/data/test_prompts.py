@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.codec import dumps, loads
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import AdditionSection, Config, DataSection, JsonlSection
 from jaxrl_async.data import prompts
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
@@ -427,10 +428,10 @@ def test_records_need_no_answers_where_the_run_says_that_they_have_none(tmp_path
 def test_a_run_that_asks_for_answers_is_refused_where_there_are_none(tmp_path, change):
     data = {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
     own = {"reward": {"function": "mine.py:f"}}
-    Config.model_validate({"data": data, **own})
-    Config.model_validate({"data": data, "run": {"job": "preference"}, "warm_start": {"steps": 0}})
-    with pytest.raises(ValueError, match=r"answer_field=null"):
-        Config.model_validate({"data": data, **own, **change})
+    check_rules(Config(data=data, **own))
+    check_rules(Config(data=data, run={"job": "preference"}))
+    with pytest.raises(ConfigError, match=r"answer_field=null"):
+        check_rules(Config(**({"data": data} | own | change)))
 
 
 def test_an_answer_that_is_no_text_cannot_be_imitated(tmp_path, caplog):

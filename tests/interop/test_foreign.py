@@ -10,12 +10,13 @@ import pytest
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.foreign import ForeignSampler
 from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.ports import FixedWeights
 from jaxrl_async.types import Request, StopReason, VersionedParams
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [
     pytest.mark.slow,  # each of TestEngine's steps multiplies matrices of 4096 to seem busy
-    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (README)"),
+    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"),
 ]
 
 
@@ -76,7 +77,7 @@ def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
 def test_weights_are_swapped_between_two_steps_and_versions_say_which(make_engine) -> None:
     live: list[int] = []
 
-    class Source:
+    class Source(FixedWeights):
         polls = 0
 
         def poll(self, *, wait: bool = False):

@@ -16,7 +16,9 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
-needs_jetstream = pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (README)")
+needs_jetstream = pytest.mark.skipif(
+    not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"
+)
 
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48

@@ -158,7 +158,7 @@ def test_a_preempted_run_is_started_again_until_it_is_done(fake):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "preempted: the run goes on from its newest checkpoint",
+        "preempted: the run resumes from its newest checkpoint",
         "the run is done",
     ]
     starts = [call for call in fake.calls() if call.endswith("--command set -eu")]
@@ -185,7 +185,7 @@ def test_failures_are_counted_and_end_the_supervision(fake):
     done = fake("supervise", "a.yaml", runs=("failed failed 1",), MAX_FAILURES="2")
     assert done.returncode == 1
     assert "failed 1 (failure 1 of 2)" in done.stderr
-    assert "failed 1 (failure 2 of 2); tpu.sh logs tells more" in done.stderr
+    assert "failed 1 (failure 2 of 2); see tpu.sh logs" in done.stderr
 
 
 def test_a_gcloud_that_cannot_answer_is_no_preemption(fake):
@@ -211,7 +211,7 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(fake, command):
     [
         (["start"], {}, "needs a configuration"),
         (["craete"], {}, "unknown command craete"),
-        (["delete", "all"], {}, "takes no further words"),
+        (["delete", "all"], {}, "takes no further arguments"),
         (["create"], {"TPU_NAME": ""}, "TPU_NAME"),
         (["create"], {"ACCELERATOR": ""}, "ACCELERATOR"),
     ],

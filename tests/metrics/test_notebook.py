@@ -6,11 +6,18 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jaxrl_async.metrics.notebook import BUSY, DOES, LANE_HEIGHT, MAX_STEPS, redrawn, run_svg
+from jaxrl_async.metrics.notebook import (
+    BUSY,
+    LANE_HEIGHT,
+    MAX_STEPS,
+    TRAINER_PHASES,
+    redrawn,
+    run_svg,
+)
 from jaxrl_async.metrics.recorder import METRICS_FILE
 
 SVG = "{http://www.w3.org/2000/svg}"
-LEARNS = {label: color for _, label, color in DOES}["learns"]
+LEARNS = {label: color for _, label, color in TRAINER_PHASES}["learns"]
 
 
 def line(step: int, **more: float) -> dict[str, float]:

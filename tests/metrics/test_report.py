@@ -9,21 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
+from jaxrl_async.metrics.charts import Chart, chart_svg, histogram_svg, number, thinned, ticks
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.metrics.report import (
-    SECTIONS,
-    Chart,
-    chart_svg,
-    histogram_svg,
-    lag_mean,
-    lag_table,
-    main,
-    number,
-    page,
-    thinned,
-    ticks,
-    write_report,
-)
+from jaxrl_async.metrics.report import SECTIONS, lag_mean, lag_table, main, page, write_report
 
 CHART = Chart("Reward", "reward", (("reward/mean", "mean"), ("reward/std", "std")))
 VOID = {"meta", "br", "th", "tr", "td"}
@@ -137,7 +125,7 @@ def test_no_text_of_a_run_becomes_markup(evil):
 
 def test_an_empty_run_still_has_a_page(tmp_path):
     text = write_report(tmp_path).read_text("utf-8")
-    assert "No step was recorded yet" in text
+    assert "No step has been recorded yet" in text
     parse(text)
 
 
@@ -184,10 +172,10 @@ def test_means_by_age_weigh_each_step_by_its_tokens():
     assert lag_mean(lines, 2, "length") is None
 
 
-def test_groups_dropped_are_told_with_their_tokens_and_a_share_is_no_reason():
+def test_groups_dropped_are_counted_with_their_tokens_and_a_share_is_no_reason():
     text = " ".join(parse(page("x", run_lines(), [], "")).text)
-    assert "Finished ones had 1,200 tokens." in text
-    table = text[text.index("Finished ones") :]
+    assert "Finished groups among them had 1,200 tokens." in text
+    table = text[text.index("Finished groups") :]
     assert "stale 30" in table and "share 4" not in table
 
 

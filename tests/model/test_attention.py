@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import mesh_of, tiny_params, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
@@ -31,7 +31,7 @@ from jaxrl_async.model.attention import (
     reference,
     sequence_attention,
 )
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
@@ -69,11 +69,6 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any) 
     upstream = np.random.default_rng(9).normal(size=out.shape) * real_tokens(segments)
     grads = pull(jnp.asarray(upstream, out.dtype))
     return [np.asarray(x, np.float64) for x in (out * real_tokens(segments), *grads)]
-
-
-def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    devices = jax.devices()[: data * fsdp * tensor]
-    return make_mesh(schema.AxesSection(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
 # ---- whole sequences
@@ -165,9 +160,8 @@ def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     "remat", ["attention", pytest.param("layer", marks=pytest.mark.exhaustive)]
 )
 def test_the_training_loss_has_the_same_gradient_with_splash(remat):
-    sizes = schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48)
-    spec = ModelSpec.from_architecture(sizes, 24)
-    params = init_params(spec, jax.random.key(0))
+    spec = tiny_spec(24, layers=2)
+    params = tiny_params(spec)
     segments = packed(T=20)[3]
     ids = jax.random.randint(jax.random.key(1), segments.shape, 0, 24)
     positions = jnp.broadcast_to(jnp.arange(20), ids.shape)

@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_params, tiny_spec
 
-from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import (
     DecoderSettings,
     TokenRows,
     hidden_states,
-    init_params,
     output_head,
 )
 from jaxrl_async.model.divergence import (
@@ -21,19 +20,13 @@ from jaxrl_async.model.divergence import (
     top_logprobs,
 )
 from jaxrl_async.model.logprobs import over_chunks, token_logprobs
-from jaxrl_async.model.spec import ModelSpec
 
 VOCAB = 19
 SPEC, WIDE = (
-    ModelSpec.from_architecture(
-        schema.ArchitectureSection(
-            layers=1, width=w, heads=2, kv_heads=1, head_dim=8, mlp=16, tied=t
-        ),
-        VOCAB,
-    )
+    tiny_spec(VOCAB, width=w, heads=2, kv_heads=1, mlp=16, tied=t)
     for w, t in ((16, True), (24, False))
 )
-PARAMS, OTHER = init_params(SPEC, jax.random.key(0)), init_params(WIDE, jax.random.key(1))
+PARAMS, OTHER = tiny_params(SPEC), tiny_params(WIDE, 1)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 10)), jnp.int32)
 SEGMENTS = jnp.array([[1] * 4 + [2] * 6, [1] * 7 + [0] * 3])
 POSITIONS = jnp.array([[*range(4), *range(6)], [*range(7), 0, 0, 0]])

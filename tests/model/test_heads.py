@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_params, tiny_spec
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
-from jaxrl_async.model.decoder import TokenRows, hidden_states, init_params
+from jaxrl_async.model.decoder import TokenRows, hidden_states
 from jaxrl_async.model.heads import (
     HEAD,
     head_table,
@@ -20,15 +21,10 @@ from jaxrl_async.model.heads import (
     with_head,
 )
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec, Weight
+from jaxrl_async.model.spec import Weight
 
-SPEC = ModelSpec.from_architecture(
-    schema.ArchitectureSection(
-        layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False
-    ),
-    20,
-)
-POLICY = init_params(SPEC, jax.random.key(0))
+SPEC = tiny_spec(20, layers=2, tied=False)
+POLICY = tiny_params(SPEC)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 9)), jnp.int32)
 SEGMENTS = jnp.array([[1] * 4 + [2] * 5, [1] * 6 + [0] * 3])
 POSITIONS = jnp.array([[*range(4), *range(5)], [*range(6), 0, 0, 0]])

@@ -4,21 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from builders import mesh_of
+from jax.sharding import PartitionSpec
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
+from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.attention import PART_ATTENTION, reference
 from jaxrl_async.model.decoder import TokenRows, init_params, settings_on, token_states
 from jaxrl_async.model.kernels import per_shard, splash
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.testing.interpreted import interpreted_kernels
-
-
-def mesh_of(**axes: int) -> Mesh:
-    section = schema.AxesSection(**axes)
-    return make_mesh(section, jax.devices()[: section.num_devices])
 
 
 def test_each_device_has_a_part_from_the_front_and_its_mirror_from_the_back():

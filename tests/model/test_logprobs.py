@@ -7,18 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_params, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from jaxrl_async.config import schema
 from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.decoder import (
     DecoderSettings,
     TokenRows,
     hidden_states,
-    init_params,
     output_head,
 )
 from jaxrl_async.model.layout import Layout
@@ -28,12 +27,9 @@ from jaxrl_async.model.logprobs import (
     token_logprobs,
     unpacked,
 )
-from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, VOCAB = 13, 8, 29
-SPEC = ModelSpec.from_architecture(
-    schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
-)
+SPEC = tiny_spec(VOCAB, width=16, heads=2, kv_heads=1, mlp=24)
 TEMPERATURES = [0.5, 1.0, 1.7]
 
 
@@ -212,7 +208,7 @@ def test_bfloat16_hidden_states_give_float32_logprobs(inputs):
 
 
 def test_a_token_gets_its_logprob_from_the_position_before_it():
-    params = init_params(SPEC, jax.random.key(0))
+    params = tiny_params(SPEC)
     segments = np.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 0]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 0]], np.int32)
     ids = np.random.default_rng(0).integers(0, VOCAB, segments.shape).astype(np.int32)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_params, tiny_spec
 
-from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.moe import id_dtype, route
-from jaxrl_async.model.spec import ModelSpec
 
 TOKENS, WIDTH, EXPERTS, CHOSEN, VOCAB, LAYERS = 512, 16, 32, 4, 31, 2
 
@@ -105,13 +104,9 @@ def test_replayed_experts_give_ratio_one_where_numerics_turn_the_choice(weights)
 
 # ---- a whole decoder
 
-SPEC = ModelSpec.from_architecture(
-    schema.ArchitectureSection(
-        family="qwen3_moe", experts=4, experts_per_token=2,
-        layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=8,
-    ),
-    VOCAB,
-)  # fmt: skip
+SPEC = tiny_spec(
+    VOCAB, family="qwen3_moe", experts=4, experts_per_token=2, layers=2, width=16, mlp=8
+)
 LENGTH = 24
 IDS = np.random.default_rng(5).integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
 PULL = np.random.default_rng(6).normal(size=(2, LENGTH)).astype(np.float32)
@@ -119,7 +114,7 @@ PULL = np.random.default_rng(6).normal(size=(2, LENGTH)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def params() -> Any:
-    return init_params(SPEC, jax.random.key(0))
+    return tiny_params(SPEC)
 
 
 def random_experts(seed: int) -> np.ndarray:

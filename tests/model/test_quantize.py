@@ -4,17 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_spec
 
-from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import hidden_states, init_params
 from jaxrl_async.model.quantize import is_quantized, quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, Weight, contracted, weight_table
+from jaxrl_async.model.spec import Weight, contracted, weight_table
 
-SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 24}
-DENSE = ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE, tied=False), 40)
-ROUTED = ModelSpec.from_architecture(
-    schema.ArchitectureSection(**SHAPE, tied=False, family="qwen3_moe", experts=4), 40
-)
+DENSE = tiny_spec(40, layers=2, mlp=24, tied=False)
+ROUTED = tiny_spec(40, layers=2, mlp=24, tied=False, family="qwen3_moe", experts=4)
 KINDS = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16}
 """Largest rounding of a weight: of the output's largest one; of the weight itself."""
 

@@ -16,7 +16,7 @@ from jaxrl_async.rollout.episode import (
     SavedEpisode,
     Turn,
     assemble_episode,
-    begin,
+    begin_groups,
     play_group,
 )
 from jaxrl_async.types import (
@@ -61,6 +61,8 @@ def completion(*ids, version=0, stop=EOS, request_id="x"):
 class ScriptedGenerate:
     """Plays back completions by request id; keeps the requests."""
 
+    seed = None
+
     def __init__(self, script):
         self.script, self.requests = script, []
 
@@ -94,7 +96,7 @@ def play(script, make_env=SingleTurn, size=1, **change):
 
     async def go():
         told = [("g5", PROMPT, [SavedEpisode()] * size)]
-        (members,) = begin(generate, make_env, told, limits(**change))
+        (members,) = begin_groups(generate, make_env, told, limits(**change))
         return await play_group(generate, PROMPT, members, label="g5", limits=limits(**change))
 
     return asyncio.run(go()), generate
@@ -175,7 +177,7 @@ def test_one_failing_member_cancels_the_others():
 
     async def go():
         told = [("g5", PROMPT, [SavedEpisode()] * 2)]
-        (members,) = begin(generate, SingleTurn, told, limits())
+        (members,) = begin_groups(generate, SingleTurn, told, limits())
         with pytest.raises(ValueError, match="boom"):
             await play_group(generate, PROMPT, members, label="g5", limits=limits())
         return members[0].waiting.cancelled()

@@ -20,6 +20,8 @@ def prompt(i):
 class ScriptedGenerate:
     """Answers prompt i with i + 1 tokens; the last prompt is cut off."""
 
+    seed = None
+
     def __init__(self):
         self.requests = []
 

@@ -15,7 +15,8 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, RolloutSettings
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,
@@ -71,6 +72,8 @@ class ScriptedGate:
 class EchoGenerate:
     """Answers every request with [9, 0] a little later; those of groups in `never` not at all."""
 
+    seed = None
+
     def __init__(self, never=(), delay=lambda request: 0.0):
         self.calls, self.futures, self.never, self.delay = [], [], never, delay
 
@@ -85,6 +88,9 @@ class EchoGenerate:
             futures.append(future)
         self.futures += futures
         return futures
+
+    def progress(self):
+        return ()
 
     @staticmethod
     def _answer(future, request):
@@ -114,18 +120,22 @@ class PositionScorer:
         return tuple(Score(reward=float(prompt.position)) for _ in episodes)
 
 
-def make_loop(gate, generate=None, scorer=None, stream=None, **change):
-    settings = {
-        "group_size": 2,
-        "sampling": SamplingParams(),
-        "stop_token_ids": (0,),
-        "max_new_tokens": 4,
-        "max_length": 10,
-    }
-    return RolloutLoop(
-        stream or prompts(), generate or EchoGenerate(), scorer or PositionScorer(), gate,
-        **{**settings, **change},
-    )  # fmt: skip
+def make_loop(
+    gate, generate=None, scorer=None, stream=None, group_size=2, max_failures=8, saved=(), **parts
+):
+    limits = EpisodeLimits(
+        sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=4, max_length=10
+    )
+    loop = RolloutLoop(
+        stream or prompts(),
+        generate or EchoGenerate(),
+        scorer or PositionScorer(),
+        gate,
+        settings=RolloutSettings(group_size=group_size, limits=limits, max_failures=max_failures),
+        **parts,
+    )
+    loop.restore(saved)
+    return loop
 
 
 def test_each_burst_is_queued_in_one_call_in_ticket_order():
@@ -342,6 +352,8 @@ def test_cancelling_leaves_nothing_in_flight():
 
 def test_a_closed_sampler_ends_the_loop_quietly():
     class ClosedGenerate:
+        seed = None
+
         def submit_many(self, requests):
             raise Closed("sampler")
 
@@ -434,7 +446,7 @@ def test_groups_under_way_are_saved_and_a_resumed_loop_goes_on_with_what_was_dra
     stream = prompts()
     for _ in range(2):
         next(stream)
-    asyncio.run(make_loop(gate, generate, stream=stream, resumed=saved).run())
+    asyncio.run(make_loop(gate, generate, stream=stream, saved=saved).run())
     assert generate.calls[0] == ["g0/m0/t0", "g0/m1/t0", "g1/m0/t0", "g1/m1/t0"]
     assert [isinstance(r, Partial) for r in generate.asked[:4]] == [True, False] * 2
     assert sorted(g.ticket.group for g in gate.put_groups) == [0, 1, 2]
@@ -454,7 +466,7 @@ def test_members_that_are_done_are_not_played_again():
     gate, again = ScriptedGate(), SavingGenerate()
     gate.total = 1
     gate.all_back.clear()
-    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    asyncio.run(make_loop(gate, again, saved=saved).run())
     assert again.calls == [["g0/m1/t0"]]
     (played,) = gate.put_groups
     assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0]] * 2
@@ -472,7 +484,7 @@ def test_a_group_that_waits_for_its_scorer_is_scored_after_a_resume():
     gate, again = ScriptedGate(), SavingGenerate()
     gate.total = 1
     gate.all_back.clear()
-    asyncio.run(make_loop(gate, again, resumed=saved).run())
+    asyncio.run(make_loop(gate, again, saved=saved).run())
     assert again.calls in ([], [[]]) and len(gate.put_groups) == 1
 
 
@@ -518,7 +530,7 @@ def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
     gate, again = ScriptedGate(), SavingGenerate()
     gate.total = 1
     gate.all_back.clear()
-    asyncio.run(make_loop(gate, again, resumed=saved, make_env=env).run())
+    asyncio.run(make_loop(gate, again, saved=saved, make_env=env).run())
     turn = 1 if goes_on else 0
     assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
     (played,) = gate.put_groups

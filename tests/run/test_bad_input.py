@@ -480,7 +480,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, capsys, way):
         "no permission": Path("/proc/nowhere"),
     }[way]
     code = command(tmp_path, SCRATCH, f"run.dir={folder}")
-    check_refusal(capsys, code, 1, str(folder), "Look whether the path is right")
+    check_refusal(capsys, code, 1, str(folder), "Check that the path is right")
 
 
 def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):

@@ -20,8 +20,8 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
-from jaxrl_async.run.exact import keeps_masks
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.run.builders.learning import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -90,7 +90,7 @@ def played(params) -> dict[str, EpisodeGroup]:
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
         told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin(sampler, Twice, told, limits)
+        (members,) = begin_groups(sampler, Twice, told, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
@@ -191,7 +191,7 @@ def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, wan
         algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
     )
     with caplog.at_level(logging.INFO):
-        assert keeps_masks(config) is wanted
+        assert keeps_masks(config.sampler, config.algorithm) is wanted
     assert len(caplog.messages) == (said is not None)
     assert said is None or said in caplog.text
 

@@ -9,7 +9,7 @@ from test_lockstep import Together
 
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.recorder import read_lines
@@ -18,10 +18,10 @@ from jaxrl_async.rollout.rollout_loop import SavedGroup
 from jaxrl_async.run import lockstep
 from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,
+    gathered_state,
     local_share,
     reopened,
     rollouts_state,
-    shared_state,
 )
 from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop
@@ -35,8 +35,9 @@ PER_STEP = 2
 # ---- one process
 
 
-def drawn_once(reuse=1, **how):
-    buffer = ReplayBuffer(groups_per_step=PER_STEP, max_staleness=2, reuse=reuse, **how)
+def drawn_once(reuse=1, ledger=None, **how):
+    settings = BufferSettings(groups_per_step=PER_STEP, max_staleness=2, reuse=reuse, **how)
+    buffer = ReplayBuffer(settings, ledger=ledger)
     for ticket in buffer.admit(0):
         buffer.put(make_group(ticket, [0]))
     return buffer, [g.ticket.group for g in buffer.draw(0, 0).groups]
@@ -105,7 +106,7 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
     """A trainer on a real buffer and ledger; what it saved last, and its error."""
     path, saved = folder / "ledger.jsonl", {}
     ledger = Ledger(path) if was is None else reopened(path, was, version, resumes=True)
-    buffer = ReplayBuffer(groups_per_step=PER_STEP, max_staleness=1, ledger=ledger)
+    buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, max_staleness=1), ledger=ledger)
     if was is not None:
         buffer.restore(was.buffer, version)
 
@@ -169,7 +170,7 @@ def run_together(folder, plan, was, version, how):
         ledger = Ledger()
         if place.writes:
             ledger = Ledger(path) if was is None else reopened(path, was, version, resumes=True)
-        buffer = ReplayBuffer(groups_per_step=PER_STEP, ledger=kept, **how)
+        buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, **how), ledger=kept)
         playing = {}
         if was is not None:
             mine = local_share(was, place)
@@ -207,7 +208,7 @@ def run_together(folder, plan, was, version, how):
         )
         rollouts, active = SimpleNamespace(progress=lambda: told), how["max_staleness"] > 0
         state = rollouts_state(buffer, rollouts, active=active)
-        results[index] = shared_state(state, source, ledger, place), now
+        results[index] = gathered_state(state, source, ledger, place), now
         ledger.close()
 
     threads = [threading.Thread(target=process, args=(i,), daemon=True) for i in (0, 1)]

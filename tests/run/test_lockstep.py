@@ -21,10 +21,10 @@ from jaxrl_async.run.lockstep import (
     SharedSource,
     SharedStop,
     merged,
-    read,
+    read_message,
 )
 from jaxrl_async.run.loop import claim_together, look_together
-from jaxrl_async.run.rates import combined
+from jaxrl_async.run.rates import combined_rates
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
     Draw,
@@ -94,13 +94,13 @@ def test_a_draw_arrives_as_it_was_sent(numbers, seed):
         waited_s=0.5,
     )
     sent = {"draw": draw, "stop": "SIGTERM", "ledger": ({"fate": "trained", "lengths": (3, 4)},)}
-    assert_same(sent, read(dumps(sent).tobytes()))
+    assert_same(sent, read_message(dumps(sent).tobytes()))
 
 
 @pytest.mark.parametrize("message", [b"", b"{}\n", b'{"carrier": "Prompt", "fields": {}}\n', b"x"])
 def test_a_message_that_is_something_else_is_told(message):
     with pytest.raises(DataError, match="same version"):
-        read(message)
+        read_message(message)
 
 
 def test_draws_of_processes_are_joined_in_the_order_of_one_process():
@@ -210,7 +210,7 @@ def test_a_stop_does_not_wait_for_the_groups_of_a_step(tmp_path):
         with pytest.raises(Closed):
             source.draw(1)
         source.settle()
-        return source.is_set(), source.alone, stop.reason
+        return source.is_set(), source.failed_alone, stop.reason
 
     numbers = ([0, LATE, LATE, 1], [0, 1])
     assert of_two(tmp_path, work, numbers) == [(True, False, "SIGTERM")] * 2
@@ -238,7 +238,7 @@ def test_a_process_that_fails_in_its_buffer_knows_that_it_is_alone(tmp_path):
         source.draw(1)
         with pytest.raises(Closed):
             source.draw(2)
-        return source.alone
+        return source.failed_alone
 
     assert of_two(tmp_path, work) == [True, True]
 
@@ -307,7 +307,7 @@ def test_one_process_exchanges_nothing():
 
 
 def test_rates_of_processes_add_up_or_average_by_what_they_are():
-    told = combined(
+    report = combined_rates(
         [
             {"sampler/busy_share": 0.5, "throughput/generated_tokens_per_s": 10.0},
             {
@@ -317,7 +317,7 @@ def test_rates_of_processes_add_up_or_average_by_what_they_are():
             },
         ]
     )
-    assert told == {
+    assert report == {
         "sampler/busy_share": 0.75,
         "throughput/generated_tokens_per_s": 40.0,
         "weights/probe_error": 0.1,

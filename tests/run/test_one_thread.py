@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,9 +26,10 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Intake
-from jaxrl_async.run.assemble import make_step
+from jaxrl_async.run.builders.learning import make_step
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import NOT_DRAWN, PackedBatch, Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -112,10 +112,8 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
             section=config.sampler,
             mesh=slices.samplers[0],
             seed=config.run.seed,
-            dtype=jnp.float32,
             version=version,
-            one_thread=True,
-            schedule=Company(config, version),
+            settings=SamplerSettings(one_thread=True, schedule=Company(config, version)),
         )
         told = {}
         if version in (0, 2, STEPS):

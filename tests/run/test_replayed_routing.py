@@ -19,10 +19,11 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play_group
-from jaxrl_async.run.exact import routing_of
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import (
@@ -90,7 +91,7 @@ class Twice:
 def played(params: Any, **wishes: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
     section = SECTION.model_copy(update=wishes)
-    sampler = Sampler((SPEC, params), section=section, keep_routing=True)
+    sampler = Sampler((SPEC, params), section=section, settings=SamplerSettings(keep_routing=True))
     limits = EpisodeLimits(
         sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
         keep_mask=True, keep_routing=True,
@@ -100,7 +101,7 @@ def played(params: Any, **wishes: Any) -> Any:
         ids = np.arange(10 + 9 * number, dtype=np.int32)
         prompt = Prompt(prompt_id=number, position=number, token_ids=ids, text="", reference="")
         told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin(sampler, Twice, told, limits)
+        (members,) = begin_groups(sampler, Twice, told, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)

@@ -39,7 +39,7 @@ def wanted() -> list[list[int]]:
 def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
     sampler = make_sampler(**settings)
     assert [c.token_ids.tolist() for c in sampler.generate(WISHES)] == wanted
-    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
 
@@ -91,7 +91,7 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
         slots=4,
         reserve=1,
         max_length=64,
-        pages=sampler.plan.pages,
+        pages=sampler.setup.plan.pages,
         page_tokens=16,
         block=5,
         ragged=True,

@@ -1,4 +1,4 @@
-"""Pages, prefix store, slots, memory plan, limit, schedule and router's choice: pure host code."""
+"""Pages, prefix store, slots, memory plan, limit and schedule: pure host code."""
 
 from collections import deque
 
@@ -14,7 +14,6 @@ from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefix import PrefixStore
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
-from jaxrl_async.sampler.router.router import Candidate, choose
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -184,12 +183,3 @@ def test_rows_hold_everybody_and_shrink_when_few_run(running, slots) -> None:
     running = min(running, slots)
     rows = shapes.decode_rows(running, slots)
     assert running <= rows <= slots and slots % rows == 0
-
-
-def test_a_prefix_goes_home_unless_home_is_much_busier() -> None:
-    idle, busy = Candidate(in_flight=0, places=8), Candidate(in_flight=8, places=8)
-    some = Candidate(in_flight=1, places=8)
-    assert choose([some, idle], home=0) == 0
-    assert choose([busy, idle], home=0) == 1
-    assert choose([some, idle], home=None) == 1
-    assert choose([idle, idle], home=None) == 0

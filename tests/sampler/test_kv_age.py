@@ -19,6 +19,7 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings, set_up
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
 
 MODES = ("continue", "recompute", "drain", "restart")
@@ -56,15 +57,15 @@ class Driven:
             slots=3, reserve=0.7, max_length=LONGEST, max_new_tokens=16, block=3, page_tokens=PAGE,
             prefill_chunk=16, on_new_weights=mode, kv_memory_mib=pages * PAGE * token_bytes / 2**20,
         )  # fmt: skip
-        self.sampler = Sampler((SPEC, PARAMS), section=section, weights=self.source)
-        self.sampler.start = lambda: None
+        setup, params = set_up((SPEC, PARAMS), section, None, 0, SamplerSettings())
         if device is not None:
-            self.sampler.engine, self.sampler._prepared = device, 0
-            room = self.sampler._room
-            self.sampler._room = replace(room, vocab=VOCAB, kv_shape=(1, 1, 2))
+            room = replace(setup.room, vocab=VOCAB, kv_shape=(1, 1, 2))
+            setup, params = replace(setup, engine=device, room=room), 0
             device.watch = self.watch
-        self.sampler._open_batch()
-        self.batch = self.sampler._batch
+        prepared = setup.engine.prepare(params)
+        self.sampler = Sampler.from_setup(setup, prepared, 0, self.source)
+        self.sampler.lifetime.start = lambda: None
+        self.batch = self.sampler.loop.open_batch()
         self.admitted: dict[int, int] = {}  # version of each admission, by its number
         self.last: dict[str, int] = {}  # of each request's last admission
         admit = self.batch.admit
@@ -113,7 +114,7 @@ class Driven:
     def do(self, event: str, pick: int) -> None:
         sampler = self.sampler
         if event == "ask":
-            vocab = sampler._room.vocab
+            vocab = sampler.setup.room.vocab
             prompt = np.random.default_rng(pick % 3).integers(0, vocab, 5 + 6 * (pick % 3))
             self.submit(self.group(pick // 3, prompt))
         elif event == "publish":
@@ -127,7 +128,7 @@ class Driven:
             sequence = placed[pick % len(placed)]
             with_kv = event != "save bare"
             stop = event == "stop" and sequence.ready and len(self.batch.output(sequence).token_ids)
-            self.keep(sampler._save(sequence.request.request_id, bool(stop), with_kv))
+            self.keep(sampler.loop.save(sequence.request.request_id, bool(stop), with_kv))
         elif event == "cancel" and self.asked:
             self.asked[pick % len(self.asked)].future.cancel()
         elif event in ("resume", "fork") and self.saved:
@@ -162,7 +163,7 @@ class Driven:
 
     def round(self) -> None:
         """One round, after which the store holds KV of the version at hand alone."""
-        self.sampler._round()
+        self.sampler.loop.round(self.batch)
         self.batch.check_integrity()
         if self.device is not None and self.batch.store.held:
             held = self.batch.state.kv.k[0][list(self.batch.store.held), 0, 0]
@@ -171,7 +172,7 @@ class Driven:
     def finish(self) -> None:
         """Until nothing is left to do; then each request was answered as its mode promises."""
         for _ in range(2000):
-            if not self.sampler._busy:
+            if not self.sampler.loop.busy:
                 break
             self.round()
         assert all(a.future.done() for a in self.asked)

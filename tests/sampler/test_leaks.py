@@ -38,10 +38,12 @@ def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
     grown = resident_mib() - before
     stats = sampler.stats()
     assert stats.requests_done == 10_000
-    assert not sampler._batch.placed and not sampler._batch.queue and not sampler._finished
-    sampler._on_thread(sampler._batch.check_integrity)
-    held = len(sampler._batch.store.held)
-    assert sampler._batch.pages.num_free + held == sampler._batch.pages.count
+    assert (
+        not sampler.loop.batch.placed and not sampler.loop.batch.queue and not sampler.loop.finished
+    )
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
+    held = len(sampler.loop.batch.store.held)
+    assert sampler.loop.batch.pages.num_free + held == sampler.loop.batch.pages.count
     assert grown < 64, f"host memory grew by {grown:.0f} MiB"
     sampler.close()
     assert threading.active_count() <= threads

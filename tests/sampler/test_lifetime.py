@@ -126,7 +126,7 @@ def test_an_interrupted_generate_cancels_what_it_waited_for(wrap) -> None:
         with pytest.raises(KeyboardInterrupt):
             part.generate([request(i, **LONG) for i in range(300)])
         thread.join()
-        assert within(10, lambda: not (sampler._batch.placed or sampler._batch.queue))
+        assert within(10, lambda: not (sampler.loop.batch.placed or sampler.loop.batch.queue))
         assert sampler.stats().requests_done < 250
         assert len(part.generate([request(3)])) == 1
 
@@ -175,7 +175,7 @@ def test_an_event_loop_that_was_closed_hurts_no_one_else() -> None:
         loop.is_closed = lambda: False  # it closes between this look and the next call
         loop.close()
         assert len(sampler.generate([request(7)])) == 1
-        assert within(10, lambda: not sampler._busy) and sampler.error is None
+        assert within(10, lambda: not sampler.loop.busy) and sampler.error is None
         assert not any(f.done() for f in futures)
         del loop.is_closed
 
@@ -189,5 +189,5 @@ def test_cancelled_requests_far_back_in_the_queue_go_as_soon_as_they_matter() ->
         last = sampler.start_many([request(5)])
         assert len(last[0].result(30).token_ids)
         assert all(f.result(30) for f in first)
-        assert within(10, lambda: not sampler._busy)
+        assert within(10, lambda: not sampler.loop.busy)
         assert sampler.stats().requests_done == 5

@@ -13,6 +13,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import Kind, quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Completion, Request, SamplingParams
 
 VOCAB = 48
@@ -54,7 +55,7 @@ def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
         (SPECS[name], params_of(name, kind)),
         section=SECTION,
         mesh=make_mesh(section, jax.devices()[: section.num_devices]),
-        keep_routing=name == "experts",
+        settings=SamplerSettings(keep_routing=name == "experts"),
     )
     random = np.random.default_rng(0)
     wishes = [

@@ -16,6 +16,7 @@ from tiny import PARAMS, SECTION, SPEC, make_sampler, request
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def whole():
 def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) -> None:
     first = make_sampler(block=2)
     partial = caught_in_flight(first, WISH, with_kv=with_kv)
-    first._on_thread(first._batch.check_integrity)
+    first.between_blocks(first.loop.batch.check_integrity)
     first.close()
     assert (partial.kv is not None) == with_kv
     assert 0 < len(partial.token_ids) < 30
@@ -91,8 +92,8 @@ def held(batch, name: str, when=lambda: True) -> tuple[threading.Event, threadin
 def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> None:
     sampler = make_sampler(slots=1, block=4)
     sampler.generate([request(0)])
-    drawn = sampler._batch.slots.drawn
-    entered, go_on = held(sampler._batch, "wait_for_block", lambda: drawn.max() == 8)
+    drawn = sampler.loop.batch.slots.drawn
+    entered, go_on = held(sampler.loop.batch, "wait_for_block", lambda: drawn.max() == 8)
     running, waiting = sampler.start_many([WISH, replace(WISH, request_id="waits")])
     assert entered.wait(60)
     (partial,) = sampler.progress()
@@ -110,7 +111,7 @@ def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> No
 def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])
-    entered, go_on = held(sampler._batch, "admit")
+    entered, go_on = held(sampler.loop.batch, "admit")
     sampler.start_many([WISH])
     assert entered.wait(60)
     threading.Timer(0.3, sampler.abandon).start()
@@ -123,7 +124,7 @@ def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
 def test_progress_of_a_sampler_that_dies_meanwhile_is_its_error() -> None:
     sampler = make_sampler(block=4)
     sampler.generate([request(0)])
-    batch, started = sampler._batch, threading.Event()
+    batch, started = sampler.loop.batch, threading.Event()
     start_block = batch.start_block
 
     def dies(weights):
@@ -147,7 +148,7 @@ def test_progress_leaves_it_to_the_sampler_to_hand_out() -> None:
     """At the moment that is recorded, before which nothing can follow from what was drawn."""
     sampler = make_sampler(block=4)
     sampler.generate([request(0)])
-    entered, go_on = held(sampler._batch, "admit", lambda: bool(sampler._finished))
+    entered, go_on = held(sampler.loop.batch, "admit", lambda: bool(sampler.loop.finished))
     short = replace(WISH, request_id="short", max_new_tokens=4)
     ends, goes_on = sampler.start_many([short, WISH])
     assert entered.wait(60)
@@ -207,7 +208,7 @@ def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
         assert c.token_ids[:n].tolist() == whole.token_ids[:n].tolist()
     again = sampler.fork(partial, 3)
     assert [c.token_ids.tolist() for c in again] == [c.token_ids.tolist() for c in done]
-    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
 
@@ -283,15 +284,16 @@ def test_forks_of_forks_are_all_different() -> None:
 
 
 def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(tmp_path) -> None:
-    def sampler(**wishes):
-        return Sampler((SPEC, PARAMS), section=SECTION, **wishes)
+    def sampler():
+        settings = SamplerSettings(dtype=jnp.bfloat16)
+        return Sampler((SPEC, PARAMS), section=SECTION, settings=settings)
 
-    with sampler(dtype=jnp.bfloat16) as first:
+    with sampler() as first:
         wanted = first.generate([WISH])[0]
         save_partial(caught_in_flight(first, WISH), tmp_path / "one")
     saved = load_partial(tmp_path / "one")
     assert saved.kv.dtype == jnp.bfloat16
-    with sampler(dtype=jnp.bfloat16) as second:
+    with sampler() as second:
         assert second.resume([saved])[0].token_ids.tolist() == wanted.token_ids.tolist()
         for kv, told in (
             (saved.kv[1:], "shape"),

@@ -61,7 +61,7 @@ def roomy() -> Sampler:
 
 async def play(sampler: Sampler, plan: list, swaps: int) -> list[tuple[int, int, Completion]]:
     """Submit as the plan says; cancelled ones are left out of the answer."""
-    source = sampler._weights
+    source = sampler.weights
     answers, waiting = [], []
     for i, (number, awaited, cancelled, members) in enumerate(plan):
         for _ in range(min(awaited, len(waiting))):
@@ -104,11 +104,11 @@ def test_a_request_gives_what_it_gives_alone(crowded, mode, plan, swaps) -> None
 
 async def settle(sampler: Sampler) -> None:
     """Until what was cancelled is gone; then nothing is held but what the store says."""
-    while sampler._batch.placed or sampler._batch.queue:
+    while sampler.loop.batch.placed or sampler.loop.batch.queue:
         await asyncio.sleep(0.005)
-    sampler._on_thread(sampler._batch.check_integrity)
-    held = len(sampler._batch.store.held)
-    assert sampler._batch.pages.num_free + held == sampler._batch.pages.count
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
+    held = len(sampler.loop.batch.store.held)
+    assert sampler.loop.batch.pages.num_free + held == sampler.loop.batch.pages.count
 
 
 def test_the_crowd_was_preempted_swapped_and_restarted(crowded) -> None:

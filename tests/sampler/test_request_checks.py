@@ -58,7 +58,7 @@ def test_an_empty_prompt_is_not_told_to_be_shorter() -> None:
 
 def test_what_is_no_request_is_refused() -> None:
     for thing in (None, "text", {"token_ids": [1]}, 5):
-        with pytest.raises(RolloutError, match="is no request"):
+        with pytest.raises(RolloutError, match="is not a request"):
             checked_request(thing, ROOM)
 
 
@@ -116,7 +116,7 @@ def test_what_raises_for_one_request_on_the_samplers_thread_is_that_requests_alo
     neighbours = [request(i, key=(i, 0)) for i in range(4)]
     with make_sampler() as sampler:
         wanted = [c.token_ids.tolist() for c in sampler.generate(neighbours)]
-        batch = sampler._batch
+        batch = sampler.loop.batch
         real = getattr(batch, where)
 
         def picky(*args):
@@ -130,7 +130,7 @@ def test_what_raises_for_one_request_on_the_samplers_thread_is_that_requests_alo
         with pytest.raises(ValueError, match="injected"):
             futures.pop(1).result(60)
         assert [f.result(60).token_ids.tolist() for f in futures] == wanted
-        sampler._on_thread(batch.check_integrity)
+        sampler.between_blocks(batch.check_integrity)
         assert sampler.error is None and sampler.stats().failed == 1
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import Script
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
@@ -17,7 +18,9 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.sampler import Probe, Sampler
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
 
 SPEC = ModelSpec.from_architecture(
@@ -26,22 +29,6 @@ SPEC = ModelSpec.from_architecture(
 PARAMS = init_params(SPEC, jax.random.key(0))
 OTHER = init_params(SPEC, jax.random.key(1))
 SECTION = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=32, block=4)
-
-
-class Script:
-    """A WeightSource that gives prepared weights, one at each poll after `after` polls."""
-
-    def __init__(self, updates: list[VersionedParams], after: int = 2) -> None:
-        self.updates, self.wait_polls, self.went_live = updates, after, []
-        self.seen = threading.Event()
-
-    def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        self.wait_polls -= 1
-        return self.updates.pop(0) if self.wait_polls < 0 and self.updates else None
-
-    def live(self, version: int) -> None:
-        self.went_live.append(version)
-        self.seen.set()
 
 
 @pytest.fixture
@@ -135,7 +122,8 @@ def test_a_swap_in_mid_sequence_marks_each_token_with_the_weights_of_its_logits(
 def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> None:
     probe = Probe(token_ids=np.arange(8, dtype=np.int32), tolerance=1e-3)
     wrong = VersionedParams(version=1, params=OTHER, probe_logprobs=jnp.zeros(7))
-    sampler = Sampler((SPEC, PARAMS), section=SECTION, weights=Script([wrong]), probe=probe)
+    settings = SamplerSettings(probe=probe)
+    sampler = Sampler((SPEC, PARAMS), section=SECTION, weights=Script([wrong]), settings=settings)
     with pytest.raises(WeightsError, match="probe"):
         sampler.generate([request(1, max_new_tokens=30)])
     assert isinstance(sampler.error, WeightsError)
@@ -146,7 +134,7 @@ def test_a_request_whose_end_raises_fails_alone() -> None:
     sampler = Sampler((SPEC, PARAMS), section=SECTION)
     wishes = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
     sampler.generate(wishes[:1])
-    batch, ended = sampler._batch, []
+    batch, ended = sampler.loop.batch, []
     end = batch.end
 
     def fails_on_the_second(sequence):
@@ -161,7 +149,7 @@ def test_a_request_whose_end_raises_fails_alone() -> None:
     with pytest.raises(RuntimeError, match="injected"):
         futures[1].result(timeout=60)
     assert len(sampler.generate(wishes)) == 2 and sampler.stats().failed == 1
-    sampler._on_thread(sampler._batch.check_integrity)
+    sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
 
@@ -271,8 +259,8 @@ def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
     done = sampler.generate([request(i, max_new_tokens=3) for i in range(1000)])
     stats = sampler.stats()
     assert len(done) == stats.requests_done == 1000
-    assert not sampler._batch.placed and not sampler._batch.queue
-    sampler._batch.check_integrity()
+    assert not sampler.loop.batch.placed and not sampler.loop.batch.queue
+    sampler.loop.batch.check_integrity()
     assert threading.active_count() <= threads + 1
     assert stats.used_slot_steps == sum(len(c.token_ids) for c in done)
 

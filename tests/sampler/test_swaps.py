@@ -9,6 +9,7 @@ from tiny import OTHER, PARAMS, SPEC, Script, make_sampler, request
 
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.ports import FixedWeights
 from jaxrl_async.types import SamplingParams, VersionedParams
 
 
@@ -141,7 +142,7 @@ def test_a_later_turn_prefills_only_what_is_new() -> None:
     )
 
 
-class Flood:
+class Flood(FixedWeights):
     """New weights, the same numbers, at every poll."""
 
     def __init__(self, most: int) -> None:

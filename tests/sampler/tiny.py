@@ -1,11 +1,14 @@
 """A tiny decoder and requests for it, for the sampler's tests."""
 
+import threading
+
 import jax
 import numpy as np
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.ports import FixedWeights
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams, VersionedParams
 
@@ -27,7 +30,7 @@ KINDS = (
 
 def make_sampler(**wishes: object) -> Sampler:
     """A sampler with other settings than SECTION's."""
-    kept = {k: wishes.pop(k) for k in ("weights", "seed", "version", "probe") if k in wishes}
+    kept = {k: wishes.pop(k) for k in ("weights", "seed", "version") if k in wishes}
     return Sampler((SPEC, PARAMS), section=SECTION.model_copy(update=wishes), **kept)
 
 
@@ -45,12 +48,13 @@ def request(number: int, **wishes: object) -> Request:
     return Request(**{**base, **wishes})
 
 
-class Script:
+class Script(FixedWeights):
     """A WeightSource that gives prepared weights, one at each poll after `after` polls."""
 
     def __init__(self, updates: list[VersionedParams], after: int = 2) -> None:
         self.updates, self.wait_polls = updates, after
         self.went_live: list[int] = []
+        self.seen = threading.Event()
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
         self.wait_polls -= 1
@@ -58,3 +62,4 @@ class Script:
 
     def live(self, version: int) -> None:
         self.went_live.append(version)
+        self.seen.set()

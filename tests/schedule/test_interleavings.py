@@ -9,7 +9,8 @@ from collections import Counter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.contents import BufferState
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.staleness import least_limit, memory_bound
 from jaxrl_async.testing.fakes import make_group, make_prompt
@@ -38,14 +39,16 @@ class Machine:
         self.paused, self.restarts = False, 0
 
     def _make(self, version, next_group):
-        return ReplayBuffer(
-            groups_per_step=self.per_step,
-            max_staleness=self.max_staleness,
-            lookahead=self.lookahead,
-            version=version,
-            next_group=next_group,
-            **self.how,
+        made = ReplayBuffer(
+            BufferSettings(
+                groups_per_step=self.per_step,
+                max_staleness=self.max_staleness,
+                lookahead=self.lookahead,
+                **self.how,
+            )
         )
+        made.restore(BufferState(next_group=next_group, next_untaken=next_group), version)
+        return made
 
     def do(self, event, pick):
         getattr(self, event)(pick)

@@ -23,19 +23,22 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.audit import Rules, audit
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.contents import BufferState
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
 from jaxrl_async.types import SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "10000"))
 """Explored by the main test; set it higher for a night."""
@@ -152,34 +155,37 @@ class World:
         self.uses = {n: list(u) for n, u in saved.uses.items()}
         self.clock, self.loop = VirtualClock(), SteppedLoop()
         self.buffer = make_buffer(
-            groups_per_step=setup.per_step,
-            max_staleness=setup.max_staleness,
-            lookahead=setup.lookahead,
-            when_too_old=setup.when_too_old,
-            overcommit=1.5,
-            reuse=setup.reuse,
-            rank=RANKS[setup.select],
-            has_signal=(lambda g: chance(g.prompt.position, "signal", of=4))
-            if setup.dynamic
-            else None,
+            BufferSettings(
+                groups_per_step=setup.per_step,
+                max_staleness=setup.max_staleness,
+                lookahead=setup.lookahead,
+                when_too_old=setup.when_too_old,
+                overcommit=1.5,
+                reuse=setup.reuse,
+                rank=RANKS[setup.select],
+                has_signal=lambda g: (
+                    not setup.dynamic or chance(g.prompt.position, "signal", of=4) > 0
+                ),
+            ),
             ledger=Lines(self.ledger),
             clock=self.clock,
         )
         self.buffer.restore(was, self.version)
         self.transfers, self.staged = [], [0] * setup.samplers
         self.channel = make_channel(
-            [lambda p, i=i: self.push(p, i) for i in range(setup.samplers)],
+            [FunctionLink(lambda p, i=i: self.push(p, i)) for i in range(setup.samplers)],
             on_live=self.buffer.set_live,
             version=self.version,
             clock=self.clock,
         )
+        self.sources = [Watched(self.channel.subscribe(), self, i) for i in range(setup.samplers)]
         self.samplers = [
             make_sampler(
-                Watched(self.channel.subscribe(), self, i),
+                end,
                 length=lambda r: 1 + chance(*r.key, len(r.token_ids), of=MAX_TOKENS),
                 version=self.version,
             )
-            for i in range(setup.samplers)
+            for end in self.sources
         ]
         generate = Dealt(self.samplers) if setup.samplers > 1 else self.samplers[0]
         self.generate, self.fail_next, self.dead = generate, False, False
@@ -196,13 +202,14 @@ class World:
             generate,
             self.score,
             self,
-            group_size=setup.group_size,
-            sampling=SamplingParams(),
+            settings=RolloutSettings(
+                group_size=setup.group_size,
+                limits=EpisodeLimits(sampling=SamplingParams(), **LIMITS),
+                max_failures=10**6,
+            ),
             make_env=lambda prompt: TwoTurns(prompt, self.clock),
-            max_failures=10**6,
-            resumed=saved.rollouts.groups,
-            **LIMITS,
         )
+        self.rollouts.restore(saved.rollouts.groups)
         self.pause(True)
         self.main = self.loop.create_task(self.rollouts.run())
         self.loop.run_ready()
@@ -291,7 +298,7 @@ class World:
                     yield lambda: self.channel.live_version == self.version
                 yield from self.evaluation()
             if self.version % SAVE_EVERY == 0:
-                playing = self.rollouts._saved(self.rollouts._drawn())
+                playing = self.rollouts.snapshot()
                 for _ in range(4):
                     yield always  # the others go on while the trainer waits for this answer
                 self.save(playing)
@@ -393,8 +400,8 @@ class World:
 
     def arrived(self, index):
         """Whether weights are there for this sampler to take."""
-        staged = self.channel._ends[index].staged
-        return staged is not None and staged.update.params["w"].ready
+        update = self.sources[index].under_way
+        return update is not None and update.params["w"].ready
 
     def arrive(self):
         next(t for t in self.transfers if not t.ready).ready = True
@@ -546,6 +553,10 @@ class Watched:
     def live(self, version):
         self.end.live(version)
 
+    @property
+    def under_way(self):
+        return self.end.under_way
+
 
 class TwoTurns:
     """Some prompts are answered twice, the second time after a while."""
@@ -650,7 +661,7 @@ class FreesWhenTaken(ReplayBuffer):
 
     def draw(self, *args):
         draw = super().draw(*args)
-        self._taken.clear()
+        self._contents.taken.clear()
         return draw
 
 
@@ -669,30 +680,63 @@ class AdmitsWhilePaused(ReplayBuffer):
         pass
 
 
-class LiveTooEarly(WeightChannel):
+class BrokenEnd:
+    """A subscription that breaks a rule."""
+
+    def __init__(self, end):
+        self.end, self.again = end, None
+        self.channel_ends = []  # all of its channel's
+
+    @property
+    def under_way(self):
+        return self.again or self.end.under_way
+
+    def poll(self, *, wait=False):
+        return self.end.poll(wait=wait)
+
+    def live(self, version):
+        self.end.live(version)
+
+
+class LiveTooEarly(BrokenEnd):
     """Live once the first of the samplers has the weights."""
 
-    def _set_live(self, by, version):
-        for each in self._ends:
-            each.live_version = version
-        super()._set_live(by, version)
+    def live(self, version):
+        for end in self.channel_ends:
+            end.live(version)
 
 
-class TakenTwice(WeightChannel):
-    def _poll(self, by, wait):
-        sent = by._end.staged
-        update = super()._poll(by, wait)
-        if update is not None and update.version % 3 == 0:
-            by._end.staged = sent
+class TakenTwice(BrokenEnd):
+    def poll(self, *, wait=False):
+        again, self.again = self.again, None
+        update = again or self.end.poll(wait=wait)
+        if again is None and update is not None and update.version % 3 == 0:
+            self.again = update
         return update
 
 
-class NeverWaits(WeightChannel):
-    """Takes weights that have not arrived."""
+class NeverWaits(BrokenEnd):
+    """Gives weights that have not arrived."""
 
-    def _poll(self, by, wait):
-        sent, by._end.staged = by._end.staged, None
-        return None if sent is None else sent.update
+    def poll(self, *, wait=False):
+        return self.end.under_way
+
+
+def channel_with(kind):
+    """A channel whose subscriptions are of this kind."""
+
+    class Broken(WeightChannel):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.given = []
+
+        def subscribe(self):
+            self.given.append(super().subscribe())
+            end = kind(self.given[-1])
+            end.channel_ends = self.given
+            return end
+
+    return Broken
 
 
 class DrawsWithOldWeights(MemorySampler):
@@ -733,11 +777,14 @@ def test_the_invariants_find_broken_parts(broken):
         name
         for name, kind in (
             ("buffer", ReplayBuffer),
-            ("channel", WeightChannel),
+            ("channel", BrokenEnd),
             ("sampler", MemorySampler),
         )
         if issubclass(broken, kind)
     )
+
+    if part == "channel":
+        broken = channel_with(broken)
 
     @settings(FEWER, derandomize=True, database=None, phases=[Phase.generate])
     @given(setups(), SCHEDULES)

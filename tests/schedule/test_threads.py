@@ -7,11 +7,12 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.errors import Closed
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 STEPS = 60
 LIMIT_S = 20.0
@@ -39,9 +40,9 @@ def guarded(work, errors):
 def test_threads_make_their_steps_within_the_bound_and_all_end(max_staleness, lookahead, samplers):
     per_step = 3
     buffer = ReplayBuffer(
-        groups_per_step=per_step, max_staleness=max_staleness, lookahead=lookahead
+        BufferSettings(groups_per_step=per_step, max_staleness=max_staleness, lookahead=lookahead)
     )
-    channel = WeightChannel(lambda p: p, on_live=buffer.set_live, num_samplers=samplers)
+    channel = WeightChannel([FunctionLink(lambda p: p)] * samplers, on_live=buffer.set_live)
     errors, staleness, trained, bursts, done = [], [], [], [], threading.Event()
 
     def rollouts():

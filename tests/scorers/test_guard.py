@@ -134,7 +134,7 @@ def token_rewards(*values, dtype=np.float32):
         ((Score(reward=10**400), GOOD[1]), "reward of 1000"),
         ((Score(reward=10**5000), GOOD[1]), "a int that cannot be shown"),
         ((Score(reward=0.0, parts={"a b": 1.0}), GOOD[1]), "Name it 'a_b'"),
-        ((Score(reward=0.0, parts={"mean": 1.0}), GOOD[1]), "reward/mean is a metric of its own"),
+        ((Score(reward=0.0, parts={"mean": 1.0}), GOOD[1]), "reward/mean is another metric"),
         ((Score(reward=0.0, parts={"correct": 2.0}), GOOD[1]), "from 0 to 1"),
         ((Score(reward=Decimal(1)), GOOD[1]), "Decimal"),
         ((GOOD[0], Score(reward=0.0, parts={"right": float("nan")})), "part 'right'"),

@@ -9,28 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import mesh_of, tiny_params, tiny_spec
 
 from jaxrl_async.config import schema
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.mesh import TRAINER_RULES, DeviceLock, make_slices, shardings
-from jaxrl_async.model.decoder import TokenRows, init_params
+from jaxrl_async.mesh import TRAINER_RULES, DeviceLock, shardings
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.heads import HEAD, head_table, save_head, sequence_scores, with_head
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.scorers.reward_model import (
     RewardModel,
     RewardModelScorer,
     load_reward_model,
-    padded,
+    next_power_of_two,
 )
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 TOKENIZER = addition_tokenizer()
-SPEC = ModelSpec.from_architecture(
-    schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), 24
-)
+SPEC = tiny_spec(24)
 PROMPT = Prompt(
     prompt_id=7,
     position=0,
@@ -40,13 +38,9 @@ PROMPT = Prompt(
 )
 
 
-def mesh_of(**axes: int) -> Any:
-    return make_slices(schema.MeshSection(trainer=schema.AxesSection(**axes))).trainer
-
-
 @pytest.fixture(scope="module")
 def params() -> Any:
-    policy = init_params(SPEC, jax.random.key(0))
+    policy = tiny_params(SPEC)
     return with_head(SPEC, policy, "reward", jax.random.key(1))
 
 
@@ -120,8 +114,8 @@ def test_a_sharded_model_gives_the_same_scores_and_takes_turns(model, params):
 
 
 def test_lengths_and_rows_are_padded_to_few_shapes():
-    assert [padded(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
-    assert padded(5, 32) == 32 and padded(33, 32) == 64
+    assert [next_power_of_two(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+    assert next_power_of_two(5, 32) == 32 and next_power_of_two(33, 32) == 64
 
 
 def test_reward_is_the_weighted_sum_and_parts_are_told_before_weighting(model, params):
@@ -193,9 +187,9 @@ def test_another_vocabulary_is_refused_at_the_start(tmp_path, params):
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no reward model.*run.job=reward_model makes one"):
+    with pytest.raises(ConfigError, match=r"is not a reward model.*run.job=reward_model makes one"):
         load(tmp_path / "none")
-    policy = Policy(SPEC, init_params(SPEC, jax.random.key(0)), TOKENIZER)
+    policy = Policy(SPEC, tiny_params(SPEC), TOKENIZER)
     policy.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no reward model.*score.weight"):
+    with pytest.raises(ConfigError, match=r"is not a reward model.*score.weight"):
         load(tmp_path)

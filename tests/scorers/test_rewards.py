@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.schema import RewardSection
+from jaxrl_async.config.rules import check_rules
+from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.scorers import usercode
-from jaxrl_async.scorers.guard import checked
+from jaxrl_async.scorers.guard import checked, try_once
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
-from jaxrl_async.scorers.trial import try_once
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -129,7 +129,7 @@ def test_everything_and_a_column_never_hides_what_is_ours():
 def test_no_parameter_is_given_something_else_than_its_name_says(user_file, signature, name):
     path = user_file(f"def r({signature}): return 1")
     with pytest.raises(
-        ConfigError, match=f"parameter '{name}' that would be.*Name the one .* `completion`"
+        ConfigError, match=f"parameter '{name}' that would receive.*Name the one .* `completion`"
     ):
         make_scorer(
             RewardSection(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")]
@@ -207,9 +207,9 @@ def test_a_part_has_one_meaning_in_all_answers_of_a_group():
     ]
 
 
-def test_parts_that_cannot_be_told_apart_are_refused():
+def test_parts_that_cannot_be_distinct_parts_are_refused():
     first = lambda p, c, r: {"correct": 1, "mine1.correct": 1}  # noqa: E731
-    with pytest.raises(RolloutError, match=r"parts of mine1, 'correct', that cannot be told from"):
+    with pytest.raises(RolloutError, match=r"parts of mine1, 'correct', that clash with"):
         score(scorer_of(first, lambda p, c, r: {"correct": 0}), episode("a"))
 
 
@@ -242,8 +242,8 @@ def test_two_functions_of_one_name_are_refused(user_file):
     ],
 )
 def test_a_list_of_functions_that_cannot_be_meant_is_refused(function):
-    with pytest.raises(ValueError, match=r"reward\.function"):
-        RewardSection(function=function)
+    with pytest.raises(ConfigError, match=r"reward\.function"):
+        check_rules(Config(reward=RewardSection(function=function)))
 
 
 # ---- what may come back
@@ -374,7 +374,7 @@ def test_a_part_of_any_name_is_a_metric_or_refused_at_once(name):
     try:
         (got,) = checked(scores, (episode("a"),), prompt())
     except RolloutError as error:
-        assert "is a metric of its own" in str(error)
+        assert "is another metric" in str(error)
         return
     (part,) = got.parts
     assert metric_of(f"reward/{part}").key == "reward/<part>" and len(part.encode()) < 400
@@ -383,7 +383,7 @@ def test_a_part_of_any_name_is_a_metric_or_refused_at_once(name):
 @pytest.mark.parametrize("name", ["mean", "std", "kl", "zero_variance_share"])
 def test_a_part_never_replaces_a_metric_of_ours(name):
     scores = score(lambda p, c, r: {name: 1.0}, episode("a"))
-    with pytest.raises(RolloutError, match=f"reward/{name} is a metric of its own. Rename"):
+    with pytest.raises(RolloutError, match=f"reward/{name} is another metric. Rename"):
         checked(scores, (episode("a"),), prompt())
 
 
@@ -416,7 +416,7 @@ def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_i
             "reward.function = mine",
         )
         assert found.parts == {"correct": 0}
-        assert ("own right answer, '2', is right to 0" in caplog.text) == warned
+        assert ("own right answer, '2', a part `correct` of 0" in caplog.text) == warned
         assert bool(caplog.records) == warned
 
 
@@ -588,7 +588,7 @@ def test_calls_that_never_come_back_do_not_pile_up_without_end(monkeypatch):
     for _ in range(2):
         with pytest.raises(RolloutTimeout, match="took more than"):
             score(scorer, episode("a"))
-    with pytest.raises(RolloutError, match="2 earlier calls have not come back"):
+    with pytest.raises(RolloutError, match="2 earlier calls have not returned"):
         score(scorer, episode("a"))
     release.set()
     deadline = time.monotonic() + 30

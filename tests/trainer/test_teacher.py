@@ -21,7 +21,8 @@ from jaxrl_async.model.divergence import (
 )
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.assemble import check_advisers, cut_vocabulary, make_learner
+from jaxrl_async.run.builders.frozen_weights import check_advisers, cut_vocabulary
+from jaxrl_async.run.builders.learning import make_learner
 from jaxrl_async.trainer.distill import TeacherTop, distill_rows, distill_top
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.types import PackedBatch
@@ -228,10 +229,3 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     q, p = lump(own), lump(theirs)
     wanted = (q * np.log(q / p)).sum(-1)
     np.testing.assert_allclose(found.divergence[packed.mask], wanted[packed.mask], atol=2e-4)
-
-
-def test_whose_tokens_they_are_is_refused_where_nobody_looks_at_them():
-    with pytest.raises(ValueError, match="top_of=student"):
-        schema.TeacherSection(top_of="student", form="loss")
-    with pytest.raises(ValueError, match="top_of=student"):
-        schema.TeacherSection(top_of="student", top_k=4)

@@ -7,9 +7,11 @@ import pytest
 
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 from jaxrl_async.weights.manifest import manifest_of
 
 PARAMS = {"w": jnp.ones(4)}
+SAME = FunctionLink(lambda p: p)
 
 
 def in_thread(work) -> tuple[threading.Thread, list]:
@@ -28,36 +30,38 @@ def in_thread(work) -> tuple[threading.Thread, list]:
 
 def test_what_is_published_is_polled_once_and_becomes_live() -> None:
     live: list[int] = []
-    channel = WeightChannel(lambda p: p, on_live=live.append)
-    wake = threading.Event()
-    channel.attach(wake)
-    assert channel.poll() is None
+    channel = WeightChannel([SAME], on_live=live.append)
+    end, wake = channel.subscribe(), threading.Event()
+    end.attach(wake)
+    assert end.poll() is None and end.under_way is None
     channel.publish(1, PARAMS, probe_logprobs="probe")
     assert wake.is_set()
-    update = channel.poll(wait=True)
+    assert end.under_way is not None and end.under_way.version == 1
+    update = end.poll(wait=True)
     assert update is not None and (update.version, update.probe_logprobs) == (1, "probe")
-    assert channel.poll() is None and channel.live_version == 0
-    channel.live(1)
+    assert end.poll() is None and end.under_way is None and channel.live_version == 0
+    end.live(1)
     channel.wait_live(1, timeout_s=0)
     assert live == [1] and channel.stats().transfer_bytes == 16
 
 
 def test_a_second_publish_waits_until_the_first_is_taken() -> None:
-    channel = WeightChannel(lambda p: p)
+    channel = WeightChannel([SAME])
     channel.publish(1, PARAMS)
     thread, result = in_thread(lambda: channel.publish(2, PARAMS))
     thread.join(0.2)
     assert thread.is_alive()
-    first = channel.poll(wait=True)
+    end = channel.subscribe()
+    first = end.poll(wait=True)
     thread.join(10)
-    second = channel.poll(wait=True)
+    second = end.poll(wait=True)
     assert result == [None]
     assert first and second and (first.version, second.version) == (1, 2)
 
 
 def test_another_models_weights_are_refused_before_anything_moves() -> None:
     moved: list[object] = []
-    channel = WeightChannel(moved.append, expected=manifest_of({"w": jnp.ones(5)}))
+    channel = WeightChannel([FunctionLink(moved.append)], expected=manifest_of({"w": jnp.ones(5)}))
     with pytest.raises(WeightsError, match="'w'"):
         channel.publish(1, PARAMS)
     assert not moved
@@ -65,11 +69,11 @@ def test_another_models_weights_are_refused_before_anything_moves() -> None:
 
 def test_waiting_for_weights_that_never_come_ends_with_a_reason() -> None:
     with pytest.raises(WeightsError, match="not live"):
-        WeightChannel(lambda p: p).wait_live(1, timeout_s=0.01)
+        WeightChannel([SAME]).wait_live(1, timeout_s=0.01)
 
 
 def test_closing_wakes_every_waiter() -> None:
-    channel = WeightChannel(lambda p: p)
+    channel = WeightChannel([SAME])
     channel.publish(1, PARAMS)
     waits = [
         in_thread(lambda: channel.publish(2, PARAMS)),

@@ -22,7 +22,7 @@ def test_bytes_are_those_of_one_copy_scalars_too():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "error"),
     [
         ({"embed": jnp.zeros((2, 3))}, r"'embed': published float32\[2, 3\].*float32\[3, 2\]"),
         ({"embed": jnp.zeros((3, 2), jnp.bfloat16)}, r"bfloat16\[3, 2\]"),
@@ -31,8 +31,8 @@ def test_bytes_are_those_of_one_copy_scalars_too():
     ],
     ids=["shape", "dtype", "too many", "too few"],
 )
-def test_the_first_array_that_differs_is_named(change, told):
-    with pytest.raises(WeightsError, match=told):
+def test_the_first_array_that_differs_is_named(change, error):
+    with pytest.raises(WeightsError, match=error):
         compare(manifest_of(PARAMS | change), manifest_of(PARAMS))
 
 

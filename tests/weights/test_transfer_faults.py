@@ -15,15 +15,17 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.checksum import Sums
+from jaxrl_async.weights.link import FunctionLink
 from jaxrl_async.weights.local import Push
 
+SAME = FunctionLink(lambda p: p)
 TABLE = {
     "w": Weight(shape=(8, 4), axes=("embed", "mlp"), init="ones", hf="w"),
     "b": Weight(shape=(4,), axes=("mlp",), init="ones", hf="b"),
 }
 
 
-def pushed(trainer=None, sampler=None, **how):
+def pushed(trainer=None, sampler=None, dtype=None):
     """A Push, and weights on the trainer's side."""
     mesh = schema.MeshSection(
         trainer=AxesSection(**(trainer or {})), sampler=AxesSection(**(sampler or {}))
@@ -31,13 +33,13 @@ def pushed(trainer=None, sampler=None, **how):
     slices = make_slices(mesh)
     source = shardings(TABLE, slices.trainer, TRAINER_RULES)
     params = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.full(4, 0.1)}
-    push = Push(source, shardings(TABLE, slices.sampler, SAMPLER_RULES), **how)
+    push = Push(source, shardings(TABLE, slices.sampler, SAMPLER_RULES), dtype=dtype)
     return push, jax.device_put(params, source)
 
 
-def channel_of(push, **how):
+def channel_of(push):
     faults = FaultCounts()
-    return WeightChannel(push, checksum=True, count=faults.add, **how), faults
+    return WeightChannel([push], checksum=True, count=faults.add), faults
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_a_sound_transfer_passes_whatever_its_shards_and_its_type(trainer, sampl
     push, params = pushed(trainer, sampler, dtype=dtype)
     channel, faults = channel_of(push)
     channel.publish(1, params)
-    update = channel.poll(wait=True)
+    update = channel.subscribe().poll(wait=True)
     np.testing.assert_allclose(update.params["w"], np.arange(32.0).reshape(8, 4))
     assert not any(faults.read().values())
 
@@ -106,7 +108,7 @@ def test_a_torn_copy_is_not_used_and_sent_once_more(monkeypatch):
     channel, faults = channel_of(push)
     channel.publish(1, params)
     jax.tree.map(lambda x: x.delete(), params)  # the next step has donated them
-    update = channel.poll(wait=True)
+    update = channel.subscribe().poll(wait=True)
     np.testing.assert_array_equal(update.params["w"], np.arange(32.0).reshape(8, 4))
     assert {k: n for k, n in faults.read().items() if n} == {
         "torn_transfers": 1, "transfer_retries": 1
@@ -118,14 +120,14 @@ def test_a_copy_torn_twice_ends_the_run_and_is_never_given_out(monkeypatch):
     tear(push, monkeypatch, 2)
     channel, _ = channel_of(push)
     channel.publish(1, params)
-    jax.block_until_ready(channel._ends[0].staged.update.params)
-    wake = threading.Event()
-    channel.attach(wake)
+    end, wake = channel.subscribe(), threading.Event()
+    jax.block_until_ready(end.under_way.params)
+    end.attach(wake)
     wake.clear()
-    assert channel.poll() is None, "the sampler goes on with what it has"
-    assert wake.is_set(), "and looks again, also where it has nothing to do"
+    assert end.poll() is None, "the sampler continues with the weights that it has"
+    assert wake.is_set(), "and polls again even if it has nothing to do"
     with pytest.raises(WeightsError, match=r"did not arrive sound, twice.*first 'w'"):
-        channel.poll(wait=True)
+        end.poll(wait=True)
 
 
 def test_where_one_of_several_cannot_be_sent_to_none_gets_any():
@@ -138,7 +140,9 @@ def test_where_one_of_several_cannot_be_sent_to_none_gets_any():
         return params
 
     faults = FaultCounts()
-    channel = WeightChannel([lambda p: sent.append(p) or p, second], count=faults.add)
+    channel = WeightChannel(
+        [FunctionLink(lambda p: sent.append(p) or p), FunctionLink(second)], count=faults.add
+    )
     ends = [channel.subscribe(), channel.subscribe()]
     channel.publish(1, {"w": jnp.ones(2)})
     assert [end.poll(wait=True).version for end in ends] == [1, 1]
@@ -149,7 +153,7 @@ def test_where_the_second_try_fails_too_the_samplers_keep_what_they_have():
     def broken(params):
         raise RuntimeError("no memory there")
 
-    channel = WeightChannel([lambda p: p, broken])
+    channel = WeightChannel([SAME, FunctionLink(broken)])
     ends = [channel.subscribe(), channel.subscribe()]
     with pytest.raises(WeightsError, match=r"version 1 could not be sent.*version 0"):
         channel.publish(1, {"w": jnp.ones(2)})
@@ -159,7 +163,7 @@ def test_where_the_second_try_fails_too_the_samplers_keep_what_they_have():
 
 def test_nobody_waits_for_a_sampler_that_left_and_live_is_the_lowest_of_the_others():
     live = []
-    channel = WeightChannel(lambda p: p, num_samplers=2, on_live=live.append)
+    channel = WeightChannel([SAME] * 2, on_live=live.append)
     first, second = channel.subscribe(), channel.subscribe()
     channel.publish(1, {"w": jnp.ones(2)})
     assert first.poll(wait=True).version == 1
@@ -177,7 +181,7 @@ def test_nobody_waits_for_a_sampler_that_left_and_live_is_the_lowest_of_the_othe
 
 
 def test_one_that_rejoins_gets_the_newest_and_holds_live_back_from_then_on():
-    channel = WeightChannel(lambda p: p, num_samplers=2)
+    channel = WeightChannel([SAME] * 2)
     first, second = channel.subscribe(), channel.subscribe()
     second.leave()
     for version in (1, 2):
@@ -197,7 +201,7 @@ def test_one_that_rejoins_gets_the_newest_and_holds_live_back_from_then_on():
 
 
 def test_weights_that_were_taken_and_not_live_are_there_again_for_the_next():
-    channel = WeightChannel(lambda p: p)
+    channel = WeightChannel([SAME])
     end = channel.subscribe()
     channel.publish(1, {"w": jnp.ones(2)})
     assert end.poll(wait=True).version == 1
@@ -210,7 +214,7 @@ def test_weights_that_were_taken_and_not_live_are_there_again_for_the_next():
 
 
 def test_a_publish_that_waited_for_a_hanging_sampler_goes_on_when_it_leaves():
-    channel = WeightChannel(lambda p: p)
+    channel = WeightChannel([SAME])
     end = channel.subscribe()
     channel.publish(1, {"w": jnp.ones(2)})
     thread = threading.Thread(target=channel.publish, args=(2, {"w": jnp.ones(2)}), daemon=True)

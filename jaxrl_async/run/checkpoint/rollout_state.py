@@ -1,9 +1,9 @@
-"""What a checkpoint of rl holds beside what learns, and how a run goes on from it.
+"""What a checkpoint of rl holds beside what learns, and how a run continues from it.
 
     buffer, rollouts, ledger, prompts ──save──> Checkpoints ──restore──> the same, in a new process
 
-Everything that is active comes back, in each process what was active there; at max_staleness 0 it
-is drawn anew. As many processes are needed as there were.
+All that was active comes back, in each process what was active there; at max_staleness 0 it is
+drawn anew. A run is resumed by as many processes as saved it.
 """
 
 import functools
@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.buffer.contents import BufferState
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import BufferState, ReplayBuffer
+from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
@@ -26,16 +27,18 @@ from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
-from jaxrl_async.run.checkpoint.store import Checkpoints
-from jaxrl_async.run.lockstep import Lockstep, SharedSource
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
+from jaxrl_async.run.lockstep import Accounts, Lockstep
+from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsState:
-    """All that lies between two updates: the buffer, and the groups that are being played."""
+    """All that is active between two updates: the buffer, and the groups that are being played."""
 
     buffer: BufferState  # in the process's own numbers
     groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
@@ -44,118 +47,184 @@ class RolloutsState:
 
 NOTHING_YET = RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
 ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
-"""Records that a checkpoint holds."""
+"""Records that a checkpoint holds, beside those of types.py."""
 
 
 def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:
-    """Read while everything runs. active: with what is ready or being drawn.
+    """Read buffer and rollouts while everything runs. active: with what is ready or being drawn.
 
-    The rollouts are read first: what they finish meanwhile is found in the buffer. A burst that was
-    admitted meanwhile, with the highest numbers, is left out, also what of it is finished already:
+    The rollouts are read first: what they finish meanwhile is in the buffer. A burst that was
+    admitted meanwhile, with the highest numbers, is left out, with what of it is finished already:
     a resumed run admits it again, with the same prompts.
     """
     playing = {g.ticket.group: g for g in (rollouts.progress() if active else ())}
     state = buffer.state(active=active)
     unknown = [t.group for t in state.pending if t.group not in playing]
-    place = min([state.next_group, *unknown])
+    end = min([state.next_group, *unknown])
     state = replace(
         state,
-        next_group=place,
-        pending=tuple(t for t in state.pending if t.group < place),
-        ready=tuple(g for g in state.ready if g.ticket.group < place),
+        next_group=end,
+        pending=tuple(t for t in state.pending if t.group < end),
+        ready=tuple(g for g in state.ready if g.ticket.group < end),
     )
     return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in state.pending))
 
 
-def shared_state(
-    mine: RolloutsState, shared: SharedSource, ledger: Ledger, lockstep: Lockstep
+def gathered_state(
+    own: RolloutsState, accounts: Accounts, ledger: Ledger, lockstep: Lockstep
 ) -> RolloutsState:
-    """Of several processes; all must call it. ledger: the run's, which then tells of each group as
-    much as the state does."""
-    shared.settle(mine.buffer.ledger_lines)
+    """Gather the states of all processes into one; all must call it.
+
+    Args:
+        own: this process's.
+        accounts: brings the ledger to where the states are.
+        ledger: the run's.
+        lockstep: the processes; of one, its own state is returned.
+    """
+    if lockstep.count == 1:
+        return own
+    accounts.settle(own.buffer.ledger_lines)
     lines = lockstep.gather_json(ledger.lines)[0]
     states = [
         loads(np.frombuffer(message, np.uint8), ROLLOUT_KINDS)
-        for message in lockstep.gather(dumps(mine).tobytes())
+        for message in lockstep.gather(dumps(own).tobytes())
     ]
     first = replace(states[0], buffer=replace(states[0].buffer, ledger_lines=lines))
     return replace(first, others=tuple(states[1:]))
 
 
 def local_share(state: RolloutsState, lockstep: Lockstep) -> RolloutsState:
-    """This process's part of a run's state. Raises CheckpointError where there were more or fewer
-    processes."""
+    """Return this process's part of a run's state. Raises CheckpointError if more or fewer
+    processes saved it."""
     if state is NOTHING_YET:
         return state
     if len(state.others) + 1 != lockstep.count:
         raise CheckpointError(
             f"the checkpoint is of {len(state.others) + 1} processes, and these are "
-            f"{lockstep.count}. Resume with as many; a finished run's weights are taken over by "
-            "model.path=.../policy."
+            f"{lockstep.count}. Resume with as many; model.path=.../policy starts from a finished "
+            "run's weights."
         )
     return (replace(state, others=()), *state.others)[lockstep.index]
 
 
-def save(
+# ---- saving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSaver:
+    """Saves a run of rl: what learns, the buffer, what is being drawn, and every position."""
+
+    config: Config
+    checkpoints: Checkpoints
+    prompts: PromptStream | Curriculum
+    buffer: ReplayBuffer
+    rollouts: RolloutLoop
+    ledger: Ledger  # the run's
+    accounts: Accounts
+    lockstep: Lockstep
+    lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
+
+    def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
+        """Begin to write a checkpoint of this version. numbers: the trainer's own.
+
+        At max_staleness 0 what is being drawn is left out: drawn anew it is the same, bit for bit,
+        while half of it on its own would run on another schedule. A process that failed alone
+        writes nothing, since the others could not follow.
+        """
+        if self.accounts.failed_alone:
+            log.error("version %d is not saved: this process failed alone", version)
+            return
+        active = self.config.staleness.max_staleness > 0
+        state = rollouts_state(self.buffer, self.rollouts, active=active)
+        position = self.prompts.state(state.buffer.next_group)
+        state = gathered_state(state, self.accounts, self.ledger, self.lockstep)
+        loop = {
+            "job": "rl",
+            "version": version,
+            "config": dump(self.config),
+            "numbers": learner.numbers(),
+            "trainer": dict(numbers),
+            "prompts": self.lockstep.gather_json(position),
+        }
+        with self.lock:
+            self.checkpoints.save(
+                version,
+                state=learner.tree(),
+                loop=loop,
+                rollouts=functools.partial(dumps, state),
+            )
+
+
+# ---- resuming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPoint:
+    """Where a run begins: at version 0, or where a checkpoint was taken."""
+
+    version: int = 0
+    whole: RolloutsState = NOTHING_YET  # of all processes
+    share: RolloutsState = NOTHING_YET  # of this one
+    numbers: Mapping[str, int] | None = None  # the trainer's own; None: a new run
+
+    def restore(
+        self,
+        trainer: Trainer,
+        buffer: ReplayBuffer,
+        rollouts: RolloutLoop,
+        prompts: PromptStream | OrderedPrompts,
+    ) -> None:
+        """Restore these parts; `resumed` has restored learner and prompts."""
+        if self.numbers is not None:
+            trainer.restore(self.version, self.numbers)
+        buffer.restore(self.share.buffer, self.version)
+        rollouts.restore(self.share.groups)
+        if isinstance(prompts, OrderedPrompts):
+            prompts.restore(self.share.buffer.next_group)
+
+
+def resumed(
     config: Config,
     checkpoints: Checkpoints,
-    prompts: PromptStream | Curriculum,
-    buffer: ReplayBuffer,
-    rollouts: RolloutLoop,
-    ledger: Ledger,
-    shared: SharedSource | None,
-    lockstep: Lockstep,
-    turns: AbstractContextManager[Any],
     learner: Learner,
-    version: int,
-    numbers: Mapping[str, int],
-) -> None:
-    """Write the whole run: what learns, the buffer, what is being drawn, and where everything is.
-
-    At max_staleness 0 what is being drawn is left out: drawn anew it is the same, bit for bit,
-    while half of it on its own would run on another schedule. shared: where there are several
-    processes; one that failed alone writes nothing, since the others could not follow. turns: with
-    the sampler, on whose devices, too, orbax compares the folder's name between processes.
-    """
-    if shared is not None and shared.alone:
-        log.error("version %d is not saved: this process failed alone", version)
-        return
-    state = rollouts_state(buffer, rollouts, active=config.staleness.max_staleness > 0)
-    place = prompts.state(state.buffer.next_group)
-    if shared is not None:
-        state = shared_state(state, shared, ledger, lockstep)
-    loop = {
-        "job": "rl",
-        "version": version,
-        "config": dump(config),
-        "numbers": learner.numbers(),
-        "trainer": dict(numbers),
-        "prompts": lockstep.gather_json(place),
-    }
-    with turns:
-        rollouts_bytes = functools.partial(dumps, state)
-        checkpoints.save(version, state=learner.tree(), loop=loop, rollouts=rollouts_bytes)
+    prompts: PromptStream | Curriculum,
+    lockstep: Lockstep,
+) -> StartingPoint:
+    """Restore learner and prompts from the newest readable checkpoint with run.resume; return where
+    the other parts begin. Raises CheckpointError, DataError before a file of the run is changed."""
+    if not config.run.resume:
+        return StartingPoint()
+    saved = checkpoints.restore(None, learner.tree())
+    check_resumed(saved, config, checkpoints.directory)
+    learner.restore(saved.state, saved.loop["numbers"])
+    assert saved.rollouts is not None, "every checkpoint of rl has them"
+    whole = loads(saved.rollouts, ROLLOUT_KINDS)
+    share = local_share(whole, lockstep)
+    prompts.restore(saved.loop["prompts"][lockstep.index])
+    return StartingPoint(
+        version=saved.step, whole=whole, share=share, numbers=saved.loop["trainer"]
+    )
 
 
 def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
-    """The same, without run.resume where there is no checkpoint yet, which is logged."""
+    """Return the configuration, without run.resume if there is no checkpoint yet."""
     if not config.run.resume or checkpoints.latest() is not None:
         return config
     log.warning("%s: no checkpoint yet; the run starts from its beginning", checkpoints.directory)
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
 
 
-def reopened(path: Path, was: RolloutsState, version: int, resumes: bool) -> Ledger:
-    """The ledger; of a resumed run, without what is from after its checkpoint.
+def reopened(path: Path, state: RolloutsState, version: int, resumes: bool) -> Ledger:
+    """Open the run's ledger; of a resumed run, move aside the lines from after its checkpoint.
 
-    Not one line of before is taken out: the same checkpoint may be gone on from several times, and
-    counts them.
+    Earlier lines are kept. A checkpoint may be resumed more than once; its saved line count says
+    where to cut.
     """
     if not resumes:
         return Ledger(path)
-    set_aside(path, lambda number, _: number < was.buffer.ledger_lines)
+    set_aside(path, lambda number, _: number < state.buffer.ledger_lines)
     ledger = Ledger(path)
-    places = [state.buffer.next_group for state in (was, *was.others)]
-    where = {"places": places} if was.others else {"next_group": places[0]}
-    ledger.write("resumed", version=version, **where)
+    places = [of_process.buffer.next_group for of_process in (state, *state.others)]
+    facts = {"places": places} if state.others else {"next_group": places[0]}
+    ledger.write("resumed", version=version, **facts)
     return ledger

@@ -1,10 +1,10 @@
 """Checkpoints of a run: asynchronous, atomic, the newest N kept. The only file that imports orbax.
 
-One checkpoint is one folder, named by its version: `state`, a pytree of device arrays; `loop`, a
-JSON object (where the loop was); and, of rl, `rollouts`, records as bytes (the replay buffer and
-what was being drawn). Orbax writes into a temporary folder and renames it, so that a killed run
-leaves the earlier checkpoints readable. Then CHECKSUMS is put in, with the digest of every file:
-what was torn or changed later is not read.
+One checkpoint is one folder, named by its version. It holds `state`, a pytree of device arrays;
+`loop`, a JSON object with the loop's positions and counts; and for rl `rollouts`, records as bytes
+(the replay buffer and running requests). Orbax writes into a temporary folder and renames it, so
+that a killed run leaves the earlier checkpoints readable. CHECKSUMS is added last, with the digest
+of every file: a checkpoint that was torn or changed later is not read.
 """
 
 import contextlib
@@ -27,26 +27,26 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.load import dump, flattened
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
-from jaxrl_async.run.folder import inside
+from jaxrl_async.run.folder import Paths, inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
-"""Digests of a checkpoint's files, by path; a checkpoint without was killed just before."""
+"""Digests of a checkpoint's files, by path; missing if the run was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
-"""Settings that say how a run is started: a resumed one may well have others."""
+"""Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
-"""Of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+"""Version of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """One checkpoint, read back."""
+    """A checkpoint that was read."""
 
     step: int
     state: Any  # like the abstract state asked for, on its shardings
@@ -55,11 +55,16 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints in one folder. One thread may use it at a time."""
+    """The checkpoints in one folder. Used by one thread at a time."""
 
     def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
-        """verify: compare checksums before a checkpoint is read. The folder is made, and what a
-        killed run left half written is removed, when it is used first."""
+        """Remember the folder; its first use makes it and removes what a killed run half wrote.
+
+        Args:
+            directory: the folder.
+            keep: newest checkpoints that are kept.
+            verify: compare checksums before a checkpoint is read.
+        """
         self.directory, self._keep, self._verify = directory.absolute(), keep, verify
         self._opened: Any = None
         self._pending: Future[None] | None = None
@@ -67,7 +72,7 @@ class Checkpoints:
 
     @property
     def _orbax(self) -> Any:
-        """Orbax's own; it would sweep on a thread that nobody waits for."""
+        """Orbax's checkpointer, opened on a swept folder: it would sweep in the background."""
         if self._opened is None:
             mend_orbax()
             if not jax.process_index():
@@ -86,14 +91,18 @@ class Checkpoints:
         loop: Mapping[str, Any],
         rollouts: Callable[[], NDArray[np.uint8]] | None = None,
     ) -> None:
-        """Start to write a pytree of arrays, a JSON object and maybe bytes, and return.
+        """Start a save and return. Saving a step again replaces its checkpoint.
 
-        The arrays' copies to host memory are under way when it returns: they may be donated at
-        once. All else is done on a thread of its own, which also calls `rollouts`. (Where there are
-        several processes orbax begins here, since it talks to the others on the devices.)
+        The arrays are being copied to host memory when this returns, so they may be donated at
+        once. All else is done on a thread of its own. (With several processes orbax begins here,
+        since it talks to the others on the devices.) The save before is finished first; if it
+        failed, EarlierSaveError is raised once this one has started.
 
-        A save under way is finished first; where it failed, EarlierSaveError is raised once this
-        one is under way. The same step again replaces it.
+        Args:
+            step: the version.
+            state: a pytree of device arrays.
+            loop: a JSON object.
+            rollouts: makes the bytes of the rollouts, on the other thread; None: there are none.
         """
         failure = self._outcome()
         begin = functools.partial(
@@ -124,7 +133,7 @@ class Checkpoints:
         return orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
-        """On a thread of its own: once orbax is done, add the checksums."""
+        """Let orbax write, then add the checksums. Runs on a thread of its own."""
         try:
             begin().result()
         except Exception:
@@ -141,42 +150,48 @@ class Checkpoints:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        """What orbax was to remove when the save after it failed: it does not try again."""
+        """Remove old checkpoints that orbax left because a save failed: it does not try again."""
         steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
         for step in steps[: -self._keep]:
             shutil.rmtree(self.directory / str(step), ignore_errors=True)
 
     def _forget(self, step: int) -> None:
-        """A save that failed: what it has written, and orbax's wish to tell of it again."""
+        """Remove what a failed save has written, and keep orbax from raising its error again."""
         with contextlib.suppress(Exception):
             self._orbax.wait()
         if not jax.process_index():
             sweep(self.directory, str(step))
 
     def wait(self) -> None:
-        """Block until the save under way lies on disk. Raises CheckpointError where it failed."""
+        """Block until the running save is on disk. Raises CheckpointError if it failed."""
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is running."""
+        return self._pending is not None and not self._pending.done()
+
     def _outcome(self) -> BaseException | None:
-        """Of the save under way, at its end: what it failed of."""
+        """Wait for the running save; return its error, if any."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.exception()
 
     def steps(self) -> tuple[int, ...]:
-        """Steps that have a complete checkpoint, oldest first."""
+        """Return the steps that have a complete checkpoint, oldest first."""
         return tuple(int(c.step) for c in self._orbax.checkpoints)
 
     def latest(self) -> int | None:
-        """Newest step that has a complete checkpoint; None where there is none."""
+        """Return the newest step with a complete checkpoint; None: no step has one."""
         return max(self.steps(), default=None)
 
     def restore(self, step: int | None, abstract: Any) -> Saved:
-        """Read the checkpoint of `step` (None: the newest) onto the shardings of `abstract`.
+        """Read a checkpoint. One that cannot be read is passed over, with a warning, for the one
+        before it. Raises CheckpointError if none can be read, or if one does not fit `abstract`.
 
-        abstract: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays to be like. A
-        checkpoint that cannot be read gives way, with a logged warning, to the one before it.
-        Raises CheckpointError where none can be read, or where one does not fit `abstract`.
+        Args:
+            step: of the checkpoint; None: the newest.
+            abstract: a pytree of jax.ShapeDtypeStruct or arrays: shapes, dtypes and shardings.
         """
         self.wait()
         candidates = [s for s in reversed(self.steps()) if step is None or s <= step]
@@ -184,7 +199,7 @@ class Checkpoints:
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise CheckpointError(
                 f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
-                "without --resume, or look whether run.dir and run.name are right."
+                "without --resume, or check run.dir and run.name."
             )
         like = jax.tree.map(_abstract, abstract)
         failures: list[tuple[int, Exception]] = []
@@ -208,7 +223,7 @@ class Checkpoints:
         ) from failures[0][1]
 
     def close(self) -> None:
-        """Finish the save under way and let go of the folder. A second call does nothing."""
+        """Finish the running save and close the folder. A second call does nothing."""
         try:
             self.wait()
         finally:
@@ -231,14 +246,14 @@ class Checkpoints:
             check_files(self.directory / str(step))
         metadata = self._orbax.checkpointables_metadata(step).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
-        # What is saved and not wanted, or of another shape, is certainly another run's; what is
-        # wanted and not found may just as well be torn.
-        if problem := mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
+        # Arrays that are saved and not wanted, or of another shape, are certainly another run's;
+        # arrays that are wanted and missing may as well have been torn off.
+        if problem := shape_mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
             raise CheckpointError(
                 f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
                 "configuration that made it (config.yaml beside it), or choose another run.name."
             )
-        if missing := mismatch(saved, wanted):
+        if missing := shape_mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
         asked = {STATE: like, LOOP: None}
         if ROLLOUTS in metadata:
@@ -251,38 +266,43 @@ class Checkpoints:
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            "Look whether the disk is full and the folder writable; earlier ones are untouched."
+            "Check whether the disk is full and the folder writable; earlier ones are untouched."
         )
 
 
+def open_checkpoints(section: CheckpointSection, paths: Paths) -> Checkpoints:
+    """Open the checkpoints of a run; a warm start has its own."""
+    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify)
+
+
 def sweep(directory: Path, step: str = "*") -> None:
-    """Remove what saves that did not end have left in a folder of checkpoints."""
+    """Remove what unfinished saves have left in a folder of checkpoints."""
     for folder in directory.glob(f"{step}.*tmp*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file in a folder, by path relative to it."""
+    """Return the SHA-256 of every file in a folder, by path relative to it."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
     return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
 
 
 def check_files(folder: Path) -> None:
-    """Raise OSError where a file is not what it was when the checkpoint was written, or is a link
-    to somewhere else."""
+    """Raise OSError if a file has changed since the checkpoint was written, or is a link out of
+    it."""
     for path in folder.rglob("*"):
         if not inside(folder, path):
             raise OSError(f"{path} is a link out of the checkpoint")
     try:
         wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        log.warning("%s has no %s: the run was killed before it was there", folder, CHECKSUMS)
+        log.warning("%s has no %s: the run was killed before it was written", folder, CHECKSUMS)
         return
-    found = checksums(folder)
-    for name in sorted(wanted.keys() | (found.keys() - {CHECKSUMS + ".tmp"})):
-        if name not in found:
+    present = checksums(folder)
+    for name in sorted(wanted.keys() | (present.keys() - {CHECKSUMS + ".tmp"})):
+        if name not in present:
             raise OSError(f"{folder / name} is missing")
-        if wanted.get(name) != found[name]:
+        if wanted.get(name) != present[name]:
             raise OSError(f"{folder / name} is not what was written: its checksum differs")
 
 
@@ -292,27 +312,27 @@ def _digest(path: Path) -> str:
 
 
 def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
-    """Raise CheckpointError where another kind of job, or an older version, made the checkpoint;
-    log what the configuration has changed since."""
+    """Raise CheckpointError if another kind of job or another version of the code made the
+    checkpoint; log the settings that have changed since."""
     made_by = saved.loop.get("job", "rl")
     if made_by != config.run.job:
         raise CheckpointError(
             f"{folder}: its checkpoints are of run.job={made_by}, and this is "
             f"run.job={config.run.job}. Resume with the configuration that made them, or choose "
-            "another run.name; a finished run's weights are taken over by model.path=.../policy."
+            "another run.name; model.path=.../policy starts from a finished run's weights."
         )
     if saved.loop.get("schema", 1) != SCHEMA:
         raise CheckpointError(
             f"{folder / str(saved.step)} is of checkpoint schema {saved.loop.get('schema', 1)}, "
             f"and this version of jaxrl_async reads {SCHEMA}. Resume with the version that wrote "
-            "it; a finished run's weights are taken over by model.path=.../policy."
+            "it; model.path=.../policy starts from a finished run's weights."
         )
     if changed := changed_keys(saved.loop.get("config", ""), dump(config)):
         log.warning("resumed with other settings than before: %s", ", ".join(changed))
 
 
 def changed_keys(before: str, after: str) -> list[str]:
-    """Dotted keys of two YAML configurations whose values differ, with both values."""
+    """Return the dotted keys whose values differ between two YAML configurations, with both."""
     old, new = (flattened(yaml.safe_load(text) or {}) for text in (before, after))
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
@@ -321,8 +341,10 @@ def changed_keys(before: str, after: str) -> list[str]:
     ]
 
 
-def mismatch(saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """What differs first between two tables of array shapes by path; "" where nothing does."""
+def shape_mismatch(
+    saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Return the first difference between two tables of array shapes; "" if there is none."""
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
             return f"it has no {path}"
@@ -356,10 +378,10 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _hush_late_reads() -> None:
-    """Keep what a failed restore leaves running from printing tracebacks.
+    """Keep the reads that a failed restore leaves running from printing tracebacks.
 
     Orbax closes its event loop at the first failed read; reads that end later cannot report to it,
-    and Python would print one "Event loop is closed" for each, even at exit.
+    and Python would print "Event loop is closed" for each, even at exit.
     """
     before = sys.unraisablehook
 
@@ -371,10 +393,10 @@ def _hush_late_reads() -> None:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Kind and first line of the error that all others came from.
+    """Return the kind and the first line of the error that caused all others.
 
-    It is not of this module's making. They may come from one another in a circle: orbax tells the
-    error of a save again when it is closed.
+    Errors of this module are passed over. The chain may be a circle: orbax raises the error of a
+    save again when it is closed.
     """
     chain = [error]
     while (below := chain[-1].__cause__ or chain[-1].__context__) and below not in chain:

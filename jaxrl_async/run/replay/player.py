@@ -1,12 +1,13 @@
 """A run that follows a recorded schedule: everything in the recorded order, bit for bit.
 
-    thread does something that is recorded ──> waits for its turn: the first line not replayed yet
-                                               ──> does it, and writes the line that it makes,
-                                                   which must be the recorded one ──> next line
+    a thread is about to do something recorded ──> it waits for its turn: the first line that is
+                                                   not replayed yet
+                                               ──> it acts and writes its line, which must be the
+                                                   recorded one ──> next line
 
-The recorded order is one that happened, so whatever a line needs is done by lines before it: no
-thread waits for ever, however the threads run now. Who must not wait (the rollouts' event loop, a
-sampler that says what is live) leaves what it would do for when its turn comes.
+The recorded order has happened once, so whatever a line needs is done by earlier lines: no thread
+waits for ever, whatever the timing is now. Code that must not wait (the rollouts' event loop, a
+sampler that reports live weights) leaves its act behind, to be done when its turn comes.
 """
 
 import json
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -31,14 +32,14 @@ STUCK_S = 900.0
 """Longest time without any progress, seconds; the first step compiles."""
 
 WAIT_S = 0.2
-"""How often who waits looks whether it has waited too long, seconds."""
+"""How often a waiting thread checks whether it has waited too long, seconds."""
 
 Event = dict[str, Any]
 END: Event = {"end": True}
 
 
 class Replay:
-    """A ports.Schedule that prescribes; what is replayed is recorded again. Any thread."""
+    """A ports.Schedule that prescribes a recording, and records it again. Any thread."""
 
     def __init__(
         self,
@@ -48,14 +49,22 @@ class Replay:
         stuck_s: float = STUCK_S,
         clock: Clock = time.monotonic,
     ) -> None:
+        """Begin before the first event.
+
+        Args:
+            recorded: what to follow.
+            recording: where what happens is recorded again.
+            stuck_s: longest time without progress.
+            clock: measures it.
+        """
         self._recorded, self._recording = recorded, recording
         self._stuck_s, self._clock = stuck_s, clock
         self._changed = threading.Condition()
         self._next = 0  # index of the first event that is not replayed yet
-        self._busy = False  # somebody has the turn
+        self._busy = False  # a thread has the turn
         self._later: dict[tuple[str, int], Callable[[], object]] = {}
         self._moved_at = clock()
-        self._blocks: dict[str, int] = {}  # decoded by each sampler, as last heard
+        self._blocks: dict[str, int] = {}  # decoded by each sampler, as last reported
         self._error: ReplayError | None = None
         self._closed = False
         self._of_sampler: dict[str, deque[int]] = {}  # indices of events to come
@@ -71,7 +80,7 @@ class Replay:
     # ---- ports.Schedule
 
     def write(self, **event: Any) -> None:
-        """See ports.Schedule. Raises ReplayError where the recording has something else."""
+        """See ports.Schedule. Raises ReplayError if the recording has another event here."""
         line = json.dumps(event)
         with self._changed:
             if self._closed:
@@ -82,7 +91,7 @@ class Replay:
                     self._fail(
                         f"the replay has come to {line} where the recording has "
                         f"{self._recorded.lines[self._next]}. Up to there it is as recorded. "
-                        "Another version of the code, a library or the data may be why, or "
+                        "The cause may be another version of the code, a library or the data, or "
                         "something that depends on wall time, such as a time limit."
                     )
                 if "sampler" in event:
@@ -95,19 +104,19 @@ class Replay:
         self._run_later()
 
     def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
-        """See ports.Schedule. Raises ReplayError where the recording cannot be followed."""
+        """See ports.Schedule. Raises ReplayError if the recording cannot be followed."""
         with self._changed:
             if self._closed:
                 return NotYet.NOT_YET
             self._raise_if_over()
-            if self._blocks.get(sampler) != block:  # decoding goes on
+            if self._blocks.get(sampler) != block:  # decoding continues
                 self._blocks[sampler] = block
                 self._moved_at = self._clock()
             self._raise_if_stuck(f"{sampler}, after {block} blocks")
             events = self._of_sampler.get(sampler)
             if not events:
                 if self._at_end and not self._recorded.ended:
-                    return None  # its run was killed: nothing more is known
+                    return None  # its run was killed: the rest is not known
                 return Intake() if working else NotYet.NOT_YET
             event = self._recorded.events[events[0]]
             if block < event["block"] and working:
@@ -133,15 +142,14 @@ class Replay:
             self._changed.notify_all()
         self._recording.close()
 
-    # ---- whoever does what is recorded
+    # ---- whatever does something that is recorded
 
     @contextmanager
     def turn(self, *names: str, timeout_s: float | None = None) -> Iterator[Event | None]:
-        """Wait until an event of one of these names comes next, and do it inside; None after
-        timeout_s.
+        """Wait until an event of one of these names comes next; the caller acts inside.
 
-        At the end of the recording the event is END, where there is no timeout. Raises Closed,
-        ReplayError.
+        Gives the event; None after timeout_s, and END at the end of the recording if there is no
+        timeout. Raises Closed, ReplayError.
         """
         event = self._wait_for(names, timeout_s)
         try:
@@ -154,14 +162,20 @@ class Replay:
                 self._run_later()
 
     def later(self, name: str, number: int, act: Callable[[], object]) -> None:
-        """Do it when its turn comes, on whichever thread; at once where that is now."""
+        """Call `act` when the turn of this event comes, on any thread; at once if that is now.
+
+        Args:
+            name: of the event, such as put.
+            number: its value, such as the group's number.
+            act: does it, and writes its line.
+        """
         with self._changed:
             self._raise_if_over()
             fate = self._fates.get(number, name)
             if name in ("put", "fail") and name != fate:
-                told = {"put": "was scored", "fail": "failed"}
+                did = {"put": "was scored", "fail": "failed"}
                 self._fail(
-                    f"group {number} {told[name]} now, and {told[fate]} when it was recorded. "
+                    f"group {number} {did[name]} now, and {did[fate]} when it was recorded. "
                     "What depends on wall time, such as reward.timeout_s, cannot be replayed.",
                     next(i for i, e in enumerate(self._recorded.events) if e.get(fate) == number),
                 )
@@ -169,12 +183,20 @@ class Replay:
         self._run_later()
 
     def home(self, request_id: str) -> int | None:
-        """The number of the sampler that took this request when it was last asked for; None: none
-        did."""
+        """Return the number of the sampler that took this request, the next time that it was asked
+        for; None: none did."""
         with self._changed:
             homes = self._homes.get(request_id)
             number = homes.popleft().rpartition("-")[2] if homes else ""
             return int(number) if number.isdigit() else None  # an only sampler has none
+
+    def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> "ReplayedBuffer":
+        """Return the buffer as rollouts and trainer are to use it: in the recorded order."""
+        return ReplayedBuffer(buffer, self, curriculum=curriculum)
+
+    def burst_ends(self) -> set[int]:
+        """See Recording."""
+        return self._recording.burst_ends()
 
     # ---- under the lock
 
@@ -191,8 +213,8 @@ class Replay:
             while True:
                 self._raise_if_over()
                 head = self._head()
-                mine = until is None if head is END else any(name in head for name in names)
-                if mine and not self._busy:
+                is_next = until is None if head is END else any(name in head for name in names)
+                if is_next and not self._busy:
                     self._busy = True
                     return head
                 if until is not None and self._clock() >= until:
@@ -201,7 +223,7 @@ class Replay:
                 self._changed.wait(WAIT_S if until is None else max(0.0, until - self._clock()))
 
     def _run_later(self) -> None:
-        """Do what was left for now, in the recorded order."""
+        """Do the acts that were left behind and whose turn has come, in the recorded order."""
         while True:
             with self._changed:
                 if self._busy or self._closed or self._error:
@@ -231,8 +253,8 @@ class Replay:
     def _raise_if_stuck(self, who: str) -> None:
         if not self._at_end and self._clock() - self._moved_at > self._stuck_s:
             self._fail(
-                f"the replay has waited for {self._stuck_s:.0f} s and cannot go on; {who} looked "
-                f"last, and what is to come is {self._recorded.lines[self._next]}. Something that "
+                f"the replay has waited for {self._stuck_s:.0f} s and cannot continue; {who} asked "
+                f"last, and the next line is {self._recorded.lines[self._next]}. Something that "
                 "happened then does not happen now: look for what depends on wall time, such as a "
                 "time limit, or for other versions of code and data."
             )
@@ -263,7 +285,7 @@ class ReplayedBuffer:
         return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
-        """See ports.Gate; what becomes of the group is not known before its turn."""
+        """See ports.Gate; None, since the group's fate is not known before its turn."""
         self._replay.later("put", group.ticket.group, lambda: self._buffer.put(group))
         return None
 
@@ -282,8 +304,8 @@ class ReplayedBuffer:
                 if event is END:
                     raise ReplayError(
                         f"the recorded schedule ends at version {version}: the run that made it "
-                        "was stopped there, was killed, or went on from a checkpoint. All of it is "
-                        "replayed, and saved."
+                        "was stopped there, was killed, or continued from a checkpoint. All of it "
+                        "is replayed, and saved."
                     )
                 try:
                     return self._buffer.draw(version, 0)
@@ -310,20 +332,22 @@ class ReplayedBuffer:
             self._buffer.set_limit(limit)
 
 
+RunSchedule = Recording | Replay
+"""The schedule of a run: a recording of what its threads do, or one that they follow."""
+
+
 class OrderedPrompts:
-    """A curriculum whose draws depend on the groups seen before: which ones, is recorded too.
+    """A curriculum whose draws depend on the groups seen before; which ones is recorded, too.
 
     The prompts of a burst are drawn one after another by the rollouts, then written down by the
     last one's number; so is each group seen, and each time that the trainer measures.
     """
 
-    def __init__(
-        self, prompts: Curriculum, recording: Recording, replay: Replay | None, *, next_group: int
-    ) -> None:
-        self._prompts, self._recording, self._replay = prompts, recording, replay
-        self._burst_ends = recording.burst_ends = set[int]()
-        self._next = next_group
-        self._lock = threading.RLock()  # what happens and its line are one
+    def __init__(self, prompts: Curriculum, schedule: RunSchedule) -> None:
+        self._prompts, self._schedule = prompts, schedule
+        self._burst_ends = schedule.burst_ends()
+        self._next = 0
+        self._lock = threading.RLock()  # an event and its line are one
 
     def __iter__(self) -> "OrderedPrompts":
         return self
@@ -335,23 +359,24 @@ class OrderedPrompts:
             number, self._next = self._next, self._next + 1
             if number in self._burst_ends:
                 self._burst_ends.remove(number)
-                (self._replay or self._recording).write(prompts=number)
+                self._schedule.write(prompts=number)
             return prompt
+
+    def restore(self, next_group: int) -> None:
+        """Continue the groups' numbers; the curriculum is restored separately."""
+        self._next = next_group
 
     def observe(self, group: EpisodeGroup) -> None:
         """See Curriculum; in a replay when its turn comes."""
-        if self._replay is None:
-            self._see(group)
-        else:
-            self._replay.later("seen", group.ticket.group, lambda: self._see(group))
+        self._schedule.later("seen", group.ticket.group, lambda: self._see(group))
 
     def _see(self, group: EpisodeGroup) -> None:
         with self._lock:
             self._prompts.observe(group)
-            (self._replay or self._recording).write(seen=group.ticket.group)
+            self._schedule.write(seen=group.ticket.group)
 
     def measures(self, next_draw: int) -> dict[str, float]:
         """See Curriculum."""
-        with self._replay.turn("measured") if self._replay else nullcontext(), self._lock:
-            (self._replay or self._recording).write(measured=next_draw)
+        with self._schedule.turn("measured"), self._lock:
+            self._schedule.write(measured=next_draw)
             return self._prompts.measures(next_draw)

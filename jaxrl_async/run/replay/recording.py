@@ -1,18 +1,18 @@
-"""The order in which a run's threads did what: schedule.jsonl, written by every run of rl.
+"""The order in which a run's threads did things: schedule.jsonl, written by every run of rl.
 
 {"schedule": 1, "config": {...}, "made_by": {...}}          where it begins, or was resumed
 {"admit": 8, "count": 4, "version": 1}                      groups 8 to 11 may start
 {"sampler": "sampler", "block": 41, "take": ["g8/m0/t0"], "cancel": [], "version": 2}
 {"put": 8}   {"fail": 9, "reason": "failed"}                a group is finished, or given up
 {"draw": 2, "groups": [5, 6, 7, 8], "dropped": []}          step 2 -> 3 is made from these
-{"look": 2, "dropped": [4], "retired": []}                  the trainer looked: some were too old
+{"look": 2, "dropped": [4], "retired": []}                  the trainer asked: some were too old
 {"live": 2}   {"limit": 1}   {"pause": true}   {"resume": true}
 {"prompts": 11}   {"seen": 7}   {"measured": 9}             of a curriculum: see OrderedPrompts
 {"end": true}
 
-A sampler's tokens depend on what it took in after which block, everything else on what the replay
-buffer was told in which order: so these lines and the configuration are all that a run at any
-staleness depends on. Lines are in the order of what they tell of. Replayed by run/replay/player.py.
+A sampler's tokens depend on what it took in after which block, everything else on the order of the
+calls to the replay buffer: these lines and the configuration are all that a run depends on, at any
+staleness. Lines are in the order of the events. run/replay/player.py replays them.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import importlib.metadata
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +29,7 @@ from typing import Any, TextIO
 import jax
 
 import jaxrl_async
+from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ReplayError
@@ -35,7 +37,7 @@ from jaxrl_async.errors import ReplayError
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the file; a reader refuses others."""
+"""Version of the file's format; a reader refuses others."""
 FREE = (
     "run.name",
     "run.dir",
@@ -49,12 +51,15 @@ FREE_SECTIONS = ("metrics", "checkpoint")
 
 
 class Recording:
-    """Appends to the file line by line, so that a killed run keeps all; without a path keeps
-    nothing. Any thread."""
+    """A ports.Schedule that writes down what happens and prescribes nothing. Any thread.
+
+    Lines are appended one by one, so that a killed run keeps all; without a path nothing is kept.
+    Replay has the same methods and prescribes.
+    """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self._lock = threading.Lock()
-        self.burst_ends: set[int] | None = None  # of bursts whose prompts are not drawn, if asked
+        self._burst_ends: set[int] | None = None
         self._file: TextIO | None = None
         if path is not None:
             self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -63,22 +68,46 @@ class Recording:
     def write(self, **event: Any) -> None:
         """See ports.Schedule; what comes after close() is no part of the schedule."""
         with self._lock:
-            if "admit" in event and self.burst_ends is not None:
-                self.burst_ends.add(event["admit"] + event["count"] - 1)
+            if "admit" in event and self._burst_ends is not None:
+                self._burst_ends.add(event["admit"] + event["count"] - 1)
             if self._file is None:
                 return
             try:
                 self._file.write(json.dumps(event) + "\n")
-            except OSError as error:  # a full disk: the run needs no schedule to go on
+            except OSError as error:  # a full disk: the run needs no schedule to continue
                 log.error(
                     "schedule.jsonl is written no further, and the run can be replayed up to here "
-                    "only: %s. Free the disk; the run goes on.",
+                    "only: %s. Free the disk; the run continues.",
                     error,
                 )
                 self._end()
 
     def due(self, sampler: str, block: int, working: bool) -> None:
         """See ports.Schedule: nothing is prescribed."""
+
+    def home(self, request_id: str) -> int | None:
+        """Return the number of the sampler that is to take this request: any, None."""
+        return None
+
+    @contextmanager
+    def turn(self, *names: str) -> Iterator[None]:
+        """Do something that is recorded inside: at once."""
+        yield
+
+    def later(self, name: str, number: int, act: Callable[[], object]) -> None:
+        """Do something that is recorded when its turn comes: now."""
+        act()
+
+    def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> ReplayBuffer:
+        """Return the buffer as rollouts and trainer are to use it: as it is."""
+        return buffer
+
+    def burst_ends(self) -> set[int]:
+        """Return a set that gets the number of the last group of each burst admitted from now on;
+        the caller removes what it has seen."""
+        with self._lock:
+            self._burst_ends = set()
+            return self._burst_ends
 
     def close(self) -> None:
         """Write that nothing follows. Idempotent."""
@@ -88,13 +117,13 @@ class Recording:
 
     def _end(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # told already
+            with contextlib.suppress(OSError):  # reported already
                 self._file.close()
             self._file = None
 
 
 def header_of(config: Config, version: int) -> dict[str, Any]:
-    """The first line of a recording that begins (or goes on) at `version`."""
+    """Return the first line of a recording that begins at `version`."""
     return {
         "schedule": FORMAT,
         "version": version,
@@ -103,12 +132,12 @@ def header_of(config: Config, version: int) -> dict[str, Any]:
             "jax": importlib.metadata.version("jax"),
             "devices": jax.devices()[0].device_kind,
         },
-        "config": settings_of(config),
+        "config": recorded_settings(config),
     }
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """What a run's numbers depend on, by dotted names, as JSON gives it back."""
+def recorded_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that a run's numbers depend on, by dotted names, as JSON reads them."""
     flat = flattened(config.model_dump(mode="json"))
     return {
         name: value
@@ -130,12 +159,12 @@ class Recorded:
     ended: bool  # False: killed, or crashed
 
     def place(self, index: int) -> str:
-        """Where an event is, for people."""
+        """Return where an event is, for people."""
         return f"{self.path}, line {index + 2}"
 
 
 def read_schedule(path: Path, config: Config) -> Recorded:
-    """A recording that this configuration can replay. Raises ReplayError."""
+    """Read a recording that this configuration can replay. Raises ReplayError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -192,29 +221,29 @@ def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None
         )
     if header["version"] != 0:
         raise ReplayError(
-            f"{path} was recorded by a run that went on from a checkpoint at version "
+            f"{path} was recorded by a run that continued from a checkpoint at version "
             f"{header['version']}: what it had in flight then is not in the file, so it cannot be "
             "replayed. Replay a recording that begins at version 0."
         )
-    recorded, ours = header["config"], settings_of(config)
+    recorded, current = header["config"], recorded_settings(config)
     other = sorted(
         name
-        for name in recorded.keys() | ours.keys()
-        if recorded.get(name, "not there") != ours.get(name, "not there")
+        for name in recorded.keys() | current.keys()
+        if recorded.get(name, "not there") != current.get(name, "not there")
     )
     if other:
         name = other[0]
         raise ReplayError(
             f"{path} was recorded with other settings than this run's, which could not follow it: "
-            f"{name} was {recorded.get(name, 'not there')} and is {ours.get(name, 'not there')}"
+            f"{name} was {recorded.get(name, 'not there')} and is {current.get(name, 'not there')}"
             f"{f' ({len(other)} differ: ' + ', '.join(other[:8]) + ')' if other[1:] else ''}. Give "
             "the config.yaml beside the recording, with another run.name."
         )
     made_by = header_of(config, 0)["made_by"]
     if header.get("made_by") != made_by:
         log.warning(
-            "%s was made by %s, and is replayed by %s: last bits may differ, and the replay stop "
-            "where that changes what is drawn",
+            "%s was made by %s, and is replayed by %s: last bits may differ, and the replay will "
+            "stop if that changes what is drawn",
             path,
             header.get("made_by"),
             made_by,
@@ -222,14 +251,14 @@ def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None
 
 
 def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
-    """Refuse samplers that were started again: what they had is not in the file."""
+    """Raise ReplayError if a sampler was restarted: what it was decoding is not in the file."""
     blocks: dict[str, int] = {}
     for number, event in enumerate(events, 2):
         name, block = event.get("sampler"), event.get("block", 0)
         if name is not None and block < blocks.get(name, 0):
             raise ReplayError(
-                f"{path}, line {number}: {name} was started again there, and what it was decoding "
-                "is not in the file: such a run cannot be replayed."
+                f"{path}, line {number}: {name} was restarted there, and what it was decoding is "
+                "not in the file: such a run cannot be replayed."
             )
         if name is not None:
             blocks[name] = block

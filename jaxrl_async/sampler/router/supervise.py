@@ -1,7 +1,7 @@
-"""When a sampler is taken out, started again, or given up. Pure: no clock, no thread.
+"""When a replica is taken out, restarted, or given up. Pure: no clock, no thread.
 
-well ──trouble──> out ──backoff──> started again ──an hour without trouble──> as new
-                   └── too often in that time ──> lost
+well ──trouble──> out ──backoff──> restarted ──an hour without trouble──> its restarts are forgotten
+                   └── restarted too often in that time ──> lost
 """
 
 from dataclasses import dataclass
@@ -15,28 +15,28 @@ FORGIVEN_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """What is borne with; as in config.schema.Faults."""
+    """When a replica has failed, and how often it may; as in config.schema.FaultsSection."""
 
-    restarts: int = 3
-    backoff_s: float = 1.0
-    hang_s: float = 600.0
-    nonfinite_in_a_row: int = 8
+    restarts: int = 3  # in a row
+    backoff_s: float = 1.0  # before the first restart; each next one waits longer
+    hang_s: float = 600.0  # longest time without progress while it has requests
+    nonfinite_in_a_row: int = 8  # refused completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What is known of one sampler now."""
+    """The state of one replica."""
 
     error: BaseException | None = None  # that ended its thread
-    working: bool = False  # requests were given to it and not answered
-    quiet_s: float = 0.0  # since it last got on, or got work
+    working: bool = False  # it has requests that are not answered
+    quiet_s: float = 0.0  # since it last made progress, or got work
     nonfinite: int = 0  # refused completions in a row
     restarts: int = 0  # in a row
-    out_s: float | None = None  # since it was taken out; None: it is in
+    out_s: float | None = None  # since it was taken out; None: it is at work
 
 
 class Act(StrEnum):
-    """What is to be done with a sampler."""
+    """What to do with a replica."""
 
     NOTHING = "nothing"
     TAKE_OUT = "take out"
@@ -45,7 +45,7 @@ class Act(StrEnum):
 
 
 class Trouble(StrEnum):
-    """What is wrong with a sampler."""
+    """How a replica has failed."""
 
     DEAD = "dead"
     HANGS = "hangs"
@@ -53,7 +53,7 @@ class Trouble(StrEnum):
 
 
 def trouble(health: Health, limits: RestartLimits) -> Trouble | None:
-    """What is wrong; None: nothing."""
+    """Return how a replica at work has failed, None if it is well."""
     if health.error is not None:
         return Trouble.DEAD
     if health.working and health.quiet_s > limits.hang_s:
@@ -64,7 +64,7 @@ def trouble(health: Health, limits: RestartLimits) -> Trouble | None:
 
 
 def decide(health: Health, limits: RestartLimits) -> Act:
-    """The next thing to do with a sampler."""
+    """Return what to do next with a replica."""
     if health.out_s is None:
         return Act.NOTHING if trouble(health, limits) is None else Act.TAKE_OUT
     if health.restarts >= limits.restarts:

@@ -86,7 +86,7 @@ def test_an_orbax_with_other_names_is_left_alone(monkeypatch, caplog) -> None:
     monkeypatch.delattr(orbax, "get_tensorstore_raw_bytes")
     mend_orbax()
     assert orbax.ts is real
-    assert "cannot be mended" in caplog.text and "get_tensorstore_raw_bytes" in caplog.text
+    assert "cannot be patched" in caplog.text and "get_tensorstore_raw_bytes" in caplog.text
 
 
 def _blocks(checkpoints: Checkpoints) -> int:

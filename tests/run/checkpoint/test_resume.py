@@ -2,7 +2,7 @@
 
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
@@ -32,8 +32,11 @@ class Rollouts:
         return told
 
 
+SETTINGS = BufferSettings(groups_per_step=2, max_staleness=1)
+
+
 def started():
-    buffer = ReplayBuffer(groups_per_step=2, max_staleness=1)
+    buffer = ReplayBuffer(SETTINGS)
     tickets = buffer.admit(0)
     return buffer, tickets
 
@@ -67,7 +70,7 @@ def test_a_burst_that_is_admitted_meanwhile_comes_again_whole():
     assert [g.ticket.group for g in buffer.state().ready] == [5]
     assert state.buffer.next_group == 4 and state.buffer.ready == ()
     assert [g.ticket.group for g in state.groups] == [2, 3]
-    resumed = ReplayBuffer(groups_per_step=2, max_staleness=1)
+    resumed = ReplayBuffer(SETTINGS)
     resumed.restore(state.buffer, 1)
     assert [t.group for t in resumed.admit(0)] == [4, 5]
 
@@ -75,7 +78,7 @@ def test_a_burst_that_is_admitted_meanwhile_comes_again_whole():
 def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
     """Killed each time before the next checkpoint, and once more after it."""
     path, rules = tmp_path / "ledger.jsonl", Rules(max_staleness=1, groups_per_step=2)
-    buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=Ledger(path))
+    buffer = ReplayBuffer(SETTINGS, ledger=Ledger(path))
     tickets = buffer.admit(0)
     trained(buffer, tickets[:2])
     meanwhile = Rollouts(tickets[2:], lambda: buffer.admit(0))
@@ -84,7 +87,7 @@ def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
     buffer.close()
     for _ in range(3):
         ledger = reopened(path, RolloutsState(buffer=state), 1, resumes=True)
-        buffer = ReplayBuffer(groups_per_step=2, max_staleness=1, ledger=ledger)
+        buffer = ReplayBuffer(SETTINGS, ledger=ledger)
         buffer.restore(state, 1)
         for ticket in (*state.pending, *buffer.admit(0)):
             buffer.put(make_group(ticket, [1]))

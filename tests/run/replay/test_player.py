@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import Closed, ConfigError, ReplayError
 from jaxrl_async.ports import Intake, NotYet
@@ -73,9 +73,10 @@ OPERATIONS = ["admit", "put", "put", "put", "fail", "draw", "live"]
 
 
 def buffer(**how):
-    return ReplayBuffer(
-        groups_per_step=2, max_staleness=2, when_too_old="drop", overcommit=1.5, **how
+    settings = BufferSettings(
+        groups_per_step=2, max_staleness=2, when_too_old="drop", overcommit=1.5
     )
+    return ReplayBuffer(settings, **how)
 
 
 def record(path, schedule):
@@ -315,7 +316,7 @@ def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
         ([], None, ["run.seed=7", "run.steps=3"], r"run\.seed was 0 and is 7 \(2 differ"),
         ([], {"put": 1}, [], "is no recorded schedule"),
         ([], {"schedule": 9, "made_by": {"jaxrl_async": "9"}}, [], "format 9.*format 1.*'9'"),
-        ([took(4), took(0)], None, [], "line 3: sampler was started again"),
+        ([took(4), took(0)], None, [], "line 3: sampler was restarted"),
         ([[1]], None, [], r"line 2 is no event: '\[1\]'"),
     ],
 )

@@ -14,8 +14,10 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.model.decoder import Params, TokenRows, init_params, token_states
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Completion, Partial, Request, VersionedParams
 
 VOCAB, LAYERS, CHOSEN, EXPERTS = 48, 2, 2, 4
@@ -50,9 +52,14 @@ def marked(version: int) -> Params:
 PARAMS = init_params(SPEC, jax.random.key(0))
 
 
-def sampler_of(params: Params = PARAMS, weights: Any = None, **wishes: Any) -> Sampler:
+TELLING = SamplerSettings(keep_routing=True)
+
+
+def sampler_of(
+    params: Params = PARAMS, weights: WeightSource = FIXED_WEIGHTS, **wishes: Any
+) -> Sampler:
     section = SECTION.model_copy(update=wishes)
-    return Sampler((SPEC, params), section=section, weights=weights, keep_routing=True)
+    return Sampler((SPEC, params), section=section, weights=weights, settings=TELLING)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +188,7 @@ def test_without_keep_routing_nothing_is_told_and_a_dense_model_has_nothing_to_t
     assert silent.logprobs.tolist() == told.logprobs.tolist(), "bit for bit"
     dense = ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE), VOCAB)
     with pytest.raises(ConfigError, match="the qwen3 model is dense"):
-        Sampler((dense, init_params(dense, jax.random.key(0))), keep_routing=True)
+        Sampler((dense, init_params(dense, jax.random.key(0))), settings=TELLING)
 
 
 def test_a_saved_request_of_which_nothing_was_drawn_tells_all_its_experts(sampler):

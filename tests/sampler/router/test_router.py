@@ -10,13 +10,16 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 
 def on_device(index: int, **wishes: object) -> Sampler:
     mesh = Mesh(np.array(jax.devices()[index]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, one_thread=True, **wishes)
+    settings = SamplerSettings(one_thread=True)
+    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, settings=settings, **wishes)
 
 
 @pytest.fixture
@@ -67,7 +70,8 @@ def test_a_router_is_a_generate_with_cancellation(router) -> None:
 def test_each_sampler_swaps_on_its_own_and_live_means_all() -> None:
     live: list[int] = []
     channel = WeightChannel(
-        [lambda p, d=d: jax.device_put(p, d) for d in jax.devices()[:2]], on_live=live.append
+        [FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in jax.devices()[:2]],
+        on_live=live.append,
     )
     router = Router([on_device(i, weights=channel.subscribe()) for i in range(2)])
     router.start()

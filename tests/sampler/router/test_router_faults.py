@@ -1,11 +1,10 @@
-"""A sampler that dies, hangs or draws NaN: every caller gets exactly one answer, and the rest
-goes on. Scripted samplers for the order of events, real ones for the tokens."""
+"""A replica that dies, hangs or draws NaN: every caller gets exactly one answer, and the rest
+continues. Scripted replicas for the order of events, real samplers for the tokens."""
 
 import asyncio
 import threading
-from concurrent.futures import Future
+import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,92 +15,28 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.sampler.router.router import Router, _Job
+from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.sampler.sampler import Sampler, SamplerStats
+from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.clock import VirtualClock
-from jaxrl_async.testing.fakes import make_completion
+from jaxrl_async.testing.replica import ScriptedReplica
 from jaxrl_async.types import Partial
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.link import FunctionLink
 
 LIMITS = RestartLimits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_row=2)
 
 
-class Scripted:
-    """A sampler that answers when the test says so."""
-
-    def __init__(self, name="s"):
-        self.name, self.engine, self.error = name, SimpleNamespace(places=4), None
-        self.held, self.abandoned, self.blocks, self.successors = [], False, 0, 0
-        self.blamed = frozenset()
-
-    def start(self):
-        pass
-
-    def close(self):
-        self.fail(Closed("closed"))
-
-    def abandon(self):
-        self.abandoned = True
-
-    def checked(self, requests):
-        return list(requests)
-
-    def check_waits(self):
-        pass
-
-    def successor(self):
-        return Scripted(self.name + "'")
-
-    def stats(self):
-        return SamplerStats(blocks=self.blocks, requests_done=self.blocks)
-
-    def start_many(self, requests):
-        if self.error is not None:
-            raise self.error
-        futures = [Future() for _ in requests]
-        self.held += zip(requests, futures, strict=True)
-        return futures
-
-    def answer(self, *, nan=False):
-        """The oldest request."""
-        asked, future = self.held.pop(0)
-        self.blocks += 1
-        done = make_completion(asked, [1, 2])
-        if nan:
-            done.logprobs[0] = np.nan
-        if future.set_running_or_notify_cancel():
-            future.set_result(done)
-
-    def fail(self, error):
-        """As Sampler: `error` first, then every future."""
-        held, self.held = self.held, []
-        for _, future in held:
-            if not future.done():
-                future.set_exception(error)
-
-    def die(self, error=None):
-        self.error = error or ValueError("broken")
-        self.blamed = frozenset(asked.request_id for asked, _ in self.held)
-        self.fail(self.error)
-
-
-class Still(Router):
-    """Looks after its samplers only when the test says so."""
-
-    def start(self):
-        pass
-
-
-def still(count, **limits):
+def attended(count, **changes):
+    """A router of scripted replicas, which looks after them only when the test says so."""
     clock, faults = VirtualClock(), FaultCounts()
-    limits = RestartLimits(
-        **{**{k: getattr(LIMITS, k) for k in LIMITS.__dataclass_fields__}, **limits}
+    router = Router(
+        [ScriptedReplica(f"s{i}") for i in range(count)],
+        limits=replace(LIMITS, **changes),
+        count=faults.add,
+        clock=clock,
     )
-    router = Still([Scripted(f"s{i}") for i in range(count)], limits=limits, count=faults.add)
-    router._clock = clock
-    for seat in router._seats:
-        seat.up_at = seat.moved_at = clock()
+    router.start(own_thread=False)
     return router, clock, faults
 
 
@@ -125,7 +60,7 @@ def settled(loop, futures):
 
 
 def test_requests_of_a_dead_sampler_go_to_another_and_it_comes_back_after_the_backoff():
-    router, clock, faults = still(2)
+    router, clock, faults = attended(2)
     loop, futures = ask(router, 3)
     first, second = router.samplers
     first.answer()
@@ -152,28 +87,24 @@ def begun(number, drawn):
     )
 
 
-def test_a_dying_sampler_takes_nothing_from_the_progress_of_the_others():
-    router, _, _ = still(2)
-    loop = asyncio.new_event_loop()
-
-    async def submit():
-        return [f for i in (1, 2) for f in router.submit_many([begun(i, 1)])]
-
-    futures = loop.run_until_complete(submit())
-    held = [s.held[0][0].request.request_id for s in router.samplers]
+def test_a_dying_replica_takes_nothing_from_the_progress_of_the_others():
+    router, _, _ = attended(2)
+    futures = router.start_many([begun(1, 1)]) + router.start_many([begun(2, 1)])
+    ids = [replica.held_ids[0] for replica in router.samplers]
     dying, well = router.samplers
-    dying.progress = lambda: dying.start_many([])
     dying.error = Closed("it has just died")
-    well.progress = lambda: (replace(well.held[0][0], token_ids=np.zeros(5, np.int32)),)
-    told = {p.request.request_id: len(p.token_ids) for p in router.progress()}
-    assert told == {held[0]: 1, held[1]: 5}, "what is known of the one, what the other says"
-    well.fail(dying.error)
-    dying.fail(dying.error)
-    settled(loop, futures)
+    well.partials = (replace(well.held[0][0], token_ids=np.zeros(5, np.int32)),)
+    drawn = {p.request.request_id: len(p.token_ids) for p in router.progress()}
+    assert drawn == {ids[0]: 1, ids[1]: 5}, "as it was handed over, and as the replica reports"
+    assert router.save(ids[1]) is well.partials[0]
+    with pytest.raises(RolloutError, match="'r9' is not running"):
+        router.save("r9")
+    for future in futures:
+        future.cancel()
 
 
 def test_requests_of_the_only_sampler_wait_for_its_successor():
-    router, clock, _ = still(1)
+    router, clock, _ = attended(1)
     loop, futures = ask(router, 2)
     router.samplers[0].die()
     router.look()
@@ -186,7 +117,7 @@ def test_requests_of_the_only_sampler_wait_for_its_successor():
 
 
 def test_what_a_sampler_that_hung_says_later_is_ignored():
-    router, clock, faults = still(2)
+    router, clock, faults = attended(2)
     loop, futures = ask(router)
     hung, other = router.samplers
     router.look()
@@ -202,7 +133,7 @@ def test_what_a_sampler_that_hung_says_later_is_ignored():
 
 
 def test_one_that_gets_on_slowly_does_not_hang():
-    router, clock, _ = still(1)
+    router, clock, _ = attended(1)
     loop, futures = ask(router)
     for _ in range(5):
         clock.advance(9)
@@ -214,7 +145,7 @@ def test_one_that_gets_on_slowly_does_not_hang():
 
 
 def test_a_completion_that_is_not_finite_is_drawn_once_more_elsewhere_then_fails():
-    router, _, faults = still(2, nonfinite_in_a_row=5)
+    router, _, faults = attended(2, nonfinite_in_a_row=5)
     loop, futures = ask(router, 2)
     first, second = router.samplers
     first.answer(nan=True)
@@ -228,7 +159,7 @@ def test_a_completion_that_is_not_finite_is_drawn_once_more_elsewhere_then_fails
 
 
 def test_several_of_them_in_a_row_take_the_sampler_out():
-    router, _, faults = still(2)
+    router, _, faults = attended(2)
     loop, futures = ask(router, 3)
     first = router.samplers[0]
     first.answer(nan=True)
@@ -242,23 +173,22 @@ def test_several_of_them_in_a_row_take_the_sampler_out():
 
 
 def test_after_its_restarts_a_sampler_is_given_up_and_the_run_only_with_the_last_one():
-    router, _, faults = still(2, restarts=0)
+    router, _, faults = attended(2, restarts=0)
     loop, futures = ask(router)
     router.samplers[0].die()
     router.look()
     assert router.error is None and router.living == 1
     router.samplers[1].die(OSError("the last"))
-    with pytest.raises(RolloutError, match=r"no sampler is left.*the last"):
-        router.look()
-    router._end(RolloutError("as the thread does"))
-    assert isinstance(settled(loop, futures)[0], RolloutError)
+    assert router.look_after() is None, "the thread ends"
+    assert "no sampler is left" in str(router.error) and "the last" in str(router.error)
+    assert settled(loop, futures) == [router.error]
     assert faults.read()["samplers_lost"] == 2
-    with pytest.raises(RolloutError, match="as the thread does"):
+    with pytest.raises(RolloutError, match="no sampler is left"):
         router.generate([request(1)])
 
 
 def test_wrong_weights_are_no_samplers_fault():
-    router, _, faults = still(1)
+    router, _, faults = attended(1)
     router.samplers[0].die(WeightsError("torn"))
     with pytest.raises(WeightsError, match="torn"):
         router.look()
@@ -266,7 +196,7 @@ def test_wrong_weights_are_no_samplers_fault():
 
 
 def test_an_hour_without_trouble_clears_the_count():
-    router, clock, _ = still(1, restarts=1)
+    router, clock, _ = attended(1, restarts=1)
     for _ in range(3):
         router.samplers[0].die()
         router.look()
@@ -278,7 +208,7 @@ def test_an_hour_without_trouble_clears_the_count():
 
 
 def test_counters_go_on_where_a_sampler_was_replaced():
-    router, clock, _ = still(1)
+    router, clock, _ = attended(1)
     router.samplers[0].blocks = 5
     router.samplers[0].die()
     router.look()
@@ -291,12 +221,12 @@ def test_counters_go_on_where_a_sampler_was_replaced():
 def test_a_request_that_kills_every_sampler_is_tried_alone_then_refused():
     """And takes none of its neighbours along, though all samplers begin it again and again."""
     for count in (1, 2, 3):
-        router, clock, faults = still(count, restarts=2)
-        futures = router._submit([_job(i) for i in range(9)])
+        router, clock, faults = attended(count, restarts=2)
+        futures = router.start_many([numbered(i) for i in range(9)])
         poison = "r4"
         for _ in range(30):
             for sampler in router.samplers:
-                if sampler.error is None and any(a.request_id == poison for a, _ in sampler.held):
+                if sampler.error is None and poison in sampler.held_ids:
                     sampler.die()
                 while sampler.held and sampler.error is None and clock() > 3:
                     sampler.answer()
@@ -313,11 +243,11 @@ def test_a_request_that_kills_every_sampler_is_tried_alone_then_refused():
 
 
 def test_many_such_requests_at_once_end_no_run():
-    router, clock, _ = still(2, restarts=2)
-    futures = router._submit([_job(i) for i in range(12)])
+    router, clock, _ = attended(2, restarts=2)
+    futures = router.start_many([numbered(i) for i in range(12)])
     for _ in range(200):
         for sampler in router.samplers:
-            if any(a.request_id in ("r1", "r5", "r6", "r9", "r11") for a, _ in sampler.held):
+            if {"r1", "r5", "r6", "r9", "r11"} & {*sampler.held_ids}:
                 sampler.die()
             while sampler.held and sampler.error is None:
                 sampler.answer()
@@ -339,12 +269,11 @@ EVENTS = (
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 5)), max_size=60),
 )
 def test_whatever_fails_when_each_request_has_exactly_one_answer(count, schedule):
-    router, clock, _ = still(count, restarts=10**6, nonfinite_in_a_row=3)
+    router, clock, _ = attended(count, restarts=10**6, nonfinite_in_a_row=3)
     asked, hung = [], set()
 
     def submit(n):
-        futures = router._submit([_job(len(asked) + i) for i in range(n)])
-        asked.extend(futures)
+        asked.extend(router.start_many([numbered(len(asked) + i) for i in range(n)]))
 
     for event, pick in schedule:
         sampler = router.samplers[pick % count]
@@ -375,23 +304,27 @@ def test_whatever_fails_when_each_request_has_exactly_one_answer(count, schedule
             assert future.result().request_id == f"r{number}"
 
 
-def _job(number):
-    return _Job(request=request(number % 5, request_id=f"r{number}"), future=Future())
+def numbered(number):
+    return request(number % 5, request_id=f"r{number}")
 
 
 # ---- real samplers
 
 
-def fail_once(sampler, name, error):
-    """The batch's next call of `name` raises, once."""
-    batch = sampler._batch
-    real = getattr(batch, name)
+def strikes_once(engine, strike):
+    """The engine's next block calls `strike` first."""
+    generate = engine.generate
 
-    def broken(*args, **kwargs):
-        setattr(batch, name, real)
-        raise error
+    def struck(*args, **kwargs):
+        engine.generate = generate
+        strike()
+        return generate(*args, **kwargs)
 
-    setattr(batch, name, broken)
+    engine.generate = struck
+
+
+def injected():
+    raise RuntimeError("injected")
 
 
 @pytest.fixture
@@ -406,13 +339,13 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(wishes):
     router = Router([make_sampler()], limits=RestartLimits(backoff_s=0.0), count=faults.add)
     router.generate(wishes)
     old = router.samplers[0]
-    fail_once(router.samplers[0], "finish_block", RuntimeError("injected"))
+    strikes_once(old.engine, injected)
     found = router.generate(wishes)
     for a, b in zip(found, expected, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
     assert faults.read()["sampler_restarts"] == 1
     assert router.samplers[0] is not old and router.samplers[0].engine is old.engine
-    assert old._batch is None, "its KV is gone"
+    assert old.loop.batch is None, "its KV is gone"
     router.close()
 
 
@@ -424,15 +357,14 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
     )
     expected = router.generate(wishes)
     old = router.samplers[0]
-    batch, entered, wake = old._batch, threading.Event(), threading.Event()
-    wait_for_block = batch.wait_for_block
+    entered, wake, hung = threading.Event(), threading.Event(), []
 
     def stuck():
+        hung.append(threading.current_thread())
         entered.set()
         wake.wait(60)
-        return wait_for_block()
 
-    batch.wait_for_block = stuck
+    strikes_once(old.engine, stuck)
 
     def pass_time():
         entered.wait(60)
@@ -443,17 +375,17 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
     threading.Thread(target=pass_time, daemon=True).start()
     found = router.generate(wishes)
     assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
-    assert router.samplers[0] is not old and old._thread.is_alive()
+    assert router.samplers[0] is not old and hung[0].is_alive()
     wake.set()
-    old._thread.join(60)
-    assert not old._thread.is_alive() and old.error is None
+    hung[0].join(60)
+    assert not hung[0].is_alive() and old.error is None
     router.close()
 
 
 @pytest.mark.slow
 def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_dead(wishes):
     devices = jax.devices()[:2]
-    channel = WeightChannel([lambda p, d=d: jax.device_put(p, d) for d in devices])
+    channel = WeightChannel([FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in devices])
 
     def sampler():
         return Sampler((SPEC, PARAMS), section=SECTION, weights=channel.subscribe())
@@ -461,17 +393,22 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
     clock = VirtualClock()
     router = Router([sampler(), sampler()], limits=RestartLimits(backoff_s=50.0), clock=clock)
     router.generate(wishes)
-    fail_once(router.samplers[1], "admit", RuntimeError("injected"))
+    engine = router.samplers[1].engine
+    strikes_once(engine, injected)
     router.generate(wishes)
     assert router.living == 1
     for version, params in ((1, OTHER), (2, PARAMS), (3, OTHER)):
         channel.publish(version, params)
         channel.wait_live(version, 60)  # of the one that lives
-    engine = router.samplers[1].engine
-    prepare, engine.prepare = engine.prepare, None
+    tried, prepare = threading.Event(), engine.prepare
+
+    def unprepared(params):
+        tried.set()
+        raise RuntimeError("no memory")
+
+    engine.prepare = unprepared
     clock.advance(51)
-    while not router._seats[1].restarts:
-        router._wake.set()
+    assert tried.wait(60)
     channel.publish(4, PARAMS)  # nor for one that could not be started again
     channel.wait_live(4, 60)
     channel.publish(5, OTHER)
@@ -479,7 +416,8 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
     engine.prepare = prepare
     clock.advance(101)
     while router.living < 2:
-        router._wake.set()
+        clock.advance(1)
+        time.sleep(0.01)
     assert router.samplers[1].version == 5 and channel.live_version == 5
     for done in router.generate(wishes):
         assert set(done.versions.tolist()) == {5}

@@ -1,0 +1,242 @@
+"""Rules about what is learnt: terms of the loss that go together, and settings with which nothing
+could be learnt, or only noise.
+
+Needs no JAX.
+"""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config, arguments_of, name_of
+from jaxrl_async.config.userfile import is_own
+
+rule = RuleBook()
+
+
+# --- terms of the loss ---------------------------------------------------------------------------
+
+
+def _whole_kl(config: Config) -> bool:
+    """Return whether the KL from the reference is taken over the whole vocabulary."""
+    return (
+        bool(config.algorithm.kl_coefficient)
+        and name_of(config.algorithm.kl) in facts.WHOLE_VOCABULARY
+    )
+
+
+@rule()
+def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
+    """Require that only the drawn tokens' log-probs of an offloaded reference are used."""
+    refers = bool(config.algorithm.kl_coefficient)
+    if "reference" in config.trainer.offload and (_whole_kl(config) or not refers):
+        yield (
+            "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0) of "
+            "which only the drawn tokens' log-probs are used (algorithm.kl other than full). Take "
+            "reference out of trainer.offload, or change those."
+        )
+
+
+@rule()
+def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
+    """Require at most one comparison of whole distributions in a step."""
+    if _whole_kl(config) and _distils_by_loss(config):
+        yield (
+            "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "
+            "step does that once. Set algorithm.kl=k3 or teacher.form=advantage."
+        )
+
+
+@rule()
+def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
+    """Require a KL over the whole vocabulary to be in the loss: no drawn token owns it."""
+    if _whole_kl(config) and config.algorithm.kl_in == "reward":
+        yield (
+            "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an estimator "
+            "per token (k1)."
+        )
+
+
+@rule()
+def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
+    """Require no comparison of whole distributions where sampling masks hide part of them."""
+    if config.algorithm.keep_sampling_mask and (_whole_kl(config) or _distils_by_loss(config)):
+        yield (
+            "algorithm.keep_sampling_mask looks at some tokens of the vocabulary, and "
+            "algorithm.kl=full or teacher.form=loss at all of them. Set algorithm.kl=k3 and "
+            "teacher.form=advantage, or sample without top_k, top_p and min_p."
+        )
+
+
+def _distils(config: Config) -> bool:
+    return config.teacher.source != "none"
+
+
+def _distils_by_loss(config: Config) -> bool:
+    return _distils(config) and config.teacher.form == "loss"
+
+
+def _ignores_rewards(config: Config) -> bool:
+    """Return whether the policy learns by distillation alone."""
+    return _distils(config) and config.teacher.rewards == 0
+
+
+@rule(job="rl")
+def a_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
+    """Require a KL estimator in the loss whose expected gradient is not 0."""
+    a = config.algorithm
+    if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) in facts.WITHOUT_GRADIENT:
+        yield (
+            f"algorithm.kl={name_of(a.kl)} with algorithm.kl_in=loss has an expected gradient of "
+            "0: it would hold nothing back. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
+        )
+
+
+@rule(job="rl")
+def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
+    """Require that no KL in the reward is divided by a spread made of that KL alone."""
+    a, name = config.algorithm, name_of(config.algorithm.advantage)
+    floor = arguments_of(a.advantage).get("floor", 0)
+    divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
+    if a.kl_coefficient and a.kl_in == "reward" and divides:
+        yield (
+            f"algorithm.kl_in=reward with algorithm.advantage={name} blows the KL of a group of "
+            "equal rewards up to advantages of full size. Set kl_in=loss, or an advantage that "
+            "does not divide by the group's spread (group_mean, rloo, reinforce_pp), or "
+            "{group_normalized: {floor: 0.1}}."
+        )
+
+
+# --- something is learnt -------------------------------------------------------------------------
+
+
+@rule()
+def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
+    """Require a warm-up that is no longer than the run."""
+    a, rl = config.algorithm, config.run.job == "rl"
+    waits = config.critic.warmup_steps if rl and name_of(a.advantage) in facts.NEEDS_VALUES else 0
+    updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
+    if config.trainer.warmup_steps > updates > 0:
+        less = " less critic.warmup_steps" if waits else ""
+        yield (
+            f"trainer.warmup_steps ({config.trainer.warmup_steps}) is more than all updates of the "
+            f"run ({updates}: run.steps{less}, times algorithm.epochs and minibatches): the "
+            "learning rate would never reach its peak. Lower it, or raise run.steps."
+        )
+
+
+@rule(job="rl")
+def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
+    """Require more than one token to draw from."""
+    s = config.sampler
+    if s.temperature == 0 or s.top_k == 1:
+        yield (
+            f"sampler.temperature ({s.temperature:g}) and sampler.top_k ({s.top_k}) leave one "
+            "token to draw: all answers to a prompt would be the same, and their log-probs not "
+            "those of a policy. Set temperature=1.0 and top_k=0; eval.temperature is that of the "
+            "evaluation."
+        )
+
+
+@rule(job="rl")
+def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
+    """Require several answers per group for advantages that compare them."""
+    a, name = config.algorithm, name_of(config.algorithm.advantage)
+    compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
+    if a.group_size == 1 and compares:
+        yield (
+            f"algorithm.advantage={name} compares the answers to one prompt, and "
+            "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
+            "algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
+        )
+
+
+@rule(job="rl")
+def tokens_have_different_advantages(config: Config) -> Iterator[str]:
+    """Require tokens that differ for advantages that compare tokens.
+
+    They are all alike in one answer that is rewarded as a whole and undiscounted.
+    """
+    a, name = config.algorithm, name_of(config.algorithm.advantage)
+    kl_per_token = a.kl_coefficient and a.kl_in == "reward"
+    own_rewards = any(is_own(function) for function in config.reward.weights)
+    if own_rewards or kl_per_token or _ignores_rewards(config):
+        return  # single tokens may be rewarded, or nothing is
+    alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
+    undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1
+    if alone and undiscounted and name in ("discounted", *facts.CENTERED_IN_STEP):
+        where = "group" if name == "discounted" else "step"
+        more = "" if name == "discounted" else " or groups_per_step"
+        yield (
+            f"algorithm.advantage={name} compares the tokens of a {where}, and all tokens of one "
+            "answer with gamma=1 are alike: all advantages would be 0. Raise "
+            f"algorithm.group_size{more}."
+        )
+
+
+@rule(job="rl")
+def each_minibatch_has_answers(config: Config) -> Iterator[str]:
+    """Require at least as many answers in a step as minibatches."""
+    a = config.algorithm
+    answers = a.groups_per_step * a.group_size
+    if a.minibatches > answers:
+        yield (
+            f"algorithm.minibatches ({a.minibatches}) is more than the answers of a step "
+            f"({answers}: groups_per_step * group_size): some minibatches would be empty. Set it "
+            f"to {answers} at most."
+        )
+
+
+@rule(job="rl")
+def dynamic_sampling_keeps_some_groups(config: Config) -> Iterator[str]:
+    """Require several answers per group for dynamic sampling, which compares their rewards."""
+    a = config.algorithm
+    if a.dynamic_sampling and a.group_size < 2:
+        yield (
+            "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those of "
+            "algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
+        )
+
+
+@rule(job="rl")
+def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
+    """Require rewards to be learnt from if dynamic sampling selects groups by them."""
+    dynamic = config.algorithm.dynamic_sampling
+    if dynamic and _ignores_rewards(config):
+        yield (
+            "algorithm.dynamic_sampling drops groups by their rewards, which teacher.rewards=0 "
+            "does not learn from. Set dynamic_sampling=false, or teacher.rewards above 0."
+        )
+
+
+@rule(job="rl")
+def a_teacher_has_weight(config: Config) -> Iterator[str]:
+    """Require a positive coefficient for a teacher that is loaded."""
+    if _distils(config) and config.teacher.coefficient == 0:
+        yield (
+            f"teacher.coefficient=0 learns nothing from teacher.source={config.teacher.source}. "
+            "Raise it, or set teacher.source=none."
+        )
+
+
+@rule(job="rl")
+def the_critics_warmup_ends(config: Config) -> Iterator[str]:
+    """Require steps for the policy after the critic's warm-up."""
+    waits = config.critic.warmup_steps
+    if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
+        yield (
+            f"critic.warmup_steps ({waits}) leaves the policy none of run.steps "
+            f"({config.run.steps}) to learn in. Lower it, or raise run.steps."
+        )
+
+
+@rule(job="rl")
+def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
+    """Require temperature 1 with a supervised term in the loss."""
+    temperature = config.sampler.temperature
+    supervised = config.algorithm.supervised_coefficient
+    if supervised and temperature != 1.0:
+        yield (
+            f"algorithm.supervised_coefficient learns at sampler.temperature ({temperature}), and "
+            "worked answers are learnt at 1. Set the temperature to 1, or the coefficient to 0."
+        )

@@ -1,0 +1,68 @@
+"""What a rule for configurations is, and a book of rules by name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.config.schema import Config
+
+Check = Callable[[Config], Iterator[str]]
+"""Yields a sentence for each way in which a configuration breaks a rule: which settings, why, and
+what to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What every configuration of some jobs must keep to."""
+
+    name: str
+    section: tuple[str, ...]  # path of the one section that the rule is about; (): several
+    job: str | None  # the run.job that the rule is for; None: all
+    broken: Check
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One way in which a configuration breaks a rule."""
+
+    rule: Rule
+    sentence: str
+
+
+class RuleBook(dict[str, Rule]):
+    """Rules by name, in the order of registration. Called, it is the decorator that registers.
+
+    @rule("mesh")
+    def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
+        if config.mesh.sampler.context > 1:
+            yield "mesh.sampler.context (...) must be 1: ..."
+    """
+
+    def __call__(self, *section: str, job: str | None = None) -> Callable[[Check], Check]:
+        """Register a function as a rule under its own name.
+
+        Args:
+            section: path of the section that the rule is about; none where it is about several.
+            job: the run.job that the rule is for; None: all.
+        """
+
+        def register(check: Check) -> Check:
+            name = check.__name__
+            assert name not in self, f"two rules are called {name}"
+            self[name] = Rule(name, section, job, check)
+            return check
+
+        return register
+
+    def violations(self, config: Config) -> list[Violation]:
+        """List all that a configuration does against the rules, in their order."""
+        rules = (rule for rule in self.values() if rule.job in (None, config.run.job))
+        return [Violation(rule, sentence) for rule in rules for sentence in rule.broken(config)]
+
+
+def as_text(value: Any) -> str:
+    """Return a value for a sentence; integers may be too long for Python to print."""
+    try:
+        return str(value)
+    except ValueError:
+        return "a very long number"

@@ -1,0 +1,428 @@
+"""What the settings of a configuration must keep to together: one function per rule, by name.
+
+`load` reports all broken rules at once. The rules about what is learnt are in learning_rules.py.
+Needs no JAX.
+"""
+
+from collections.abc import Iterator
+from sys import float_info
+from typing import Any
+
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config import learning_rules
+from jaxrl_async.config.rule import RuleBook, as_text
+from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
+from jaxrl_async.config.unused import unused_settings
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.staleness import never_fills_a_step
+
+GRADERS = {"exact", "gsm8k", "math"}
+"""Built-in rewards, which compare with the record's answer."""
+
+rule = RuleBook()
+
+
+# --- one section each ----------------------------------------------------------------------------
+
+
+@rule("run")
+def only_rl_is_replayed(config: Config) -> Iterator[str]:
+    """Require run.job=rl for a replay: only its threads are recorded."""
+    run = config.run
+    if run.replay_schedule is not None and run.job != "rl":
+        yield (
+            f"run.replay_schedule replays run.job=rl; run.job={run.job} has one thread and does "
+            "the same every time. Leave it out."
+        )
+
+
+@rule("run")
+def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
+    """Require a replay not to start at a checkpoint: a recording starts with its run."""
+    if config.run.replay_schedule is not None and config.run.resume:
+        yield (
+            "run.replay_schedule starts where the recording starts, and run.resume starts at a "
+            "checkpoint. Leave one of them out."
+        )
+
+
+@rule("mesh")
+def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
+    """Require no context axis in a sampler: decoding has no sequence length to divide."""
+    context = config.mesh.sampler.context
+    if context > 1:
+        yield (
+            f"mesh.sampler.context ({context}) must be 1: a sampler decodes one token of each "
+            "sequence at a time and has no length to divide. Use mesh.sampler.tensor, or "
+            "mesh.samplers for several samplers."
+        )
+
+
+@rule("mesh")
+def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
+    """Require a colocated trainer and sampler to have the same number of devices."""
+    mesh = config.mesh
+    if mesh.colocated and mesh.trainer.num_devices != mesh.sampler.num_devices:
+        yield (
+            f"mesh.colocated needs slices of the same size; mesh.trainer has "
+            f"{mesh.trainer.num_devices} devices and mesh.sampler {mesh.sampler.num_devices}. "
+            "Make them equal or set mesh.colocated=false."
+        )
+
+
+@rule("mesh")
+def one_sampler_is_colocated(config: Config) -> Iterator[str]:
+    """Require at most one sampler on the trainer's devices."""
+    if config.mesh.colocated and config.mesh.samplers > 1:
+        yield (
+            f"mesh.colocated puts one sampler on the trainer's devices; mesh.samplers is "
+            f"{config.mesh.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
+        )
+
+
+@rule("model", "architecture")
+def experts_belong_to_their_family(config: Config) -> Iterator[str]:
+    """Require experts in the mixture-of-experts family, and in no other."""
+    shape = config.model.architecture
+    if bool(shape.experts) != (shape.family == "qwen3_moe"):
+        yield (
+            f"model.architecture.experts ({shape.experts}) and family ({shape.family}) do not "
+            "match: set a number of experts exactly with family=qwen3_moe."
+        )
+
+
+@rule("model", "architecture")
+def a_token_visits_experts_that_exist(config: Config) -> Iterator[str]:
+    """Require each token to go through no more experts than a layer has."""
+    shape = config.model.architecture
+    if shape.experts and shape.experts_per_token > shape.experts:
+        yield (
+            f"model.architecture.experts_per_token ({shape.experts_per_token}) must be at most "
+            f"model.architecture.experts ({shape.experts}). Lower it, or raise experts."
+        )
+
+
+@rule("model", "architecture")
+def query_heads_share_kv_heads_evenly(config: Config) -> Iterator[str]:
+    """Require each key-value head to serve the same number of query heads."""
+    shape = config.model.architecture
+    if shape.heads % shape.kv_heads:
+        yield (
+            f"model.architecture.heads ({shape.heads}) must be a multiple of "
+            f"model.architecture.kv_heads ({shape.kv_heads}). Change one of them."
+        )
+
+
+@rule("model", "architecture")
+def a_head_has_an_even_width(config: Config) -> Iterator[str]:
+    """Require an even head width: rotary embeddings rotate pairs of components."""
+    width = config.model.architecture.head_dim
+    if width % 2:
+        yield (
+            f"model.architecture.head_dim ({width}) must be even: rotary embeddings rotate pairs. "
+            f"Set it to {width + 1}."
+        )
+
+
+@rule("teacher")
+def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
+    """Require the loss to compare likeliest tokens if the student chooses them."""
+    teacher = config.teacher
+    if teacher.top_of == "student" and (teacher.form != "loss" or not teacher.top_k):
+        yield (
+            f"teacher.top_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
+            f"form=loss looks at, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
+            "leave top_of out."
+        )
+
+
+@rule("teacher")
+def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
+    """Require teacher.path exactly if teacher.source=path."""
+    teacher = config.teacher
+    if (teacher.source == "path") != (teacher.path is not None):
+        yield (
+            f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
+            "path exactly with teacher.source=path."
+        )
+
+
+@rule("reward")
+def a_reward_function_takes_one_weight(config: Config) -> Iterator[str]:
+    """Require that a reward function has no argument but its weight, a finite number."""
+    for choice in each_of(config.reward.function):
+        given = arguments_of(choice)
+        if given.keys() - {"weight"} or not _is_number(given.get("weight", 1.0)):
+            yield (
+                f"reward.function: {name_of(choice)} takes one argument, weight, a number; given "
+                f"{as_text(given)}. Correct it."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= float_info.max  # isfinite(10**400) raises
+
+
+@rule("reward")
+def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
+    """Require each function at most once in the list, and `none` only by itself."""
+    names = [name_of(choice) for choice in each_of(config.reward.function)]
+    if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
+        yield (
+            f"reward.function lists {', '.join(names)}: give each function once, and none only by "
+            "itself."
+        )
+
+
+@rule("reward")
+def something_gives_rewards(config: Config) -> Iterator[str]:
+    """Require a reward function or a reward model."""
+    if not config.reward.weights and config.reward.model is None:
+        yield (
+            f"reward.function={as_text(config.reward.function)} leaves no reward at all. Set "
+            "reward.model to the folder of a reward model, or reward.function to exact, gsm8k, "
+            "math or FILE.py:FUNCTION."
+        )
+
+
+@rule("reference")
+def the_reference_moves_in_one_way(config: Config) -> Iterator[str]:
+    """Require either refreshes or a moving average, not both."""
+    if config.reference.refresh_every and config.reference.ema:
+        yield (
+            "reference.refresh_every and reference.ema are two ways to move the reference. Keep "
+            "one of them."
+        )
+
+
+@rule("data")
+def a_source_of_records_has_a_file(config: Config) -> Iterator[str]:
+    """Require a file with data.source=jsonl."""
+    if config.data.source == "jsonl" and not config.data.jsonl.path:
+        yield "data.jsonl.path is needed with data.source=jsonl: give the file of records."
+
+
+# --- staleness and buffer ------------------------------------------------------------------------
+
+
+@rule()
+def a_step_can_be_filled(config: Config) -> Iterator[str]:
+    """Require that the gate admits the groups of a whole step, if rollouts wait."""
+    if config.staleness.when_too_old == "wait":
+        problem = never_fills_a_step(
+            config.staleness.max_staleness,
+            config.algorithm.groups_per_step,
+            config.staleness.lookahead,
+            config.buffer.reuse,
+        )
+        if problem is not None:
+            yield problem
+
+
+@rule()
+def dropping_leaves_rollouts_a_chance(config: Config) -> Iterator[str]:
+    """Require that not every group under way at an update is dropped."""
+    section = config.staleness
+    if section.when_too_old == "drop" and section.max_staleness == 0:
+        yield (
+            "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
+            "that is under way at an update: what is drawn while the trainer learns would be "
+            "wasted. Set staleness.when_too_old=wait (it trains on the same groups and drops none) "
+            "or staleness.max_staleness=1."
+        )
+
+
+@rule()
+def an_adapting_staleness_has_room(config: Config) -> Iterator[str]:
+    """Require more than one possible value of the staleness target."""
+    section = config.staleness
+    if section.adapt != "none" and config.lowest_limit >= section.max_staleness:
+        yield (
+            f"staleness.adapt={section.adapt} has nothing to choose from: the staleness target "
+            f"can be {config.lowest_limit} at least (buffer.reuse, staleness.lookahead and "
+            "staleness.when_too_old decide that) and staleness.max_staleness "
+            f"({section.max_staleness}) at most. Raise staleness.max_staleness or set "
+            "staleness.adapt=none."
+        )
+
+
+@rule()
+def a_selection_has_a_choice(config: Config) -> Iterator[str]:
+    """Require groups to choose among for any selection but the strict one."""
+    select = config.buffer.select
+    if select != "strict" and config.buffer.reuse == 1 and not config.staleness.lookahead:
+        yield (
+            f"buffer.select={select} has nothing to choose from with staleness.lookahead=0 and "
+            "buffer.reuse=1. Raise one of them, or set buffer.select=strict."
+        )
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+@rule()
+def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
+    """Require the longest prompt to be shorter than the longest sequence."""
+    if config.data.max_prompt_tokens >= config.sampler.max_length:
+        yield (
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) leaves no room for an "
+            f"answer in sampler.max_length ({config.sampler.max_length}). Lower the first or raise "
+            "the second."
+        )
+
+
+@rule()
+def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
+    """Require a packed row to be at least as long as a sequence."""
+    if config.row_length < config.sampler.max_length:
+        yield (
+            f"trainer.row_length ({config.row_length}) is shorter than sampler.max_length "
+            f"({config.sampler.max_length}): long episodes could not be trained on. Raise it."
+        )
+
+
+@rule()
+def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
+    """Require a row to divide into two equal parts per device of the context axis."""
+    context = config.mesh.trainer.context
+    if context > 1 and config.row_length % (2 * context):
+        yield (
+            f"trainer.row_length ({config.row_length}; null means sampler.max_length) must be a "
+            f"multiple of 2 * mesh.trainer.context ({2 * context}): each device takes two equal "
+            "parts of a row. Change one of them."
+        )
+
+
+@rule()
+def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
+    """Require a micro-batch of at least one row."""
+    if config.trainer.micro_batch_tokens < config.row_length:
+        yield (
+            f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than one "
+            f"row ({config.row_length} tokens). Raise it to at least {config.row_length}."
+        )
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+@rule()
+def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
+    """Require answers in the records if a setting needs them."""
+    jsonl = config.data.jsonl
+    if config.data.source != "jsonl" or jsonl.answer_field is not None:
+        return
+    judges = sorted(GRADERS & config.reward.weights.keys())
+    needs_answers = {
+        "run.job=sft": config.run.job == "sft",
+        "warm_start.steps": bool(config.warm_start.steps) and config.run.job == "rl",
+        "algorithm.supervised_coefficient": bool(config.algorithm.supervised_coefficient),
+        f"reward.function={', '.join(judges)}": config.run.job == "rl" and bool(judges),
+        "data.jsonl.answer_mark": jsonl.answer_mark is not None,
+    }
+    if first := next((setting for setting, needs in needs_answers.items() if needs), None):
+        yield (
+            f"{first} needs the records' answers, and data.jsonl.answer_field=null says that they "
+            "have none. Name the field, or leave the other setting out."
+        )
+
+
+@rule()
+def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
+    """Require no warm start with run.job=sft, which is supervised training itself."""
+    if config.run.job == "sft" and config.warm_start.steps:
+        yield (
+            f"run.job=sft is supervised training itself; warm_start.steps "
+            f"({config.warm_start.steps}) would do the same before it. Set warm_start.steps=0."
+        )
+
+
+# --- weights and memory --------------------------------------------------------------------------
+
+
+@rule()
+def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
+    """Require a tolerance that the rounding of 8-bit weights does not exceed."""
+    weights = config.weights
+    if weights.eight_bits and weights.probe and weights.probe_tolerance < 0.01:
+        yield (
+            f"weights.dtype={weights.dtype} rounds the sampler's weights, so that its log-probs on "
+            "the probe differ from the trainer's by more than weights.probe_tolerance "
+            f"({weights.probe_tolerance:g}). Raise it to about 0.5 nats, or set "
+            "weights.probe=false."
+        )
+
+
+@rule()
+def rounding_needs_bfloat16_weights(config: Config) -> Iterator[str]:
+    """Require weights in bfloat16 if their rounding is chosen."""
+    if config.model.param_dtype == "float32" and config.trainer.rounding != "masters":
+        yield (
+            f"trainer.rounding={config.trainer.rounding} says how weights in bfloat16 are rounded, "
+            "and model.param_dtype is float32. Set model.param_dtype=bfloat16, or leave rounding "
+            "out."
+        )
+
+
+# --- every setting has an effect -----------------------------------------------------------------
+
+
+@rule()
+def every_setting_is_read(config: Config) -> Iterator[str]:
+    """Require every setting that differs from its default to have an effect; see unused.py."""
+    yield from unused_settings(config).refused
+
+
+@rule()
+def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
+    """Require a reward model against which the function is weighed."""
+    reward = config.reward
+    if reward.model is None and reward.function_weight != 1:
+        yield (
+            f"reward.function_weight ({reward.function_weight}) weighs the function against "
+            "reward.model, and there is none. Set the model, or leave the weight out."
+        )
+
+
+@rule()
+def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
+    """Require all other weights of rewards to be 1 with gdpo."""
+    reward = config.reward
+    weights = (reward.function_weight, reward.model_weight, *reward.weights.values())
+    if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
+        weight != 1 for weight in weights
+    ):
+        yield (
+            "algorithm.advantage=gdpo weighs the parts of the reward itself. Set "
+            "reward.function_weight, model_weight and the functions' weights to 1, and gdpo's: "
+            "{gdpo: {weights: {model: 0.5}}}."
+        )
+
+
+@rule()
+def shaping_by_length_can_act(config: Config) -> Iterator[str]:
+    """Require that answers can be as long as those that a shaping by length acts on."""
+    longest = config.sampler.max_new_tokens
+    for choice in config.algorithm.shaping:
+        name, given = name_of(choice), arguments_of(choice)
+        most, cache = given.get("max_tokens"), given.get("cache_tokens", 0)
+        if not isinstance(most, int) or not isinstance(cache, int):
+            continue
+        if name in ("soft_overlong", "overlong_filter") and most - cache >= longest:
+            yield (
+                f"algorithm.shaping {name} acts on answers of more than {as_text(most - cache)} "
+                f"tokens, and sampler.max_new_tokens allows {longest}: it would never act. Lower "
+                "its max_tokens, or raise sampler.max_new_tokens."
+            )
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+RULES = RuleBook(rule | learning_rules.rule)
+
+
+def check_rules(config: Config) -> None:
+    """Raise ConfigError, naming all that is wrong, unless a configuration keeps all the rules."""
+    if broken := RULES.violations(config):
+        raise ConfigError("\n".join(violation.sentence for violation in broken))

@@ -1,0 +1,90 @@
+"""The devices of a run: asked of JAX, checked for memory, and locked where threads share them."""
+
+import logging
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_async.config.processes import run_devices_per_process
+from jaxrl_async.config.schema import Config, RewardSection
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, Slices
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.start import skip_absent_tpu
+
+MAX_CPU_DEVICES = 256
+"""Most devices that a CPU is made to look like."""
+CACHE_FOLDER = ".jax_cache"
+"""JAX's persistent compilation cache, beside the runs."""
+
+log = logging.getLogger(__name__)
+
+
+def claim_devices(config: Config) -> None:
+    """Ask JAX's CPU backend, before its first use, for as many devices as the mesh needs.
+
+    Without effect if an accelerator is the default backend, if XLA_FLAGS gives a number, or if they
+    would be too many to emulate: make_slices reports that.
+    """
+    skip_absent_tpu()
+    if config.mesh.num_devices > MAX_CPU_DEVICES:
+        return
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
+        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
+    try:
+        processes = config.distributed.num_processes or 1
+        jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
+    except RuntimeError:  # JAX runs already (a notebook): make_slices reports too few
+        log.info("JAX was started before; the mesh uses the devices that are there")
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Turn on JAX's persistent compilation cache, shared by all runs beside the folder; without
+    effect if JAX_COMPILATION_CACHE_DIR names another."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
+    process instead of failing."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        available = mesh.size * (device.memory_stats() or {}).get("bytes_limit", needed_bytes)
+    if needed_bytes > available:
+        raise ConfigError(
+            f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
+            f"{available / 2**30:,.1f} GiB. {remedy}"
+        )
+
+
+Lock = AbstractContextManager[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locks:
+    """Locks of threads that use the same devices; locks that nothing else takes cost nothing."""
+
+    trainer: Lock  # updates and publishing
+    sampler: Lock  # decode blocks
+    saving: Lock  # checkpoints: orbax compares names between processes, on the samplers' devices
+
+
+def make_locks(reward: RewardSection, slices: Slices, lockstep: Lockstep) -> Locks:
+    """Return the locks for these slices: trainer and samplers share one if they are colocated,
+    trainer and reward model if both run collectives."""
+    collective = reward.model is not None and slices.trainer.size > 1
+    devices = DeviceLock() if slices.colocated or collective else NO_DEVICE_LOCK
+    saving = lockstep.saving_lock()
+    return Locks(trainer=devices, sampler=devices if slices.colocated else saving, saving=saving)

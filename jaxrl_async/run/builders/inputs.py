@@ -1,0 +1,104 @@
+"""All that a run needs and that is checked before its folder is claimed: what is wrong with it is
+reported before anything is made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_async.algorithms.preflight import check_algorithm
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.curriculum import Curriculum, make_stream
+from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import Slices, make_slices
+from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
+from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
+from jaxrl_async.run.builders.learning import check_routing, keeps_masks
+from jaxrl_async.run.builders.samplers import check_kv_fits
+from jaxrl_async.run.builders.scoring import Scorers, check_reward_parts, make_scorers
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.replay.recording import Recorded, read_schedule
+from jaxrl_async.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run begins with, checked."""
+
+    recorded: Recorded | None  # the schedule to replay; None: none
+    tokenizer: Tokenizer
+    slices: Slices
+    spec: ModelSpec  # of the policy
+    locks: Locks
+    faults: FaultCounts
+    held_out: Sequence[Prompt]
+    scorers: Scorers
+    envs: GuardedEnvs
+    keep_mask: bool  # whether sampling masks go with the tokens
+    prompts: PromptStream | Curriculum
+    pairs: FittingPairs | None  # of the warm start; None: no warm start
+
+
+def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
+    """Read and check all that a run of rl begins with; no weight of the policy is read.
+
+    Raises JaxrlError kinds that name the setting.
+    """
+    claim_devices(config)
+    recorded = recorded_schedule(config)
+    check_algorithm(config.algorithm, config.teacher)
+    tokenizer, faults = make_tokenizer(config.data, config.model), FaultCounts()
+    slices = make_slices(config.mesh)
+    spec = check_model(config, tokenizer, slices)
+    check_frozen(config)
+    locks = make_locks(config.reward, slices, lockstep)
+    held_out = eval_prompts(config.data, tokenizer)
+    scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults)
+    envs = GuardedEnvs(
+        SingleTurn,
+        timeout_s=config.faults.env_timeout_s,
+        vocab_size=tokenizer.vocab_size,
+        count=faults.add,
+    )
+    check_routing(config.algorithm, config.model, spec)
+    keep_mask = keeps_masks(config.sampler, config.algorithm)
+    check_advisers(config, spec, tokenizer)
+    check_kv_fits(config, spec, slices)
+    check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer)
+    check_shares(held_out, lockstep)
+    return Inputs(
+        recorded=recorded,
+        tokenizer=tokenizer,
+        slices=slices,
+        spec=spec,
+        locks=locks,
+        faults=faults,
+        held_out=held_out,
+        scorers=scorers,
+        envs=envs,
+        keep_mask=keep_mask,
+        prompts=make_stream(
+            config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count
+        ),
+        pairs=warm_start_pairs(config, tokenizer) if config.warm_start.steps else None,
+    )
+
+
+def recorded_schedule(config: Config) -> Recorded | None:
+    """Read the schedule that run.replay_schedule names, if any. Raises ReplayError."""
+    file = config.run.replay_schedule
+    return None if file is None else read_schedule(Path(file), config)
+
+
+def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:
+    """Raise ConfigError if a process would have no held-out problem to answer."""
+    if len(held_out) < lockstep.count:
+        raise ConfigError(
+            f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
+            "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+        )

@@ -1,0 +1,308 @@
+"""What learns: the update of the policy, all that advises or learns beside it, and the trainer."""
+
+import functools
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.algorithms.advantages import needs_critic
+from jaxrl_async.algorithms.corrections import correction_of, weighs
+from jaxrl_async.algorithms.pacing import Bounds
+from jaxrl_async.config.schema import (
+    AlgorithmSection,
+    Config,
+    ModelSection,
+    SamplerSection,
+)
+from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.model.heads import load_critic, with_head
+from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.moe import id_dtype
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.ports import GroupSource
+from jaxrl_async.run.builders.devices import Lock
+from jaxrl_async.run.builders.frozen_weights import cut_vocabulary, reference_params
+from jaxrl_async.run.builders.initial_policy import load_policy
+from jaxrl_async.run.builders.samplers import Sampling
+from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.warm_start import warm_start
+from jaxrl_async.trainer.critic import make_critic
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
+from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
+from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
+from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
+from jaxrl_async.trainer.update import TrainState, Update
+
+log = logging.getLogger(__name__)
+
+MAX_LAGS = 32
+"""Lags whose divergence is reported one by one."""
+
+
+def make_step(
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    total_steps: int,
+    teacher_spec: ModelSpec | None = None,
+) -> Update[PolicyObjective]:
+    """Make the policy's compiled update."""
+    return policy_update(
+        spec,
+        learning(config, slices),
+        config.algorithm,
+        total_steps=total_steps,
+        temperature=config.sampler.temperature,
+        teacher=config.teacher,
+        teacher_spec=teacher_spec,
+        num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
+    )
+
+
+def learning(config: Config, slices: Slices) -> LearningSettings:
+    """Return what everything that learns on the trainer's slice has in common."""
+    return LearningSettings(
+        mesh=slices.trainer,
+        rules=TRAINER_RULES,
+        trainer=config.trainer,
+        row_length=config.row_length,
+        dtype=jnp.dtype(config.model.dtype),
+        param_dtype=jnp.dtype(config.model.param_dtype),
+        remat=config.model.remat,
+        attention=config.model.attention,
+    )
+
+
+def make_learner(
+    config: Config,
+    policy: Policy,
+    slices: Slices,
+    tokenizer: Tokenizer,
+    keep_mask: bool = False,
+) -> Learner:
+    """Make the policy's update with all that learns or advises beside it. Raises ConfigError."""
+    algorithm, teacher = config.algorithm, config.teacher
+    asked = algorithm.epochs * algorithm.minibatches  # updates in a step
+    warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
+    learns = max(config.run.steps - warming, 1)
+    teacher_spec = _teacher_spec(config, policy)
+    step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
+    state = step.init(policy.params)
+    reference = None
+    if algorithm.kl_coefficient > 0:
+        reference = reference_params(
+            config, "reference.path", config.reference.path, policy, slices
+        )
+    if algorithm.anchor == "proximal" and not weighs(correction_of(algorithm)):
+        log.warning(
+            "algorithm.anchor=proximal without a weighing correction: the difference between the "
+            "policy that drew a token and the one at the start of the step is left out. Set "
+            "algorithm.correction, such as {truncate: {cap: 5.0}}."
+        )
+    mixes = algorithm.supervised_coefficient > 0
+    companions = Companions(
+        own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
+        reference=reference,
+        pairs=warm_start_pairs(config, tokenizer) if mixes else None,
+        **_teacher(config, policy, slices, state),
+        **_critic(config, policy, slices, config.run.steps * asked),
+    )
+    settings = LearnerSettings(
+        algorithm=algorithm,
+        row_length=config.row_length,
+        teacher=teacher,
+        reference=config.reference,
+        offload_reference="reference" in config.trainer.offload,
+        critic_warmup=config.critic.warmup_steps,
+        sampler_columns=SamplerColumns(
+            mask_vocab=policy.spec.vocab if keep_mask else None,
+            routing=routing_of(policy.spec) if algorithm.keep_routing else None,
+        ),
+        seed=config.run.seed,
+    )
+    return Learner(step, state, settings, companions)
+
+
+def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
+    """Return the teacher's spec, with no more tokens than the policy has (see cut_vocabulary)."""
+    if config.teacher.path is None:
+        return policy.spec
+    spec = load_spec(Path(config.teacher.path))
+    return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
+
+
+def _pass(
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    top_k: int = 0,
+    top_vocab: int | None = None,
+) -> LogprobPass:
+    return LogprobPass(
+        spec,
+        learning(config, slices),
+        temperature=config.sampler.temperature,
+        top_k=top_k,
+        top_vocab=top_vocab,
+    )
+
+
+def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
+    section = config.teacher
+    if section.source == "none":
+        return {}
+    if section.source == "self":
+        spec, params = policy.spec, copied(state.params)
+    else:
+        assert section.path is not None
+        other = load_policy(config.model, section.path, slices)
+        spec = _teacher_spec(config, policy)
+        params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
+    if section.top_k >= spec.vocab:
+        raise ConfigError(
+            f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
+            "at all tokens."
+        )
+    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, section.top_k)}
+
+
+def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
+    """Make a critic if the advantage needs its values."""
+    if not needs_critic(config.algorithm.advantage):
+        return {}
+    section, spec = config.critic, policy.spec
+    if section.path is None:
+        params = with_head(spec, policy.params, "value", jax.random.key(config.run.seed))
+    else:
+        where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
+        spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
+    critic = make_critic(
+        spec,
+        learning(config, slices),
+        learning_rate=section.learning_rate,
+        total_steps=updates,
+        clip=section.clip,
+    )
+    return {"critic": critic, "critic_state": critic.step.init(params)}
+
+
+def warm_started(
+    config: Config,
+    policy: Policy,
+    slices: Slices,
+    pairs: FittingPairs,
+    paths: Paths,
+    resume: bool,
+    console: Console,
+    stop: Stop,
+    lockstep: Lockstep,
+) -> tuple[Policy, dict[str, float]]:
+    """Train the policy on worked answers for warm_start.steps updates; return it, and the metrics
+    for the run's first line."""
+    step = supervised_update(
+        policy.spec,
+        learning(config, slices),
+        learning_rate=config.warm_start.learning_rate,
+        total_steps=config.warm_start.steps,
+    )
+    params, metrics = warm_start(
+        config,
+        step,
+        pairs,
+        policy.params,
+        paths,
+        resume=resume,
+        console=console,
+        stop=stop,
+        lockstep=lockstep,
+    )
+    return policy.with_params(params), metrics
+
+
+def make_pacing(config: Config) -> Bounds | None:
+    """Return how the staleness target adapts; None: it is always max_staleness."""
+    section = config.staleness
+    if section.adapt == "none":
+        return None
+    return Bounds(
+        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
+    )
+
+
+def make_trainer(
+    config: Config,
+    learner: Learner,
+    source: GroupSource,
+    sampling: Sampling,
+    outlets: Outlets,
+    lock: Lock,
+) -> Trainer:
+    """Put the trainer around the learner: it draws from `source` and publishes to the samplers."""
+    return Trainer(
+        learner=learner,
+        source=source,
+        publisher=sampling.channel,
+        outlets=outlets,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=sampling.probe,
+        ),
+        device_lock=lock,
+    )
+
+
+# ---- log-probs of exactly the distribution that tokens were drawn from
+
+
+def keeps_masks(section: SamplerSection, algorithm: AlgorithmSection) -> bool:
+    """Return whether sampling masks go with the tokens; log it if they are missing or useless."""
+    s, wanted = section, algorithm.keep_sampling_mask
+    truncates = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+    if wanted and not truncates:
+        log.info(
+            "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
+            "the whole vocabulary to draw from"
+        )
+    if truncates and not wanted:
+        log.warning(
+            "sampler.top_k=%d, top_p=%g, min_p=%g cut the distribution that tokens are drawn from, "
+            "while the trainer takes log-probs over the whole vocabulary: the ratio is biased, see "
+            "mismatch/mean. Set algorithm.keep_sampling_mask=true.",
+            s.top_k,
+            s.top_p,
+            s.min_p,
+        )
+    return wanted and truncates
+
+
+def check_routing(algorithm: AlgorithmSection, model: ModelSection, spec: ModelSpec) -> None:
+    """Raise ConfigError if the experts are to be kept of a model that has none."""
+    if algorithm.keep_routing and not spec.experts:
+        raise ConfigError(
+            f"algorithm.keep_routing=true needs a mixture of experts, but the {spec.family} model "
+            f"({model.path or 'model.architecture'}) is dense: its tokens are not routed. "
+            "Set algorithm.keep_routing=false."
+        )
+
+
+def routing_of(spec: ModelSpec) -> Routing:
+    """Return the shape and type of the expert ids of a mixture of experts."""
+    return Routing(spec.layers, spec.experts_per_token, id_dtype(spec.experts))

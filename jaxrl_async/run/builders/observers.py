@@ -1,0 +1,125 @@
+"""What watches the parts and reports: rates of a step, the trainer's outlets, the watchdog."""
+
+import time
+
+from jaxrl_async.config.schema import Config, FaultsSection, MetricsSection
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.fault_counts import AwakeClock
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.run.builders.rollouts import RolloutSide
+from jaxrl_async.run.checkpoint.rollout_state import RunSaver
+from jaxrl_async.run.checkpoint.store import Checkpoints
+from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.outlets import Evaluation, StepReporter
+from jaxrl_async.run.rates import Counters, Observer, measured_peak_flops
+from jaxrl_async.run.watchdog import Reading, Watchdog
+from jaxrl_async.trainer.trainer import Outlets, Trainer
+from jaxrl_async.types import SamplingParams
+
+
+def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep) -> Observer:
+    """Make what turns the parts' counters into rates of a step."""
+    router, rollouts, faults = side.sampling.router, side.rollouts, side.inputs.faults
+    trainer_mesh = side.inputs.slices.trainer
+
+    def read() -> Counters:
+        return Counters(
+            at_s=time.perf_counter(),
+            sampler=router.stats(),
+            channel=side.sampling.channel.stats(),
+            buffer=side.buffer.stats(),
+            gate_wait_s=rollouts.stats().gate_wait_s,
+            living=router.living,
+            faults={**faults.read(), "failed_groups": rollouts.stats().failures},
+        )
+
+    peak_flops = section.peak_flops or measured_peak_flops(trainer_mesh.local_devices[0])
+    return Observer(read, peak_flops=peak_flops * trainer_mesh.size, share=lockstep.gather_json)
+
+
+def make_outlets(
+    config: Config,
+    side: RolloutSide,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    console: Console,
+    lockstep: Lockstep,
+) -> Outlets:
+    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
+    inputs, stop = side.inputs, side.joined.stop
+    evaluation = Evaluation(
+        sampler=side.sampling.router,
+        prompts=inputs.held_out[lockstep.index :: lockstep.count],
+        scorer=inputs.scorers.evaluation,
+        make_env=inputs.envs,
+        limits=EpisodeLimits(
+            sampling=SamplingParams(temperature=config.eval.temperature),
+            stop_token_ids=inputs.tokenizer.eos_ids,
+            max_new_tokens=config.sampler.max_new_tokens,
+            max_length=config.sampler.max_length,
+        ),
+        lockstep=lockstep,
+        faults=inputs.faults,
+    )
+    reporter = StepReporter(
+        observer=observer,
+        recorder=side.records.recorder,
+        console=console,
+        tokenizer=inputs.tokenizer,
+        prompts=side.prompts,
+        samples_every=config.metrics.samples_every,
+    )
+    saver = RunSaver(
+        config=config,
+        checkpoints=checkpoints,
+        prompts=inputs.prompts,
+        buffer=side.buffer,
+        rollouts=side.rollouts,
+        ledger=side.records.ledger,
+        accounts=side.joined.accounts,
+        lockstep=lockstep,
+        lock=inputs.locks.saving,
+    )
+    return Outlets(
+        evaluate=evaluation.run,
+        report=reporter.report,
+        save=saver.save,
+        should_stop=stop.is_set,
+        should_hurry=lambda: stop.preempted,
+    )
+
+
+def make_watchdog(
+    section: FaultsSection, side: RolloutSide, trainer: Trainer, paths: Paths
+) -> Watchdog:
+    """Make what stops a run in which nothing gets on."""
+    return Watchdog(
+        lambda: reading(side, trainer),
+        limit_s=section.watchdog_s,
+        stacks=paths.stacks,
+        clock=AwakeClock(time.monotonic, most_s=max(1.0, section.watchdog_s / 10)),
+    )
+
+
+def reading(side: RolloutSide, trainer: Trainer) -> Reading:
+    """Read where every part is now."""
+    router, channel = side.sampling.router, side.sampling.channel
+    of_samplers, of_rollouts = router.stats(), side.rollouts.stats()
+    of_buffer = side.buffer.stats()
+    return Reading(
+        version=trainer.version,
+        trainer=trainer.doing,
+        trainer_s=time.perf_counter() - trainer.since,
+        blocks=of_samplers.blocks + of_samplers.prefill_tokens,
+        requests=router.num_waiting,
+        living=router.living,
+        groups=of_rollouts.groups + of_rollouts.failures,
+        playing=of_rollouts.active,
+        score_s=side.inputs.scorers.oldest_s(),
+        env_s=side.inputs.envs.oldest_s(),
+        published=channel.published_version,
+        live=channel.live_version,
+        ready=of_buffer.ready,
+        slots_free=max(0, of_buffer.capacity - of_buffer.active),
+    )

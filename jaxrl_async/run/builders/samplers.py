@@ -1,0 +1,157 @@
+"""The samplers behind their router, and the channel that brings the weights to them."""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Slices, shardings
+from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
+from jaxrl_async.model.quantize import quantize, quantized_table
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.run.builders.devices import Locks, check_fits
+from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
+from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.sampler.router.supervise import RestartLimits
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
+from jaxrl_async.sampler.swap import Probe
+from jaxrl_async.trainer.trainer import probe_tokens
+from jaxrl_async.trainer.update import Params
+from jaxrl_async.types import IntArray
+from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.local import Push
+
+PROBE_LENGTH = 16
+"""Tokens of the sequence that trainer and sampler compare log-probs on."""
+AWAKE_S = 5.0
+"""Most of the time between two looks at the samplers that is charged to them, seconds: a suspended
+process is no sampler that hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The samplers, and how the trainer's weights reach them."""
+
+    router: Router
+    channel: WeightChannel
+    probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
+
+
+def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
+    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices."""
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    check_fits(
+        plan.pages * plan.page_bytes,
+        slices.sampler,
+        "the KV cache of a sampler",
+        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
+    )
+
+
+def make_push(
+    section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
+) -> Push:
+    """Compile the transfer of the policy's weights to one sampler."""
+    dtype = jnp.dtype(model.dtype)
+    table = sent = weight_table(spec)
+    convert = None
+    if section.eight_bits is not None:
+        sent = quantized_table(table)
+        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+    return Push(
+        shardings(sent, trainer, TRAINER_RULES),
+        shardings(sent, sampler, SAMPLER_RULES),
+        dtype=jnp.dtype(section.dtype or dtype),
+        convert=convert,
+    )
+
+
+def make_sampling(
+    config: Config,
+    slices: Slices,
+    spec: ModelSpec,
+    params: Params,
+    version: int,
+    *,
+    schedule: RunSchedule,
+    gate: ReplayBuffer | ReplayedBuffer,
+    locks: Locks,
+    faults: FaultCounts,
+) -> Sampling:
+    """Make the samplers with the policy's weights, and the channel for those that follow.
+
+    Args:
+        config: sampler, weights, faults, and the seed.
+        slices: one sampler on each of slices.samplers.
+        spec: of the policy.
+        params: its weights on the trainer's slice.
+        version: of these weights.
+        schedule: records, or prescribes, what each sampler takes in after which block.
+        gate: notified when a version is live in every sampler.
+        locks: for the devices.
+        faults: counts what is survived.
+    """
+    pushes = [
+        make_push(config.weights, config.model, spec, slices.trainer, mesh)
+        for mesh in slices.samplers
+    ]
+    channel = WeightChannel(
+        pushes,
+        on_live=gate.set_live,
+        version=version,
+        checksum=config.weights.checksum,
+        count=faults.add,
+    )
+    probe = probe_tokens(spec.vocab, PROBE_LENGTH) if config.weights.probe else None
+    settings = SamplerSettings(
+        dtype=jnp.dtype(config.model.dtype),
+        keep_routing=config.algorithm.keep_routing,
+        probe=None
+        if probe is None
+        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
+        schedule=schedule,
+        device_lock=locks.sampler,
+    )
+    on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
+    samplers = [
+        Sampler(
+            (spec, push(params)),
+            section=config.sampler,
+            mesh=mesh,
+            seed=config.run.seed,
+            weights=channel.subscribe(),
+            version=version,
+            settings=replace(
+                settings,
+                # XLA's own threads cost more than they bring beside a trainer that computes, too.
+                one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+                name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
+            ),
+        )
+        for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
+    ]
+    router = make_router(config.faults, samplers, schedule, faults)
+    return Sampling(router=router, channel=channel, probe=probe)
+
+
+def make_router(
+    section: FaultsSection,
+    samplers: Sequence[Sampler],
+    schedule: RunSchedule,
+    faults: FaultCounts,
+) -> Router:
+    """Put the samplers behind a router, which restarts those that fail."""
+    limits = RestartLimits(
+        restarts=section.sampler_restarts,
+        backoff_s=section.backoff_s,
+        hang_s=section.sampler_hang_s,
+        nonfinite_in_a_row=section.nonfinite_in_a_row,
+    )
+    awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
+    return Router(samplers, limits=limits, count=faults.add, clock=awake, recorded=schedule.home)

@@ -1,0 +1,95 @@
+"""What a sampler takes in between two decode blocks: whatever has come, or, in a replay, exactly
+what was recorded at this place."""
+
+from dataclasses import dataclass
+
+from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
+from jaxrl_async.sampler.batch.batch import Batch, Sequence_
+from jaxrl_async.sampler.requests import Inbox
+from jaxrl_async.types import VersionedParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What has been taken in; the batch has the requests already."""
+
+    num_cancelled: int
+    update: VersionedParams | None  # new weights, not swapped to yet
+    prescribed: bool  # by a recording, which must be asked again soon
+
+
+class Receiver:
+    """Takes in requests, cancellations, commands and weights, on the sampler's thread."""
+
+    def __init__(self, name: str, inbox: Inbox, weights: WeightSource, schedule: Schedule) -> None:
+        """Make the receiver of the sampler of this name."""
+        self._name, self._inbox = name, inbox
+        self._weights, self._schedule = weights, schedule
+        self._arrived: VersionedParams | None = None  # polled in a replay, not taken yet
+
+    def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
+        """Queue new requests in the batch, run commands, drop cancelled requests, poll for weights,
+        and record all that.
+
+        NotYet, in a replay: what was recorded has not all come; only commands have been run.
+
+        Args:
+            batch: of the sampler.
+            block: number of blocks that the sampler has decoded.
+            idle: nothing else is to do, so polling may wait for a transfer.
+            wants_weights: False while a version waits to be swapped to.
+        """
+        due = self._schedule.due(self._name, block, bool(batch.placed or batch.queue))
+        if isinstance(due, NotYet) or (due is not None and not self._has_come(batch, due)):
+            self._inbox.run_commands()
+            return NotYet.NOT_YET
+        incoming = self._inbox.take(None if due is None else due.requests)
+        batch.queue.extend(incoming)
+        self._inbox.run_commands()
+        cancelled = _cancelled(batch)
+        if due is not None:
+            cancelled = [s for s in cancelled if s.request.request_id in due.cancelled]
+        for sequence in cancelled:
+            batch.cancel(sequence)
+        update = None
+        if due is not None:
+            update, self._arrived = self._arrived, None
+        elif wants_weights:
+            update = self._weights.poll(wait=idle)
+        if incoming or cancelled or update:
+            self._schedule.write(
+                sampler=self._name,
+                block=block,
+                take=[s.request.request_id for s in incoming],
+                cancel=[s.request.request_id for s in cancelled],
+                version=update.version if update else None,
+            )
+        return Taken(num_cancelled=len(cancelled), update=update, prescribed=due is not None)
+
+    def _has_come(self, batch: Batch, due: Intake) -> bool:
+        """Return whether everything that was recorded for this moment is here."""
+        incoming = {s.request.request_id: s for s in self._inbox.requests()}
+        if not incoming.keys() >= {*due.requests}:
+            return False
+        known = [*batch.queue, *batch.placed.values()]
+        by_id = {s.request.request_id: s for s in known} | incoming
+        if not all(i in by_id and by_id[i].owner.gave_up for i in due.cancelled):
+            return False
+        if due.version is not None and self._arrived is None:
+            self._arrived = self._weights.poll(wait=True)
+        return due.version is None or self._arrived is not None
+
+
+def _cancelled(batch: Batch) -> list[Sequence_]:
+    """Return the requests whose callers gave up: all that have a place, and those at the head of
+    the queue, up to as many others as there are places. A long queue is not searched each round."""
+    cancelled = [s for s in batch.placed.values() if s.owner.gave_up]
+    wanted = 0
+    for sequence in batch.queue:
+        if sequence.owner.gave_up:
+            cancelled.append(sequence)
+        else:
+            wanted += 1
+            if wanted == batch.engine.places:
+                break
+    return cancelled

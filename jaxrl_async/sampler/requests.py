@@ -1,0 +1,235 @@
+"""Requests between their callers and the sampler's thread: queued on one side, answered on the
+other.
+
+    caller ──checked──> Inbox ──take──> the sampler's thread ──Completion──> resolve ──> future
+
+Any thread may use the Inbox; futures of an event loop are set on that loop.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxrl_async.ports import Clock
+from jaxrl_async.sampler.batch.batch import Output, Sequence_
+from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.request_checks import (
+    INT32_END,
+    Room,
+    checked_partial,
+    checked_request,
+    num_wanted,
+)
+from jaxrl_async.types import Completion, Partial, Request, StopReason
+
+log = logging.getLogger(__name__)
+
+CLOSED = "the sampler is closed"
+FRESH = -1
+"""First number of the keys that requests without one get: no prompt has it."""
+
+AnyFuture = Any
+"""An asyncio.Future or a concurrent.futures.Future."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiter:
+    """The caller that waits for a request, and the moments that its Completion reports."""
+
+    queued_at: float
+    future: AnyFuture
+    loop: asyncio.AbstractEventLoop | None = None  # of the future; None: a thread waits
+    started_at: float | None = None
+    first_token_at: float | None = None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the caller has cancelled its future."""
+        return bool(self.future.cancelled())
+
+
+class Inbox:
+    """What other threads ask of the sampler's thread: requests, and commands to run between two
+    blocks."""
+
+    def __init__(self, lifetime: Lifetime, room: Room, clock: Clock) -> None:
+        self._lifetime, self._room, self._clock = lifetime, room, clock
+        self._keys = itertools.count()  # of requests that came without one
+        self._requests: list[Sequence_] = []
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+
+    # ---- callers
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as the sampler will serve them; requests without a key get a fresh
+        one. Raises RolloutError for one that cannot be served, which names the field."""
+        return [
+            checked_partial(r, self._room)
+            if isinstance(r, Partial)
+            else self._keyed(checked_request(r, self._room))
+            for r in requests
+        ]
+
+    def submit(
+        self,
+        requests: Sequence[Request | Partial],
+        futures: Sequence[AnyFuture],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Queue all requests at once, in this order, and start the thread. Raises RolloutError as
+        `checked`, the error that ended the thread, and Closed.
+
+        Args:
+            requests: a Partial continues where it was saved.
+            futures: one for each request.
+            loop: that the futures belong to; None: threads wait for them.
+        """
+        self._lifetime.check_process()
+        now = self._clock()
+        sequences = [
+            _sequence(given, Waiter(queued_at=now, future=future, loop=loop))
+            for given, future in zip(self.checked(requests), futures, strict=True)
+        ]
+        self._lifetime.start()
+        with self._lifetime.lock:
+            self._lifetime.check_open(CLOSED)
+            self._requests.extend(sequences)
+        self._lifetime.wake.set()
+
+    def run(self, command: Callable[[], Any]) -> Any:
+        """Run a command on the sampler's thread between two blocks; return its result or raise what
+        it raises. Blocks."""
+        self._lifetime.check_waits()
+        future: Future[Any] = Future()
+        self._lifetime.start()
+        with self._lifetime.lock:
+            self._lifetime.check_open(CLOSED)
+            self._commands.append((command, future))
+        self._lifetime.wake.set()
+        return future.result()
+
+    def _keyed(self, request: Request) -> Request:
+        """Give a request without a key a fresh one."""
+        if request.key is not None:
+            return request
+        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
+
+    # ---- the sampler's thread
+
+    def __bool__(self) -> bool:
+        return bool(self._requests or self._commands)
+
+    def requests(self) -> list[Sequence_]:
+        """Return the queued requests; they stay queued."""
+        with self._lifetime.lock:
+            return list(self._requests)
+
+    def take(self, request_ids: Sequence[str] | None = None) -> list[Sequence_]:
+        """Remove and return the queued requests: all, or those with these ids, in the order of the
+        ids."""
+        with self._lifetime.lock:
+            queued, self._requests = self._requests, []
+            if request_ids is None:
+                return queued
+            by_id = {s.request.request_id: s for s in queued}
+            taken = [by_id[i] for i in request_ids]
+            self._requests = [s for s in queued if s not in taken]
+            return taken
+
+    def run_commands(self) -> None:
+        """Run the queued commands; their callers get the results."""
+        for command, future in self._take_commands():
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+    def fail_commands(self, error: BaseException) -> None:
+        """Answer the queued commands with this error."""
+        for _, future in self._take_commands():
+            future.set_exception(error)
+
+    def _take_commands(self) -> list[tuple[Callable[[], Any], Future[Any]]]:
+        with self._lifetime.lock:
+            commands, self._commands = self._commands, []
+        return commands
+
+
+def _sequence(given: Request | Partial, waiter: Waiter) -> Sequence_:
+    """Wrap a checked request for the batch."""
+    saved = given if isinstance(given, Partial) else None
+    request = given.request if isinstance(given, Partial) else given
+    return Sequence_(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
+
+
+# ---- answers
+
+
+def completion_of(sequence: Sequence_, output: Output, now: float) -> Completion:
+    """Return the answer to a request, given its tokens so far and the time."""
+    tokens, request, waiter = output.token_ids, sequence.request, sequence.owner
+    stopped = (
+        request.forced_length is None
+        and len(tokens) > 0
+        and int(tokens[-1]) in request.stop_token_ids
+    )
+    first = now if waiter.first_token_at is None else waiter.first_token_at
+    started = now if waiter.started_at is None else waiter.started_at
+    return Completion(
+        request_id=request.request_id,
+        token_ids=tokens,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        stop=StopReason.EOS if stopped else StopReason.LENGTH,
+        queued_s=started - waiter.queued_at,
+        first_token_s=first - waiter.queued_at,
+        latency_s=now - waiter.queued_at,
+        full_logprobs=output.full_logprobs,
+        kept=output.kept,
+        expert_ids=output.expert_ids,
+    )
+
+
+def resolve(answers: Sequence[tuple[Waiter, Completion | BaseException]]) -> None:
+    """Set results or exceptions; futures of an event loop on that loop, in one call per loop."""
+    by_loop: dict[Any, list[tuple[AnyFuture, Completion | BaseException]]] = {}
+    for waiter, answer in answers:
+        by_loop.setdefault(waiter.loop, []).append((waiter.future, answer))
+    for loop, of_loop in by_loop.items():
+        if loop is None:
+            _set_futures(of_loop)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+                loop.call_soon_threadsafe(_set_futures, of_loop)
+
+
+def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]) -> None:
+    """Set the futures that are not done."""
+    for future, answer in answers:
+        if future.done():
+            continue
+        try:
+            if isinstance(answer, BaseException):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        except InvalidStateError:  # cancelled just now, by another thread
+            pass
+        except BaseException as error:  # from a callback: SystemExit and the like
+            log.error("a callback of a request raised: %r", error, exc_info=error)
+
+
+@contextlib.contextmanager
+def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]]:
+    """Cancel these futures if the block ends by an exception, so that no slot serves them."""
+    try:
+        yield futures
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

@@ -1,0 +1,178 @@
+"""What a sampler is set up with: from a policy and its settings to an engine with limits."""
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.quantize import table_of
+from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
+from jaxrl_async.ports import UNRECORDED, Clock, Schedule
+from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.request_checks import INT32_END, Room
+from jaxrl_async.sampler.swap import Probe
+
+LONGEST = 2048
+"""Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
+
+Params = Any
+"""A pure dict of arrays, in the tree of weight_table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSettings:
+    """What few callers of a Sampler change."""
+
+    dtype: Any = jnp.float32  # that it computes in, and of its KV
+    keep_routing: bool = False  # completions have each token's experts; mixture of experts only
+    one_thread: bool = False  # on a CPU, use one core only: for several samplers side by side
+    probe: Probe | None = None  # to check new weights on; None: they are not checked
+    schedule: Schedule = UNRECORDED  # records, or prescribes, what is taken in between which blocks
+    device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK  # held while its devices compute
+    clock: Clock = time.perf_counter
+    name: str = "sampler"  # of its thread, and in the schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSetup:
+    """All of a sampler that never changes. Its successors share it."""
+
+    spec: ModelSpec
+    section: schema.SamplerSection
+    plan: MemoryPlan
+    engine: Engine
+    room: Room
+    seed: int
+    settings: SamplerSettings
+
+
+def set_up(
+    policy: Policy | tuple[ModelSpec, Params],
+    section: schema.SamplerSection | None,
+    mesh: Mesh | None,
+    seed: int,
+    settings: SamplerSettings,
+) -> tuple[SamplerSetup, Params]:
+    """Return the setup of a Sampler and its parameters on the mesh; arguments as Sampler's. Raises
+    ConfigError."""
+    if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
+        raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
+    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
+    section = section or roomy_section(spec, settings.dtype)
+    check_positions(spec, section.max_length, "sampler.max_length", "the policy")
+    plan = kv_plan(spec, section, settings.dtype)
+    engine = make_engine(
+        spec,
+        plan,
+        section,
+        mesh,
+        dtype=settings.dtype,
+        one_thread=settings.one_thread,
+        keep_routing=settings.keep_routing,
+    )
+    if mesh is not None:
+        table = table_of(weight_table(spec), params)
+        params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
+    experts = (spec.layers, spec.experts_per_token, spec.experts)
+    room = Room(
+        max_length=section.max_length,
+        max_new_tokens=section.max_new_tokens,
+        vocab=spec.vocab,
+        seed=seed,
+        kv_shape=(spec.layers, spec.kv_heads, spec.head_dim),
+        kv_dtype=jnp.dtype(settings.dtype).name,
+        experts=experts if settings.keep_routing else None,
+    )
+    setup = SamplerSetup(
+        spec=spec,
+        section=section,
+        plan=plan,
+        engine=engine,
+        room=room,
+        seed=seed,
+        settings=settings,
+    )
+    return setup, params
+
+
+def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
+    """Return the section of a sampler that was given none: sequences as long as the model allows,
+    LONGEST at most, in the KV memory that the defaults of schema.SamplerSection take."""
+    usual = schema.SamplerSection()
+    plan = kv_plan(spec, usual, dtype)
+    longest = min(spec.max_positions, LONGEST)
+    needed = -(-longest // plan.page_tokens) * plan.page_bytes
+    return usual.model_copy(
+        update={
+            "max_length": longest,
+            "max_new_tokens": longest - 1,
+            "kv_memory_mib": max(plan.kv_bytes, needed) / 2**20,
+        }
+    )
+
+
+def kv_plan(spec: ModelSpec, section: schema.SamplerSection, dtype: Any) -> MemoryPlan:
+    """Return how many slots and pages a model has in the memory of this section. Raises
+    ConfigError."""
+    each = spec.kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
+    mib = section.kv_memory_mib
+    return plan_memory(
+        token_bytes=2 * spec.layers * each,
+        max_length=section.max_length,
+        page_tokens=section.page_tokens,
+        slots=section.slots,
+        reserve_share=section.reserve,
+        budget_bytes=None if mib is None else int(mib * 2**20),
+    )
+
+
+def make_engine(
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    section: schema.SamplerSection,
+    mesh: Mesh | None,
+    *,
+    dtype: Any,
+    one_thread: bool = False,
+    keep_routing: bool = False,
+) -> Engine:
+    """Return the engine of a sampler on this mesh. Raises ConfigError if keep_routing is asked of a
+    dense model."""
+    if keep_routing and not spec.experts:
+        raise ConfigError(
+            f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
+            "tokens are not routed. Leave it out."
+        )
+    return Engine(
+        spec,
+        slots=plan.slots,
+        reserve=plan.reserve,
+        max_length=section.max_length,
+        pages=plan.pages,
+        page_tokens=plan.page_tokens,
+        block=section.block,
+        mesh=mesh,
+        dtype=dtype,
+        ragged=uses_ragged(section.attention, mesh),
+        one_thread=one_thread,
+        mixed=section.matmul == "bfloat16",
+        keeps_routes=keep_routing,
+    )
+
+
+def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
+    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention."""
+    if attention != "auto":
+        return attention == "ragged"
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return bool(device.platform == "tpu")

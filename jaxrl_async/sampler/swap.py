@@ -1,0 +1,130 @@
+"""How a sampler takes new weights: checked on a probe, then swapped between two decode blocks.
+
+A swap is one pointer; no program is compiled again. sampler.on_new_weights says what happens to
+running sequences: they continue on their KV, have it recomputed, begin again (restart), or are
+finished first while the new weights wait (drain).
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_async.errors import WeightsError
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.types import IntArray, VersionedParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A fixed sequence on which the sampler's log-probs must agree with the trainer's."""
+
+    token_ids: IntArray  # [probe] int32
+    tolerance: float  # largest difference, nats
+
+
+class SwapCheck:
+    """Compares the sampler's log-probs on a probe with the trainer's, before a swap."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        probe: Probe | None,
+        device_lock: AbstractContextManager[Any],
+    ) -> None:
+        """Make the check; without a probe every swap passes."""
+        self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
+        self._device_lock = device_lock
+
+    def error_of(self, update: VersionedParams) -> float:
+        """Return the largest difference, nats; 0 without a probe. Raises WeightsError above the
+        tolerance."""
+        if self._probe is None or update.probe_logprobs is None:
+            return 0.0
+        token_ids = self._probe.token_ids
+        with self._device_lock:
+            logprobs = _sequence_logprobs(self._spec, update.params, token_ids, self._dtype)
+            sampler, trainer = np.asarray(logprobs), np.asarray(update.probe_logprobs)
+        error = float(np.max(np.abs(sampler - trainer)))
+        if not error <= self._probe.tolerance:
+            raise WeightsError(
+                f"weights of version {update.version}: the sampler's log-probs on the probe "
+                f"differ from the trainer's by {error:.3g} nats, more than "
+                f"weights.probe_tolerance ({self._probe.tolerance:.3g}). The transfer or the "
+                "sampler's number type is the likely cause: compare weights.dtype with "
+                "model.dtype, or raise the tolerance for bfloat16."
+            )
+        return error
+
+
+class SwappedWeights:
+    """The weights that a sampler draws from, and those that wait to be. Used by its thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        check: SwapCheck,
+        *,
+        mode: str,
+        device_lock: AbstractContextManager[Any],
+        version: int,
+        prepared: Any,
+    ) -> None:
+        """Begin with `prepared` (Engine.prepare) of this version; mode: sampler.on_new_weights."""
+        self._engine, self._check, self._mode = engine, check, mode
+        self._device_lock = device_lock
+        self.version, self.prepared = version, prepared
+        self._staged: VersionedParams | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether new weights wait until running sequences are done."""
+        return self._staged is not None
+
+    def swap(self, update: VersionedParams | None, batch: Batch) -> float | None:
+        """Swap to new weights, or to those that wait; return the probe's error in nats.
+
+        None: there are none, or they wait until running sequences are done. Raises WeightsError.
+        """
+        update = self._staged or update
+        if update is None:
+            return None
+        if self._mode == "drain" and batch.under_way:
+            self._staged = update
+            return None
+        self._staged = None
+        error = self._check.error_of(update)
+        self.prepared = None  # room for the new ones
+        self.prepared, self.version = self._engine.prepare(update.params), update.version
+        batch.new_version(update.version)
+        if self._mode == "recompute":
+            self._recompute(batch)
+        elif self._mode == "restart":
+            batch.restart()
+        return error
+
+    def _recompute(self, batch: Batch) -> None:
+        """Make the KV of running sequences again, and wait for it."""
+        with self._device_lock:
+            batch.recompute()
+            while batch.prefilling:
+                batch.prefill(self.prepared)
+            jax.block_until_ready(batch.state.logits)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:
+    """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32."""
+    ids = jnp.asarray(token_ids)[None]
+    tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+    settings = DecoderSettings(dtype=dtype, chunk=ids.shape[1])
+    return token_logprobs(spec, params, tokens, settings).logprobs[0, 1:]

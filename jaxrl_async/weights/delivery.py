@@ -1,0 +1,76 @@
+"""One update on its way to one sampler: immutable, each step returns the next state.
+
+send ──every array there──> arrived ──finish──> finished ──checksums agree──> sound
+  ^                                                              │
+  └───────────────────────── repeat, once ──────────────── torn ─┘
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from jaxrl_async.errors import WeightsError
+from jaxrl_async.types import VersionedParams
+from jaxrl_async.weights.checksum import Sums
+from jaxrl_async.weights.link import Link, Params
+from jaxrl_async.weights.manifest import manifest_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One update on its way to one sampler."""
+
+    update: VersionedParams  # params: on the sampler's devices once they have arrived
+    held: Params  # the source of `move`, on the trainer's devices, kept for a second try
+    sums: Sums | None  # checksums of `held`; None: arrays are not compared
+    finished: bool = False  # whether the link's `finish` was applied
+    repeated: bool = False  # whether this is the second try
+
+    def arrived(self, *, wait: bool = False) -> bool:
+        """Return whether every array is there, the trainer's log-probs on the probe included.
+
+        wait: block until all are.
+        """
+        leaves = jax.tree.leaves((self.update.params, self.update.probe_logprobs))
+        if wait:
+            jax.block_until_ready(leaves)
+        # NumPy arrays have no is_ready: they are there
+        return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
+
+    def finish(self, link: Link) -> "Delivery":
+        """Apply the link's last step, on the sampler's thread."""
+        update = replace(self.update, params=link.finish(self.update.params))
+        return replace(self, update=update, finished=True)
+
+    def check(self) -> None:
+        """Raise WeightsError unless the arrays have the checksums of their source."""
+        if self.sums is None:
+            return
+        sent, received = self.sums.read(), Sums(self.update.params).read()
+        if sent is None or received is None:
+            raise WeightsError("copies of one array differ between devices")
+        if (sent != received).any():
+            names = [name for name, _, _ in manifest_of(self.update.params).entries]
+            wrong = [n for n, a, b in zip(names, sent, received, strict=True) if a != b]
+            raise WeightsError(
+                f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
+            )
+
+    def repeat(self, link: Link) -> "Delivery":
+        """Move the weights a second time."""
+        update = replace(self.update, params=link.move(self.held))
+        return replace(self, update=update, finished=False, repeated=True)
+
+    def released(self) -> "Delivery":
+        """Let go of the source: the update has arrived sound."""
+        return replace(self, held=None, sums=None)
+
+
+def send(link: Link, update: VersionedParams, *, checksum: bool) -> Delivery:
+    """Start the copies of an update, whose params are the trainer's, to one sampler."""
+    held = link.cast(update.params)
+    return Delivery(
+        update=replace(update, params=link.move(held)),
+        held=held,
+        sums=Sums(held) if checksum and link.crosses else None,
+    )

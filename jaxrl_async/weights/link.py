@@ -1,0 +1,60 @@
+"""The transfer of weights to one sampler, in the three steps that the weight channel times.
+
+    params ──cast──> private copy ──move──> on the sampler's devices ──finish──> in its shardings
+          trainer's thread         any thread, repeatable         sampler's thread
+
+weights.local.Push is the product's link. Two threads must not dispatch collective programs to the
+same devices at once: hence `cast` runs on the trainer's thread and `finish` on the sampler's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Params = Any
+"""A pytree of jax.Array."""
+
+
+class Link(Protocol):
+    """What the channel uses of a transfer; it never waits for the devices."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether `move` copies from device to device, so that a copy may arrive torn."""
+        ...
+
+    def cast(self, params: Params) -> Params:
+        """Return a private copy on the trainer's devices, in the sampler's dtypes."""
+        ...
+
+    def move(self, cast: Params) -> Params:
+        """Copy what `cast` returned to the sampler's devices. Runs no program."""
+        ...
+
+    def finish(self, moved: Params) -> Params:
+        """Return what `move` returned in the sampler's shardings."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLink:
+    """A link made of one function that moves the weights: no private copy, no checksum."""
+
+    function: Callable[[Params], Params]
+
+    @property
+    def crosses(self) -> bool:
+        """See Link."""
+        return False
+
+    def cast(self, params: Params) -> Params:
+        """Return the weights themselves."""
+        return params
+
+    def move(self, cast: Params) -> Params:
+        """Call the function."""
+        return self.function(cast)
+
+    def finish(self, moved: Params) -> Params:
+        """Return the weights themselves."""
+        return moved

@@ -1,0 +1,298 @@
+"""Rules that settings must keep to together: each can be broken, and says what to do."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_async.config.function_facts import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
+from jaxrl_async.config.rules import RULES, check_rules
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_impossible_combinations_name_both_keys_and_a_way_out(write, refusal):
+    message = refusal(write("staleness: {max_staleness: 0, lookahead: 2}"))
+    assert "staleness.lookahead (2)" in message
+    assert "Set staleness.lookahead=0" in message
+    message = refusal(write("buffer: {reuse: 3}\nstaleness: {max_staleness: 1}"))
+    assert "buffer.reuse (3)" in message and "raise staleness.max_staleness" in message
+    message = refusal(write("buffer: {select: recent}"))
+    assert "staleness.lookahead=0" in message and "set buffer.select=strict" in message
+    message = refusal(write("staleness: {max_staleness: 0, when_too_old: drop}"))
+    assert "Set staleness.when_too_old=wait" in message and "max_staleness=1" in message
+    message = refusal(write("staleness: {max_staleness: 1, lookahead: 8, adapt: ess}"))
+    assert "can be 1 at least" in message and "set staleness.adapt=none" in message
+    assert "1 at least" in refusal(write("staleness: {when_too_old: drop, adapt: ess}"))
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 3), st.data())
+def test_the_lowest_staleness_to_aim_at_is_the_smallest_that_fills_a_step(s, p, reuse, data):
+    lookahead = data.draw(st.integers(0, s * p))
+    sections = {
+        "staleness": {"max_staleness": s, "lookahead": lookahead},
+        "algorithm": {"groups_per_step": p},
+        "buffer": {"reuse": reuse},
+    }
+    fills = [v for v in range(20) if (v + 1) * p - reuse * lookahead >= reuse * p]
+    if s >= fills[0]:
+        assert Config(**sections).lowest_limit == fills[0]
+    else:
+        with pytest.raises(ConfigError, match="could never be filled"):
+            check_rules(Config(**sections))
+
+
+def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
+    dropping = {"when_too_old": "drop", "max_staleness": 2, "lookahead": 99, "adapt": "ess"}
+    config = Config(staleness=dropping, buffer={"reuse": 3})
+    check_rules(config)
+    assert config.lowest_limit == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.kl_target=0.1"], "read by nothing without algorithm.kl_coefficient above 0"),
+        (["reference.ema=0.9"], "reference.ema (0.9) is read by nothing without algorithm.kl_c"),
+        (["critic.path=somewhere"], "read by nothing without algorithm.advantage=gae"),
+        (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
+        (
+            ["algorithm.supervised_coefficient=0.1", "sampler.temperature=0.7"],
+            "worked answers are learnt at 1",
+        ),
+        (["reward.function_weight=0"], "there is none"),
+        (
+            ["algorithm.advantage=gdpo", "reward.model=x", "reward.model_weight=2"],
+            "weighs the parts",
+        ),
+        (["algorithm.kl=full", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "kl_in"),
+        (["teacher.source=path"], "do not match"),
+        (
+            [
+                "teacher.source=self",
+                "teacher.form=loss",
+                "algorithm.kl=full",
+                "algorithm.kl_coefficient=0.1",
+            ],
+            "does that once",
+        ),
+        (["mesh.sampler.context=2"], "mesh.sampler.context (2) must be 1"),
+        (
+            ["mesh.trainer.context=8", "trainer.row_length=136"],
+            "multiple of 2 * mesh.trainer.context (16)",
+        ),
+        (["weights.dtype=int8"], "weights.probe_tolerance (0.001). Raise it to about 0.5"),
+        (["trainer.offload=[reference]"], "trainer.offload=reference needs a reference"),
+        (["model.architecture.experts=4"], "exactly with family=qwen3_moe"),
+        (
+            ["model.architecture.family=qwen3_moe", "model.architecture.experts=1"],
+            "experts_per_token (2) must be at most",
+        ),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_settings_that_would_silently_do_nothing_are_refused(overrides, told, refusal):
+    assert told in refusal(CONFIGS / "addition.yaml", *overrides)
+
+
+NOTHING_LEARNT = [
+    *(
+        (["algorithm.group_size=1", f"algorithm.advantage={name}"], "all advantages would be 0")
+        for name in sorted(COMPARED_IN_GROUP)
+    ),
+    (["algorithm.group_size=1", "teacher.source=self"], "for distillation alone teacher.rewards=0"),
+    (["sampler.temperature=0"], "leave one token to draw"),
+    (["sampler.top_k=1"], "leave one token to draw"),
+    (["algorithm.kl=k1", "algorithm.kl_coefficient=0.1"], "expected gradient of 0"),
+    (["trainer.warmup_steps=121"], "more than all updates of the run (120"),
+    (
+        ["trainer.warmup_steps=116", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+        "(115: run.steps less critic.warmup_steps",
+    ),
+    (["algorithm.minibatches=129"], "more than the answers of a step (128"),
+    (["algorithm.group_size=1", "algorithm.advantage=discounted"], "tokens of a group"),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage=reinforce_pp",
+        ],
+        "tokens of a step",
+    ),
+    (
+        [
+            "algorithm.group_size=1",
+            "algorithm.groups_per_step=1",
+            "algorithm.advantage={discounted_batch: {gamma: 1.0}}",
+        ],
+        "tokens of a step",
+    ),
+    (["algorithm.advantage=gae", "critic.warmup_steps=120"], "leaves the policy none"),
+    (["teacher.source=self", "teacher.coefficient=0"], "learns nothing from teacher.source=self"),
+    (
+        ["teacher.source=self", "teacher.rewards=0", "algorithm.dynamic_sampling=true"],
+        "does not learn from",
+    ),
+    (["algorithm.shaping=[{overlong_filter: {max_tokens: 48}}]"], "it would never act"),
+    (
+        ["algorithm.shaping=[{soft_overlong: {max_tokens: 60, cache_tokens: 12}}]"],
+        "more than 48 tokens, and sampler.max_new_tokens allows 48",
+    ),
+    *(
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", f"algorithm.advantage={n}"],
+            "blows the KL of a group of equal rewards up",
+        )
+        for n in sorted(DIVIDED_IN_GROUP)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"), NOTHING_LEARNT, ids=["-".join(words) for words, _ in NOTHING_LEARNT]
+)
+def test_settings_with_which_nothing_or_noise_is_learnt_are_refused(overrides, told, refusal):
+    assert told in refusal(CONFIGS / "addition.yaml", *overrides)
+
+
+def test_all_broken_rules_are_told_at_once(write, refusal):
+    path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
+    message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
+    assert message.startswith("5 problems:")
+    for told in (
+        "entropy_clip",
+        "group_size=1",
+        "temperature",
+        "buffer.select=recent",
+        "reference.ema",
+    ):
+        assert told in message
+
+
+BROKEN = {
+    "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
+    "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
+    "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
+    "colocated_slices_have_one_size": {"mesh": {"colocated": True, "trainer": {"data": 2}}},
+    "one_sampler_is_colocated": {"mesh": {"colocated": True, "samplers": 2}},
+    "experts_belong_to_their_family": {"model": {"architecture": {"experts": 2}}},
+    "a_token_visits_experts_that_exist": {
+        "model": {"architecture": {"family": "qwen3_moe", "experts": 1}}
+    },
+    "query_heads_share_kv_heads_evenly": {"model": {"architecture": {"heads": 3}}},
+    "a_head_has_an_even_width": {"model": {"architecture": {"head_dim": 3}}},
+    "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_of": "student"}},
+    "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
+    "a_reward_function_takes_one_weight": {"reward": {"function": {"exact": {"wieght": 1}}}},
+    "reward_functions_are_listed_once": {"reward": {"function": ["exact", "exact"]}},
+    "something_gives_rewards": {"reward": {"function": "none"}},
+    "the_reference_moves_in_one_way": {
+        "algorithm": {"kl_coefficient": 0.1},
+        "reference": {"refresh_every": 2, "ema": 0.5},
+    },
+    "a_source_of_records_has_a_file": {"data": {"source": "jsonl"}},
+    "a_step_can_be_filled": {"staleness": {"lookahead": 9}},
+    "dropping_leaves_rollouts_a_chance": {
+        "staleness": {"when_too_old": "drop", "max_staleness": 0}
+    },
+    "an_adapting_staleness_has_room": {"staleness": {"adapt": "ess", "max_staleness": 0}},
+    "a_selection_has_a_choice": {"buffer": {"select": "recent"}},
+    "a_prompt_leaves_room_for_an_answer": {"data": {"max_prompt_tokens": 128}},
+    "a_row_holds_the_longest_episode": {"trainer": {"row_length": 127}},
+    "context_devices_share_a_row_evenly": {"mesh": {"trainer": {"context": 3}}},
+    "a_micro_batch_holds_a_row": {"trainer": {"micro_batch_tokens": 127}},
+    "records_have_the_answers_asked_for": {
+        "data": {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
+    },
+    "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
+    "the_probe_tolerates_eight_bits": {"weights": {"dtype": "int8"}},
+    "rounding_needs_bfloat16_weights": {"trainer": {"rounding": "nearest"}},
+    "an_offloaded_reference_is_looked_up_by_token": {"trainer": {"offload": ("reference",)}},
+    "one_whole_distribution_is_compared": {
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1},
+        "teacher": {"source": "self", "form": "loss"},
+    },
+    "a_whole_kl_is_in_the_loss": {
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1, "kl_in": "reward", "advantage": "rloo"}
+    },
+    "masked_sampling_compares_no_whole_distribution": {
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1, "keep_sampling_mask": True}
+    },
+    "a_kl_in_the_loss_has_a_gradient": {"algorithm": {"kl": "k1", "kl_coefficient": 0.1}},
+    "a_kl_in_the_reward_is_not_blown_up": {"algorithm": {"kl_in": "reward", "kl_coefficient": 0.1}},
+    "the_learning_rate_reaches_its_peak": {"trainer": {"warmup_steps": 101}},
+    "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
+    "a_group_has_answers_to_compare": {"algorithm": {"group_size": 1}},
+    "tokens_have_different_advantages": {"algorithm": {"group_size": 1, "advantage": "discounted"}},
+    "each_minibatch_has_answers": {"algorithm": {"minibatches": 65}},
+    "dynamic_sampling_keeps_some_groups": {
+        "algorithm": {"group_size": 1, "dynamic_sampling": True, "advantage": "reinforce_pp"}
+    },
+    "dynamic_sampling_selects_by_what_is_learnt": {
+        "algorithm": {"dynamic_sampling": True},
+        "teacher": {"source": "self", "rewards": 0},
+    },
+    "a_teacher_has_weight": {"teacher": {"source": "self", "coefficient": 0}},
+    "the_critics_warmup_ends": {
+        "algorithm": {"advantage": "gae"},
+        "critic": {"warmup_steps": 100},
+    },
+    "worked_answers_are_learnt_at_temperature_1": {
+        "algorithm": {"supervised_coefficient": 0.1},
+        "sampler": {"temperature": 0.5},
+    },
+    "every_setting_is_read": {"critic": {"warmup_steps": 1}},
+    "a_function_weight_has_a_counterpart": {"reward": {"function_weight": 2}},
+    "gdpo_weighs_the_parts_itself": {
+        "algorithm": {"advantage": "gdpo"},
+        "reward": {"function": {"exact": {"weight": 2}}},
+    },
+    "shaping_by_length_can_act": {
+        "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
+    },
+}
+
+
+def test_every_rule_has_a_configuration_that_breaks_it():
+    assert set(BROKEN) == set(RULES)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_broken_alone_and_kept_by_the_defaults(name):
+    """Each configuration breaks its rule and no other; what is said names a setting and a way."""
+    config = Config(**BROKEN[name])
+    (violation,) = RULES.violations(config)
+    assert violation.rule.name == name and violation.sentence.endswith(".")
+    assert not list(RULES[name].broken(Config()))
+    with pytest.raises(ConfigError) as caught:
+        check_rules(config)
+    assert str(caught.value) == violation.sentence
+
+
+@pytest.mark.parametrize("teacher", [{"form": "loss"}, {"top_k": 4}], ids=str)
+def test_whose_top_tokens_they_are_is_refused_where_nobody_looks_at_them(teacher):
+    rule = RULES["a_students_top_tokens_are_looked_at"]
+    assert list(rule.broken(Config(teacher={"top_of": "student", **teacher})))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_says_what_it_demands(name):
+    assert (RULES[name].broken.__doc__ or "").strip().endswith(".")
+
+
+def test_rules_of_one_section_hide_no_others(write, refusal):
+    """And are told with the line of their section."""
+    path = write("mesh:\n  sampler: {context: 2}\nmodel:\n  architecture: {heads: 3}\n")
+    message = refusal(path, "buffer.select=recent")
+    assert message.startswith("3 problems:")
+    for told in ("line 1: mesh.sampler", "line 4: model.architecture.heads", "buffer.select"):
+        assert told in message
+
+
+@pytest.mark.parametrize("key", ["algorithm.loss.ppo_clip.x", "reward.function.exact.weight"])
+def test_a_number_that_python_does_not_print_is_refused_in_words(write, key, refusal):
+    override = f"{key}=0x{'f' * 9000}"
+    assert "very long number" in refusal(write("run: {job: sft}"), override)

@@ -1,0 +1,193 @@
+"""Settings that nothing would read: refused, or told where their feature is turned off."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.schema import Config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+UNREAD = [
+    (["algorithm.max_resampled=5"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.signal_std=0.1"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.signal_part=length"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.entropy_clip=1"], "algorithm.entropy_coefficient or entropy_target"),
+    (["algorithm.entropy_step=0.1"], "algorithm.entropy_target"),
+    (["algorithm.kl=k1"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl_in=reward"], "algorithm.kl_coefficient above 0"),
+    (["algorithm.kl_coefficient=0.1", "algorithm.kl_horizon=5"], "algorithm.kl_target"),
+    (["algorithm.supervised_batch=4"], "algorithm.supervised_coefficient above 0"),
+    (["critic.warmup_steps=3"], "algorithm.advantage=gae"),
+    (["critic.learning_rate=1e-4"], "algorithm.advantage=gae"),
+    (["critic.clip=null"], "algorithm.advantage=gae"),
+    (["reference.refresh_every=3"], "algorithm.kl_coefficient above 0"),
+    (["teacher.kind=js"], "teacher.source"),
+    (["teacher.coefficient=2"], "teacher.source"),
+    (["teacher.source=self", "teacher.kind=forward"], "teacher.form=loss"),
+    (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
+    (
+        ["teacher.source=self", "teacher.form=loss", "teacher.beta=0.25"],
+        "teacher.form=loss and kind=js",
+    ),
+    (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
+    (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
+    (["data.curriculum_pool=8"], "data.curriculum"),
+    (["data.jsonl.path=x"], "data.source=jsonl"),
+    (["warm_start.path=x"], "warm_start.steps above 0"),
+    (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
+    (["data.jsonl.template=x {prompt}"], "data.source=jsonl or warm_start.path"),
+    (["algorithm.loss=gpg", "algorithm.anchor=proximal"], "another algorithm.loss or a correction"),
+    (["reward.model_weight=0.5"], "reward.model"),
+    (["sft.batch_size=4"], "another run.job"),
+    (["preference.loss=ipo"], "another run.job"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "wanted"), UNREAD, ids=[words[-1] for words, _ in UNREAD])
+def test_what_nothing_reads_is_refused_with_what_would_make_it_read(
+    write, overrides, wanted, refusal
+):
+    message = refusal(write(""), *overrides)
+    key = overrides[-1].partition("=")[0]
+    assert f"{key} (" in message and f"is read by nothing without {wanted}" in message
+    assert f"leave {key} out" in message
+
+
+TURNED_OFF = [
+    ("grpo", ["algorithm.kl_coefficient=0"], []),  # the file's k3 is the default
+    ("rloo", ["algorithm.kl_coefficient=0"], ["algorithm.kl (k1)", "algorithm.kl_in (reward)"]),
+    (
+        "grpo",
+        ["algorithm.kl_coefficient=0.0", "algorithm.kl_target=0.1"],
+        ["algorithm.kl_target (0.1)"],
+    ),
+    (
+        "self_distill",
+        ["teacher.source=none"],
+        ["teacher.form (loss)", "teacher.kind (js)", "teacher.coefficient (0.05)"],
+    ),
+    ("addition", ["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], []),
+    (
+        "rloo",
+        [
+            "algorithm.kl_coefficient=0",
+            "algorithm.kl=k3",
+            "algorithm.kl_in=loss",
+            "algorithm.anchor=proximal",
+            "teacher.source=self",
+            "teacher.form=loss",
+            "teacher.rewards=0",
+        ],
+        [
+            "algorithm.advantage (rloo)",
+            "algorithm.loss (reinforce)",
+            "algorithm.correction ({'truncate': {'cap': 2.0}})",
+            "algorithm.anchor (proximal)",
+        ],
+    ),
+    ("opd", ["model.path=x"], []),  # whose shape is another's, as everybody expects
+    (
+        "ppo_critic",
+        ["algorithm.advantage=rloo"],
+        ["critic.learning_rate (0.0005)", "critic.warmup_steps (5)"],
+    ),
+    ("self_distill", ["teacher.kind=reverse", "teacher.beta=0.25"], ["teacher.beta (0.25)"]),
+    ("opd", ["teacher.refresh_every=3"], ["teacher.refresh_every (3)"]),
+    (
+        "addition",
+        ["weights.probe=false", "weights.probe_tolerance=1"],
+        ["weights.probe_tolerance (1.0)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "told"), TURNED_OFF, ids=[f"{n} {o[0]}" for n, o, _ in TURNED_OFF]
+)
+def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
+    write, caplog, name, overrides, told
+):
+    config = load(CONFIGS / f"{name}.yaml", overrides)
+    lines = [r.getMessage().partition(": ")[2].split(", ") for r in caplog.records]
+    assert [key for line in lines for key in line] == told
+    assert load(write(dump(config))) == config
+
+
+def test_a_default_that_is_written_down_is_refused_nowhere(write):
+    load(write(""), ["algorithm.kl=k3", "critic.clip=0.2", "teacher.kind=reverse"])
+
+
+READ = [
+    ["algorithm.dynamic_sampling=true", "algorithm.max_resampled=5", "algorithm.signal_std=0.1"],
+    ["algorithm.entropy_target=1", "algorithm.entropy_clip=1", "algorithm.entropy_step=0.1"],
+    ["algorithm.kl_coefficient=0.1", "algorithm.kl=k3", "algorithm.kl_target=0.1",
+     "algorithm.kl_horizon=5", "reference.refresh_every=3"],
+    ["algorithm.advantage=gae", "critic.warmup_steps=3", "critic.learning_rate=1e-5"],
+    ["teacher.source=self", "teacher.form=loss", "teacher.kind=js", "teacher.beta=0.5"],
+    ["staleness.when_too_old=drop", "staleness.overcommit=2"],
+    ["staleness={adapt: ess, max_staleness: 2}", "staleness.ess_target=0.5"],
+    ["warm_start.steps=0", "algorithm.supervised_coefficient=0.1", "warm_start.path=x"],
+    ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl=k1",
+     "algorithm.advantage={group_normalized: {floor: 0.1}}"],
+    ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
+    ["algorithm.group_size=1", "teacher.source=self", "teacher.rewards=0"],
+    ["trainer.warmup_steps=120"],
+    ["trainer.warmup_steps=115", "algorithm.advantage=gae", "critic.warmup_steps=5"],
+    ["trainer.warmup_steps=480", "algorithm.minibatches=2", "algorithm.epochs=2"],
+    ["algorithm.minibatches=128"],
+    ["algorithm.group_size=1", "algorithm.advantage={discounted: {gamma: 0.9}}"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted", "reward.function=my.py:reward"],
+    ["algorithm.group_size=1", "algorithm.advantage=discounted_batch"],
+    ["algorithm.group_size=1", "algorithm.groups_per_step=1", "algorithm.advantage=reinforce_pp",
+     "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"],
+    ["algorithm.loss=gpg", "algorithm.anchor=proximal", "algorithm.correction=tis"],
+    ["warm_start.path=x", "data.jsonl.prompt_field=x", "data.jsonl.template=x {prompt}"],
+    ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", READ, ids=lambda words: words[-1])
+def test_the_same_settings_are_taken_where_something_reads_them(overrides):
+    load(CONFIGS / "addition.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("job", "setting"),
+    [
+        ("sft", "algorithm.kl_coefficient=0.1"),
+        ("sft", "preference.batch_size=2"),
+        ("preference", "teacher.source=self"),
+        ("preference", "preference.margin=0.1"),
+        ("preference", "sft.batch_size=2"),
+        ("reward_model", "preference.loss=ipo"),
+        ("reward_model", "algorithm.loss=cispo"),
+        ("sft", "critic.clip=1"),
+    ],
+)
+def test_what_another_job_would_read_is_refused(write, job, setting, refusal):
+    assert f"{setting.partition('=')[0]} (" in refusal(write(""), f"run.job={job}", setting)
+
+
+def test_a_reference_is_refused_beside_a_preference_loss_without_one(write, refusal):
+    words = ["run.job=preference", "preference.reference=x"]
+    load(write(""), words)
+    assert "preference.reference (x)" in refusal(write(""), *words, "preference.loss=simpo")
+
+
+def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default(write, caplog):
+    """As --print-config prints it, and a run's config.yaml holds it."""
+    whole = Config().model_dump()
+    assert load(write(yaml.safe_dump(whole))) == Config()
+    assert not caplog.records
+    whole["critic"]["warmup_steps"] = 3
+    load(write(yaml.safe_dump(whole)))
+    assert "critic.warmup_steps (3)" in caplog.text
+
+
+def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write):
+    shared = ["sampler.slots=4", "staleness.max_staleness=2", "algorithm.group_size=2"]
+    for job in ("sft", "preference", "reward_model"):
+        load(write(""), [f"run.job={job}", *shared])

@@ -1,0 +1,73 @@
+"""Which replica gets a request: a pure function."""
+
+import numpy as np
+
+from jaxrl_async.sampler.router.dealing import REMEMBERED, Candidate, Dealer, choose
+from jaxrl_async.sampler.router.job import Job, job_for_thread
+from jaxrl_async.types import Request
+
+
+def job(prompt: int, *, died: int = 0, avoid: int | None = None) -> Job:
+    tokens = np.array([prompt, 1, 2], np.int32)
+    made = job_for_thread(Request(request_id=f"r{prompt}", token_ids=tokens, max_new_tokens=4))
+    made.died, made.avoid = [0] * died, avoid
+    return made
+
+
+def seats(*in_flight: int) -> list[Candidate]:
+    return [Candidate(seat=i, in_flight=n, places=8) for i, n in enumerate(in_flight)]
+
+
+def test_a_prefix_goes_home_unless_home_is_much_busier() -> None:
+    idle, busy = Candidate(in_flight=0, places=8), Candidate(in_flight=8, places=8)
+    some = Candidate(in_flight=1, places=8)
+    assert choose([some, idle], home=0) == 0
+    assert choose([busy, idle], home=0) == 1
+    assert choose([some, idle], home=None) == 1
+    assert choose([idle, idle], home=None) == 0
+
+
+def test_groups_stay_together_and_each_goes_where_there_is_room() -> None:
+    jobs = [job(5), job(5), job(6), job(5)]
+    deal = Dealer().deal(jobs, seats(1, 0))
+    assert deal.shares == {1: [*jobs[:2], jobs[3]], 0: [jobs[2]]}
+    assert deal.waiting == []
+    together = Dealer().deal(jobs, seats(1, 0), together=True)
+    assert together.shares == {1: jobs}
+
+
+def test_a_prefix_returns_to_its_seat_until_too_many_others_came() -> None:
+    dealer, prompt = Dealer(), job(5)
+    assert list(dealer.deal([prompt], seats(1, 0)).shares) == [1]
+    assert list(dealer.deal([prompt], seats(0, 1)).shares) == [1], "its home"
+    for other in range(100, 100 + REMEMBERED):
+        dealer.deal([job(other)], seats(0, 0))
+    assert list(dealer.deal([prompt], seats(0, 1)).shares) == [0], "forgotten"
+
+
+def test_a_seat_is_avoided_while_there_is_another_and_a_recorded_one_is_taken() -> None:
+    assert list(Dealer().deal([job(5, avoid=0)], seats(0, 3)).shares) == [1]
+    assert list(Dealer().deal([job(5, avoid=0)], seats(0)).shares) == [0]
+    assert list(Dealer(lambda request_id: 1).deal([job(5)], seats(0, 7)).shares) == [1]
+
+
+def test_all_wait_where_no_replica_is_at_work() -> None:
+    jobs = [job(5), job(6, died=2)]
+    deal = Dealer().deal(jobs, [])
+    assert deal.shares == {} and deal.waiting == [jobs[1], jobs[0]]
+
+
+def test_suspects_are_tried_one_at_a_time_on_a_seat_of_their_own() -> None:
+    first, second, other = job(5, died=2), job(6, died=3), job(7)
+    deal = Dealer().deal([other, first, second], seats(2, 0))
+    assert deal.shares == {1: [first], 0: [other]} and deal.waiting == [second]
+    trying = [Candidate(seat=0, in_flight=1, places=8, tries_suspect=True), *seats(0, 0)[1:]]
+    deal = Dealer().deal([second, other], trying)
+    assert deal.shares == {1: [other]} and deal.waiting == [second]
+
+
+def test_the_least_loaded_seat_is_kept_free_for_suspects_that_wait() -> None:
+    other = job(7)
+    deal = Dealer().deal([other], seats(1, 2), suspects_wait=True)
+    assert deal.shares == {1: [other]}
+    assert Dealer().deal([other], seats(1), suspects_wait=True).waiting == [other]
