@@ -18,7 +18,11 @@ from typing import Any, TypedDict
 
 import jax
 
-from jaxrl_async.algorithms.preferences import needs_baseline, needs_reference, preference_loss
+from jaxrl_async.algorithms.preference_losses import (
+    needs_baseline,
+    needs_reference,
+    preference_loss,
+)
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
@@ -71,7 +75,7 @@ def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class OfflineJob:
     """What the jobs differ in."""
 
     step: Update[Any]
@@ -130,7 +134,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
             recorder.log(0, warmed)
         asked = lockstep.agreed_stop(stop)
         outlet = functools.partial(_report, recorder, console)
-        learn(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
+        learn_job(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -144,9 +148,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
 
 def sft(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
+) -> OfflineJob:
     """Make the job that learns the records' answers by maximum likelihood."""
-    return Job(
+    return OfflineJob(
         step=supervised_update(policy.spec, learning(config, slices), **_course(config)),
         pack=functools.partial(pack_pairs, row_length=config.row_length),
         params=policy.params,
@@ -162,7 +166,7 @@ def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
 
 def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
+) -> OfflineJob:
     """Make the job that learns a policy from better and worse answers: dpo and its kin."""
     section, settings = config.preference, learning(config, slices)
     loss = preference_loss.resolve(section.loss)
@@ -176,7 +180,7 @@ def preference(
         others = pack(mismatched(pairs)) if needs_baseline(loss) else None
         return PreferenceData(pack(pairs), others)
 
-    return Job(
+    return OfflineJob(
         step=step,
         pack=packed,
         complete=BaselinePass(step),
@@ -195,7 +199,7 @@ def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]
 
 def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
+) -> OfflineJob:
     """Make the job that learns a scalar head that scores better answers higher."""
     settings, margin = learning(config, slices), config.preference.margin
     step = reward_update(policy.spec, settings, margin=margin, **_course(config))
@@ -206,7 +210,7 @@ def reward_model(
         policy.tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
 
-    return Job(
+    return OfflineJob(
         step=step,
         pack=functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows),
         params=with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed)),
@@ -223,7 +227,7 @@ SPLITS: dict[str, Callable[[Config, Tokenizer], ExampleSplit[Any]]] = {
 }
 """What each job learns from."""
 
-JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Job]] = {
+JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], OfflineJob]] = {
     "sft": sft,
     "preference": preference,
     "reward_model": reward_model,
@@ -253,7 +257,7 @@ def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
 # ---- the loop
 
 
-def begin(config: Config, job: Job, checkpoints: Checkpoints) -> OfflineProgress:
+def begin(config: Config, job: OfflineJob, checkpoints: Checkpoints) -> OfflineProgress:
     """Start a job, or, with run.resume, continue from the newest readable checkpoint."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
@@ -278,7 +282,7 @@ class OfflineRun:
     def __init__(
         self,
         config: Config,
-        job: Job,
+        job: OfflineJob,
         progress: OfflineProgress,
         checkpoints: Checkpoints,
         outlet: Callable[[int, Mapping[str, float]], None],
@@ -351,7 +355,7 @@ class OfflineRun:
         self._checkpoints.save(progress.version, state=tree, loop=loop)
 
 
-def learn(config: Config, work: OfflineRun, stop: StopRequests) -> None:
+def learn_job(config: Config, work: OfflineRun, stop: StopRequests) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop."""
     work.begin()
     saved = work.made if config.run.resume else None

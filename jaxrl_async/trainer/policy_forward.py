@@ -43,7 +43,7 @@ class PolicyForward:
 
         The policy runs once; divergences that need whole distributions come from the same pass.
         """
-        policy, tokens = (self.spec, trainable), rows_of_batch(micro)
+        policy, tokens = (self.spec, trainable), TokenRows.of(micro._asdict())
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
             top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
             passed = distill_rows(*policy, tokens, top, self.teacher_divergence, self.decoder)
@@ -74,13 +74,6 @@ class PolicyForward:
         known = micro.reference_logprobs is not None
         if known or frozen.reference is None or self.whole_kl:
             return x
-        tokens = rows_of_batch(micro)._replace(expert_ids=None)  # it chooses for itself
+        tokens = TokenRows.of(micro._asdict())._replace(expert_ids=None)  # it chooses for itself
         reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))
-
-
-def rows_of_batch(micro: DeviceBatch) -> TokenRows:
-    """Return what a decoder reads of a micro-batch."""
-    return TokenRows(
-        micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids
-    )

@@ -17,7 +17,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.objective import Totals
-from jaxrl_async.algorithms.preferences import (
+from jaxrl_async.algorithms.preference_losses import (
     PairInputs,
     PreferenceLossFn,
     needs_baseline,
@@ -95,7 +95,7 @@ class PreferenceObjective:
 
     def logprobs(self, params: Params, micro: dict[str, Array]) -> Array:
         """Return the log-probs of a micro-batch's tokens; inside jit."""
-        return token_logprobs(self.spec, params, rows_of_pairs(micro), self.decoder).logprobs
+        return token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder).logprobs
 
 
 def preference_update(
@@ -112,11 +112,6 @@ def preference_update(
 
 
 # ---- what a reward model shares
-
-
-def rows_of_pairs(micro: dict[str, Array]) -> TokenRows:
-    """Return what a decoder reads of a micro-batch."""
-    return TokenRows(micro["token_ids"], micro["positions"], micro["segment_ids"])
 
 
 def answer_weight(batch: PreferenceBatch) -> np.float32:
