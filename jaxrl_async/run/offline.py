@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 
@@ -99,7 +99,7 @@ class OfflineProgress:
 
 
 def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
-    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds.
+    """Train as run.job says, to its end; return the folder of the weights. Raises JaxrlErrors.
 
     Several processes take the same examples, and each computes its rows of them.
     """
@@ -151,7 +151,12 @@ def sft(
 ) -> OfflineJob:
     """Make the job that learns the records' answers by maximum likelihood."""
     return OfflineJob(
-        step=supervised_update(policy.spec, learning(config, slices), **_course(config)),
+        step=supervised_update(
+            policy.spec,
+            learning(config, slices),
+            learning_rate=config.algorithm.learning_rate,
+            total_steps=config.run.steps,
+        ),
         pack=functools.partial(pack_pairs, row_length=config.row_length),
         params=policy.params,
         split=split,
@@ -170,7 +175,13 @@ def preference(
     """Make the job that learns a policy from better and worse answers: dpo and its kin."""
     section, settings = config.preference, learning(config, slices)
     loss = preference_loss.resolve(section.loss)
-    step = preference_update(policy.spec, settings, section.loss, **_course(config))
+    step = preference_update(
+        policy.spec,
+        settings,
+        section.loss,
+        learning_rate=config.algorithm.learning_rate,
+        total_steps=config.run.steps,
+    )
     reference = functools.partial(
         reference_params, config, "preference.reference", section.reference, policy, slices
     )
@@ -201,8 +212,13 @@ def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
     """Make the job that learns a scalar head that scores better answers higher."""
-    settings, margin = learning(config, slices), config.preference.margin
-    step = reward_update(policy.spec, settings, margin=margin, **_course(config))
+    step = reward_update(
+        policy.spec,
+        learning(config, slices),
+        learning_rate=config.algorithm.learning_rate,
+        total_steps=config.run.steps,
+        margin=config.preference.margin,
+    )
 
     def write(params: Params) -> Path:
         assert policy.tokenizer is not None
@@ -232,17 +248,6 @@ JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Off
     "preference": preference,
     "reward_model": reward_model,
 }
-
-
-class Course(TypedDict):
-    """What an update's learning rate follows."""
-
-    learning_rate: float
-    total_steps: int
-
-
-def _course(config: Config) -> Course:
-    return {"learning_rate": config.algorithm.learning_rate, "total_steps": config.run.steps}
 
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:

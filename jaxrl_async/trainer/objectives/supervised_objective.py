@@ -54,15 +54,15 @@ class SupervisedObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
     ) -> tuple[Array, Totals]:
-        found = token_logprobs(self.spec, trainable, TokenRows.of(micro), self.decoder)
-        nothing = jnp.zeros_like(found.logprobs)
+        policy = token_logprobs(self.spec, trainable, TokenRows.of(micro), self.decoder)
+        nothing = jnp.zeros_like(policy.logprobs)
         x = TokenInputs(
-            policy_logprobs=found.logprobs,
+            policy_logprobs=policy.logprobs,
             behavior_logprobs=nothing,
             advantages=nothing,
             mask=micro["mask"],
             versions=jnp.zeros_like(micro["token_ids"]),
-            entropy=jax.lax.stop_gradient(found.entropy),
+            entropy=jax.lax.stop_gradient(policy.entropy),
         )
         return supervised_loss(x, micro["weights"])
 
