@@ -178,7 +178,7 @@ def _unroll(spec: ModelSpec) -> int:
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
-    """Each layer's weights apart, fuse()d where asked for; done once, before a loop of steps."""
+    """Return each layer's weights on their own, fuse()d if asked; called once, before a loop."""
     layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
     return [fuse(layer) for layer in layers] if fused else layers
 
@@ -196,10 +196,12 @@ def flat_forward(
     experts: Experts = run_experts,
     choose: Choose = route,
 ) -> Array:
-    """Tokens [n] at positions [n] through all layers: [n, D], before the final norm.
+    """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
-    layers: of split_layers. What the tokens see is the caller's business: attend(i, q, k, v) of
-    layer i, [n, H, K], [n, N, K], [n, N, K], gives [n, H, K].
+    Args:
+        layers: as split_layers gives them.
+        attend: decides what the tokens see: attend(i, q, k, v) of layer i, with q [n, H, K], k and
+            v [n, N, K], gives [n, H, K].
     """
     cos, sin = rope_angles(spec, positions)
     x = _embed(params, token_ids, dtype)

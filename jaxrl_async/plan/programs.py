@@ -161,7 +161,7 @@ def devices_of(where: Slice) -> list[Any]:
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     try:
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu",
             topology_name=where.topology,
             **({"chip_config_name": "megacore"} if where.chip.megacore else {}),
@@ -171,7 +171,7 @@ def devices_of(where: Slice) -> list[Any]:
             f"libtpu does not know the topology {where.topology} ({where.name}): "
             f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."
         ) from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 # ---- both sides

@@ -90,7 +90,7 @@ def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
 def state_shardings(
     optimizer: optax.GradientTransformation, params: Any, param_shardings: Any, replicated: Any
 ) -> Any:
-    """Return where an optimizer's state lies: moments like their weights, counters everywhere."""
+    """Return the shardings of an optimizer's state: moments as their weights, counters replicated."""
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
         optimizer,

@@ -122,8 +122,8 @@ def answer_weight(batch: PreferenceBatch) -> np.float32:
 def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
     """Sum over the tokens of each chosen and of each rejected answer, by the pair's place.
 
-    values [rows, length] -> [max_pairs] twice; 0 where there is no such answer. What lies outside
-    the mask may be anything.
+    values [rows, length] -> [max_pairs] twice; 0 if an answer is missing. Values outside the mask
+    are not read.
     """
     num_places = max_pairs(values.shape[1], values.shape[0])
     slots = jnp.where(micro["mask"], 2 * micro["places"] + ~micro["is_chosen"], 2 * num_places)
