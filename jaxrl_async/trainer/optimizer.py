@@ -90,7 +90,7 @@ def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
 def state_shardings(
     optimizer: optax.GradientTransformation, params: Any, param_shardings: Any, replicated: Any
 ) -> Any:
-    """Return the shardings of an optimizer's state: moments as their weights, counters replicated."""
+    """Return the shardings of an optimizer's state: moments as weights, counters replicated."""
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
         optimizer,
