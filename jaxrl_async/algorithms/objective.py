@@ -73,7 +73,10 @@ class Totals(NamedTuple):
 def make_recipe(
     algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None = None
 ) -> Recipe:
-    """The functions that the configuration names. ConfigError with the nearest known name."""
+    """Resolve the functions that the configuration names.
+
+    Raises ConfigError, with the nearest known name.
+    """
     loss = token_loss.resolve(algorithm.loss)
     distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
     return Recipe(
@@ -100,18 +103,22 @@ def policy_loss(
     *,
     num_lags: int = 0,
 ) -> tuple[Array, Totals]:
-    """This micro-batch's share of the step's loss, and of the report.
+    """Return a micro-batch's share of the step's loss and of the report.
 
-    weights: [rows, length] float32 from `aggregate`; version: int32, of the weights that learn;
-    coefficients: null takes the recipe's; num_lags: lags that are reported one by one.
-    Where the sampler told no log-prob (NaN), the proximal one stands in: importance weight 1.
+    If the sampler reported no log-prob (NaN), the proximal one stands in: importance weight 1.
+
+    Args:
+        weights: [rows, length] float32 from `aggregate`.
+        version: int32, of the weights that learn.
+        coefficients: None: the recipe's.
+        num_lags: lags that are reported one by one.
     """
     coefficients = recipe.coefficients if coefficients is None else coefficients
-    told = ~jnp.isnan(x.behavior_logprobs)
+    known = ~jnp.isnan(x.behavior_logprobs)
     own = jax.lax.stop_gradient(x.policy_logprobs)
     proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
     x = x._replace(
-        behavior_logprobs=jnp.where(told, x.behavior_logprobs, proximal), ages=version - x.versions
+        behavior_logprobs=jnp.where(known, x.behavior_logprobs, proximal), ages=version - x.versions
     )
     token, truncated, factor = _corrected_loss(recipe, x)
     policy_loss = _weighted(x, weights, factor * token.loss)
@@ -130,16 +137,19 @@ def policy_loss(
         "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
     }
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
-    means |= term_means | _distances(x, told) | off_policy_measures(x, version)
+    means |= term_means | _distances(x, known) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)
-    report = Totals(sums, means, _largest_distances(x, told), minima)
+    report = Totals(sums, means, _largest_distances(x, known), minima)
     return loss, jax.lax.stop_gradient(report)
 
 
 def _other_terms(
     recipe: Recipe, x: TokenInputs, weights: Array, coefficients: Coefficients
 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-    """c_kl * kl - c_h * entropy + c_t * divergence from the teacher, as far as they are there."""
+    """Return c_kl * kl - c_h * entropy + c_t * divergence from the teacher, and what to report.
+
+    A term that the recipe or the inputs lack is left out.
+    """
     total, means = jnp.float32(0), {}
     if x.reference_logprobs is not None or x.reference_divergence is not None:
         divergence = recipe.kl(x)
@@ -157,7 +167,7 @@ def _other_terms(
 
 
 def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, Array]:
-    """The token loss against the recipe's anchor, what is truncated, and the factor on the loss.
+    """Return the token loss against the recipe's anchor, what is truncated, and the loss's factor.
 
     anchor behavior: the loss's ratio holds the importance weight, the factor bounds it. proximal:
     the ratio starts where the importance weight ends, and the factor is the corrected weight
@@ -217,10 +227,9 @@ def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
 
 
 def summarize(totals: Sequence[Totals]) -> dict[str, float]:
-    """One report from all micro-batches' totals, which lie on the host already.
+    """Combine all micro-batches' totals, on the host, into one report.
 
-    A mean or extreme that no token went into (no token of the current version, say) is left out
-    rather than made up.
+    A mean or extreme over no token (no token of the current version, say) is left out.
     """
     first = totals[0]
     stats = {k: float(sum(float(t.sums[k]) for t in totals)) for k in first.sums}
@@ -237,12 +246,12 @@ def summarize(totals: Sequence[Totals]) -> dict[str, float]:
 def mean_report(
     reports: Sequence[Mapping[str, float]], tokens: str = "train/tokens"
 ) -> dict[str, float]:
-    """One report of several updates on parts of one step, by the kind of each metric.
+    """Merge the reports of updates on parts of one step, by the kind of each metric.
 
-    Means are over tokens: each update weighs as many as it learnt, which it reports as `tokens`;
-    those over sequences weigh as many of these. Losses are neither: a part's tokens weigh in it
-    what they do in the step, times the number of parts, so that the step's loss is the plain mean.
-    What is derived from means is so from the step's.
+    A mean over tokens is weighted by the tokens that an update learnt (its report's `tokens`), a
+    mean over sequences by its sequences. The step's loss is the plain mean: tokens weigh in a
+    part's loss what they do in the step's, times the number of parts. Metrics derived from means
+    are derived again from the merged ones.
     """
     if len(reports) == 1:
         return dict(reports[0])
@@ -259,31 +268,31 @@ def mean_report(
     return merged | derived_measures(merged)
 
 
-def _distances(x: TokenInputs, told: Array) -> dict[str, tuple[Array, Array]]:
-    """How far the policy is from what drew the tokens."""
+def _distances(x: TokenInputs, known: Array) -> dict[str, tuple[Array, Array]]:
+    """Measure how far the policy is from what drew the tokens. known: log-probs were reported."""
     difference, apart = log_ratio(x), jnp.abs(mismatch(x))
     return {
         "policy/entropy": _mean(x.mask, x.entropy),
         "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
         "policy/k1_behavior": _mean(x.mask, -difference),
         "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
-        "policy/recomputed_logprob_share": _mean(x.mask, ~told),
-        "mismatch/mean": _mean(_fresh(x) & told, apart),
-        "mismatch/all_mean": _mean(x.mask & told, apart),
+        "policy/recomputed_logprob_share": _mean(x.mask, ~known),
+        "mismatch/mean": _mean(_fresh(x) & known, apart),
+        "mismatch/all_mean": _mean(x.mask & known, apart),
     }
 
 
-def _largest_distances(x: TokenInputs, told: Array) -> dict[str, Array]:
+def _largest_distances(x: TokenInputs, known: Array) -> dict[str, Array]:
     apart = jnp.abs(mismatch(x))
     return {
         "policy/ratio_max": _largest(x.mask, jnp.exp(log_ratio(x))),
-        "mismatch/max": _largest(_fresh(x) & told, apart),
-        "mismatch/all_max": _largest(x.mask & told, apart),
+        "mismatch/max": _largest(_fresh(x) & known, apart),
+        "mismatch/all_max": _largest(x.mask & known, apart),
     }
 
 
 def _fresh(x: TokenInputs) -> Array:
-    """Tokens drawn by exactly the weights that learn: any mismatch is numerics, not staleness."""
+    """Mark tokens drawn by exactly the weights that learn: a mismatch there is not staleness."""
     return x.mask & (x.ages == 0)
 
 

@@ -7,7 +7,7 @@ batches.
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,13 @@ class TokenRows(NamedTuple):
     expert_ids: Array | None = None
     """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the token's own
     choice. None: every token chooses for itself."""
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Array]) -> "TokenRows":
+        """Return the rows in a batch's columns, by their names."""
+        kept, expert_ids = columns.get("kept"), columns.get("expert_ids")
+        tokens = (columns["token_ids"], columns["positions"], columns["segment_ids"])
+        return cls(*tokens, kept, expert_ids)
 
 
 class TokenStates(NamedTuple):

@@ -86,7 +86,7 @@ def _floored(logprobs: Array) -> Array:
 
 
 def _times_log(logprobs: Array, difference: Array) -> Array:
-    """exp(logprobs) * difference; outcomes of probability 0 give nothing."""
+    """Return exp(logprobs) * difference; outcomes of probability 0 give 0."""
     return jnp.exp(_floored(logprobs)) * difference
 
 
@@ -94,7 +94,7 @@ def _times_log(logprobs: Array, difference: Array) -> Array:
 
 
 def _among(logprobs: Array, size: int) -> Array:
-    """Log-probs [..., vocab] among the first `size` tokens."""
+    """Normalise log-probs [..., vocab] among the first `size` tokens."""
     if size == logprobs.shape[-1]:
         return logprobs
     return jax.nn.log_softmax(logprobs[..., :size], axis=-1)
@@ -228,8 +228,8 @@ def logprobs_at(
 
 
 def lumped(logprobs: Array, ids: Array) -> Array:
-    """Log-probs [tokens, vocab] -> [tokens, k + 1]: of the k different ids [tokens, k], and of all
-    others together."""
+    """Return log-probs of the k different ids [tokens, k], and of all other tokens together:
+    [tokens, vocab] -> [tokens, k + 1]."""
     chosen = jnp.take_along_axis(logprobs, ids, axis=-1)
     rows = jnp.arange(ids.shape[0])[:, None]
     rest = logsumexp(_floored(logprobs).at[rows, ids].set(MIN_LOGPROB), axis=-1, keepdims=True)

@@ -39,7 +39,7 @@ def chunked_logprobs(
     kept: Array | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
-    """Log-prob of each target and entropy of its distribution, nats.
+    """Return the log-prob of each target and the entropy of its distribution, nats.
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
@@ -70,8 +70,10 @@ def blocked_logprobs(
     temperature: float = 1.0,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
-    """The same for a head [D, V] that fsdp shares: over the vocabulary in `blocks` parts, each
-    gathered when it is used, so that neither the head nor its gradient ever is whole on a device.
+    """Return what `chunked_logprobs` does for a head [D, V] that fsdp shares.
+
+    The vocabulary is taken in `blocks` parts, each gathered when it is used, so that neither the
+    head nor its gradient is ever whole on a device.
 
     Every token's maximum, sum of exponentials and sum of logits so weighted are carried from block
     to block (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass computes a block's
@@ -97,12 +99,12 @@ def blocked_logprobs(
         logits = logits / temperature
         now = jnp.maximum(most, jax.lax.stop_gradient(logits).max((1, 2)))
         before, each = jnp.exp(most - now), jnp.exp(logits - now[:, None, None])
-        mine = ids == targets[:, None, None]
+        is_target = ids == targets[:, None, None]
         return (
             now,
             total * before + each.sum((1, 2)),
             weighted * before + (each * logits).sum((1, 2)),
-            drawn + jnp.where(mine, logits, 0.0).sum((1, 2)),
+            drawn + jnp.where(is_target, logits, 0.0).sum((1, 2)),
         ), None
 
     nothing = jnp.zeros(hidden.shape[0], jnp.float32)
@@ -114,8 +116,10 @@ def blocked_logprobs(
 
 
 def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
-    """Parts of a vocabulary (a device's) whose logits for so many tokens are no more than those of
-    `chunk` tokens for all of it; None where no number below four times what is needed divides it.
+    """Return into how many parts to take a device's vocabulary; None if no number fits.
+
+    The logits of all tokens for a part are no more than those of `chunk` tokens for all of it. The
+    number divides the vocabulary and is below four times the least one.
 
     >>> vocab_blocks(151_936, 8192, 1024), vocab_blocks(151_936, 8192, 1500)
     (8, 8)
@@ -138,8 +142,9 @@ def over_chunks(
     chunk: int,
     layout: Layout = ONE_DEVICE,
 ) -> Any:
-    """function(*inputs) over at most `chunk` tokens of each device at once; every array has tokens
-    on axis 0, in the order of the layout.
+    """Return function(*inputs), run over at most `chunk` tokens of each device at once.
+
+    Every array has tokens on axis 0, in the order of the layout.
 
     The backward pass computes a chunk again, so what exists inside `function` never exists for more
     than one chunk in either pass.
@@ -242,15 +247,15 @@ def greedy_matches(
 
 
 def after(values: Array, layout: Layout = ONE_DEVICE) -> Array:
-    """[B, T, ...] -> tokens [B * T, ...] of the layout: what is said of the token behind each; 0
-    behind a row's last."""
+    """Return for each token the value of the next one, 0 for a row's last: [B, T, ...] -> tokens
+    [B * T, ...] of the layout."""
     rest = ((0, 0) for _ in values.shape[2:])
     return layout.flat(jnp.pad(values[:, 1:], ((0, 0), (0, 1), *rest)))
 
 
 def placed(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
-    """Tokens [B * T, ...] of the layout -> [B, T, ...]: what each token found out of the one behind
-    it, placed there; 0 where a segment starts and in padding."""
+    """Move what each token computed of the next one to that one: tokens [B * T, ...] of the layout
+    -> [B, T, ...]; 0 where a segment starts and in padding."""
     follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     values = layout.rows(values, segment_ids.shape[0])[:, :-1]
     follows = follows.reshape(*follows.shape, *(1 for _ in values.shape[2:]))

@@ -68,7 +68,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What lies in a sampler, as shapes with shardings, and how much a prefill takes in."""
+    """What a sampler holds, as shapes with shardings, and how many tokens a prefill takes."""
 
     weights: Any
     state: Any  # the engine's DecodeState
@@ -96,7 +96,7 @@ def check(config: schema.Config) -> None:
 
 
 def spec_of(config: schema.Config) -> ModelSpec:
-    """The model that the configuration names. Raises CheckpointError, ConfigError."""
+    """Return the model that the configuration names. Raises CheckpointError, ConfigError."""
     if config.model.path is not None:
         return load_spec(Path(config.model.path))
     vocab = config.model.architecture.vocab
@@ -109,8 +109,11 @@ def spec_of(config: schema.Config) -> ModelSpec:
 
 
 def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
-    """The meshes of the configuration: the trainer on the whole of its slice, and its samplers,
-    each on a slice of its own, on so many chips. Raises ConfigError where they do not fill them."""
+    """Return the meshes of the configuration, on slices of devices that are described, not there.
+
+    The trainer takes the whole of its slice; each sampler has a slice of its own, of `chips` chips
+    together. Raises ConfigError if the meshes do not fill their slices.
+    """
     section = config.mesh
     given = section.trainer.num_devices
     if given != trainer.num_devices:
@@ -140,24 +143,26 @@ def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> 
 
 
 def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
-    told = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
+    size = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
     if devices % chip.devices:
         raise ConfigError(
-            f"{told}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
+            f"{size}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
         )
     try:
         return parse_slice(f"{chip.generation}-{devices // chip.devices}")
     except ConfigError as error:
-        raise ConfigError(f"{told}, so that each sampler is a slice of its own: {error}") from error
+        raise ConfigError(f"{size}, so that each sampler is a slice of its own: {error}") from error
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """The devices of a slice, described by libtpu's compiler; those of a single chip are some of
-    the smallest host's. Raises ConfigError."""
+    """Return the devices of a slice as libtpu's compiler describes them. Raises ConfigError.
+
+    Those of a single chip are some of the smallest host's.
+    """
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     try:
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu",
             topology_name=where.topology,
             **({"chip_config_name": "megacore"} if where.chip.megacore else {}),
@@ -167,7 +172,7 @@ def devices_of(where: Slice) -> list[Any]:
             f"libtpu does not know the topology {where.topology} ({where.name}): "
             f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."
         ) from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 # ---- both sides
@@ -176,7 +181,10 @@ def devices_of(where: Slice) -> list[Any]:
 def lowered(
     config: schema.Config, spec: ModelSpec, places: Places
 ) -> tuple[tuple[Lowered, ...], Held]:
-    """All programs of a run, and what lies in a sampler. Raises ConfigError, MeshError."""
+    """Lower all programs of a run; return them, and what a sampler holds.
+
+    Raises ConfigError, MeshError.
+    """
     check_routing(config.algorithm, config.model, spec)
     pushed = _pushed(config, spec, places)
     of_trainer = trainer_programs(config, spec, places, pushed["cast"])
@@ -185,7 +193,7 @@ def lowered(
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
-    """The programs of the weights' way to one sampler. Raises MeshError."""
+    """Lower the programs that bring the weights to one sampler. Raises MeshError."""
     push = make_push(
         config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
     )
@@ -199,8 +207,10 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 def trainer_programs(
     config: schema.Config, spec: ModelSpec, places: Places, cast: Any
 ) -> list[Lowered]:
-    """A micro-batch's gradient, the optimizer's update, and the cast of the weights that are sent.
-    Raises ConfigError."""
+    """Lower the trainer's programs: gradient, optimizer's update, and the cast of sent weights.
+
+    Raises ConfigError.
+    """
     mesh = places.slices.trainer
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
@@ -222,7 +232,7 @@ def trainer_programs(
 
 
 def holds_reference(config: schema.Config) -> bool:
-    """Whether the reference lies on the trainer's devices."""
+    """Return whether the reference lies on the trainer's devices."""
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
 
 
@@ -244,7 +254,7 @@ def runs_reference(config: schema.Config) -> bool:
 def micro_batch(
     config: schema.Config, spec: ModelSpec, step: Update[PolicyObjective]
 ) -> DeviceBatch:
-    """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
+    """Return the shapes of a micro-batch: the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
@@ -276,8 +286,10 @@ def micro_batch(
 def sampler_programs(
     config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
 ) -> tuple[list[Lowered], Held]:
-    """What a swap makes of the weights, a prefill of prompts, and a decode block with all slots at
-    work and contexts up to max_length. Raises ConfigError."""
+    """Lower the sampler's programs: what a swap makes of the weights, a prefill, a decode block.
+
+    The block has all slots at work and contexts up to max_length. Raises ConfigError.
+    """
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
@@ -314,12 +326,12 @@ def sampler_programs(
 
 
 def truncates(section: schema.SamplerSection) -> bool:
-    """Whether logits are sorted at each step."""
+    """Return whether logits are sorted at each step."""
     return bool(section.top_k or section.top_p < 1 or section.min_p)
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
-    """One round of prefill, of prompts as long as they may be."""
+    """Return the arguments of one round of prefill, of prompts as long as they may be."""
     section = config.sampler
     longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
     T = shapes.length_bucket(longest)
@@ -336,7 +348,7 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
 
 
 def run_shapes(engine: EngineSpec, context_pages: int) -> DecodeArgs:
-    """A decode block of all slots."""
+    """Return the arguments of a decode block of all slots."""
     total = engine.total_slots
     width = context_pages + engine.num_pages(engine.block) + 1
     return DecodeArgs(
@@ -358,7 +370,7 @@ def _pages(tokens: int, page_tokens: int) -> int:
 
 
 def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
-    """Shapes of the weights, where they lie."""
+    """Return the shapes of the weights, with their shardings."""
     table = weight_table(spec)
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
@@ -369,13 +381,13 @@ def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
 
 
 def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
-    """Shapes of the weights that a push sends, where they lie in a sampler."""
+    """Return the shapes of the weights that a push sends, with their shardings in a sampler."""
     table = table_of(weight_table(spec), sent)
     return shapes_on(sent, shardings(table, mesh, SAMPLER_RULES))
 
 
 def bytes_per_device(tree: Any) -> float:
-    """Of arrays or their shapes, on the device that has most."""
+    """Return the bytes of arrays or their shapes on the device that has most."""
     return float(
         sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -14,11 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 
-from jaxrl_async.algorithms.preferences import needs_baseline, needs_reference, preference_loss
+from jaxrl_async.algorithms.preference_losses import (
+    needs_baseline,
+    needs_reference,
+    preference_loss,
+)
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
@@ -62,7 +66,7 @@ HELD_OUT = {
     "preference/chosen_reward": "eval/chosen_reward",
     "preference/rejected_reward": "eval/rejected_reward",
 }
-"""What a step's `measure` says, and the keys under which it is reported of held-out examples."""
+"""Keys of a step's `measure`, and those under which held-out examples are reported."""
 
 
 def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
@@ -71,7 +75,7 @@ def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class OfflineJob:
     """What the jobs differ in."""
 
     step: Update[Any]
@@ -95,7 +99,7 @@ class OfflineProgress:
 
 
 def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
-    """Train as run.job says, to its end; the folder of the weights. Raises JaxrlError kinds.
+    """Train as run.job says, to its end; return the folder of the weights. Raises JaxrlErrors.
 
     Several processes take the same examples, and each computes its rows of them.
     """
@@ -140,7 +144,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
             recorder.log(0, warmed)
         asked = lockstep.agreed_stop(stop)
         outlet = functools.partial(_report, recorder, console)
-        learn(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
+        learn_job(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -154,10 +158,15 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
 
 def sft(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
-    """Maximum likelihood of the records' answers."""
-    return Job(
-        step=supervised_update(policy.spec, learning(config, slices), **_course(config)),
+) -> OfflineJob:
+    """Make the job that learns the records' answers by maximum likelihood."""
+    return OfflineJob(
+        step=supervised_update(
+            policy.spec,
+            learning(config, slices),
+            learning_rate=config.algorithm.learning_rate,
+            total_steps=config.run.steps,
+        ),
         pack=functools.partial(pack_pairs, row_length=config.row_length),
         params=policy.params,
         split=split,
@@ -172,11 +181,17 @@ def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
 
 def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
-    """A policy by better and worse answers: dpo and its kin."""
+) -> OfflineJob:
+    """Make the job that learns a policy from better and worse answers: dpo and its kin."""
     section, settings = config.preference, learning(config, slices)
     loss = preference_loss.resolve(section.loss)
-    step = preference_update(policy.spec, settings, section.loss, **_course(config))
+    step = preference_update(
+        policy.spec,
+        settings,
+        section.loss,
+        learning_rate=config.algorithm.learning_rate,
+        total_steps=config.run.steps,
+    )
     reference = functools.partial(
         reference_params, config, "preference.reference", section.reference, policy, slices
     )
@@ -186,7 +201,7 @@ def preference(
         others = pack(mismatched(pairs)) if needs_baseline(loss) else None
         return PreferenceData(pack(pairs), others)
 
-    return Job(
+    return OfflineJob(
         step=step,
         pack=packed,
         complete=BaselinePass(step),
@@ -205,10 +220,15 @@ def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]
 
 def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
-) -> Job:
-    """A scalar head on the policy that scores better answers higher."""
-    settings, margin = learning(config, slices), config.preference.margin
-    step = reward_update(policy.spec, settings, margin=margin, **_course(config))
+) -> OfflineJob:
+    """Make the job that learns a scalar head that scores better answers higher."""
+    step = reward_update(
+        policy.spec,
+        learning(config, slices),
+        learning_rate=config.algorithm.learning_rate,
+        total_steps=config.run.steps,
+        margin=config.preference.margin,
+    )
 
     def write(params: Params) -> Path:
         assert policy.tokenizer is not None
@@ -216,7 +236,7 @@ def reward_model(
         policy.tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
 
-    return Job(
+    return OfflineJob(
         step=step,
         pack=functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows),
         params=with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed)),
@@ -233,22 +253,11 @@ SPLITS: dict[str, Callable[[Config, Tokenizer], ExampleSplit[Any]]] = {
 }
 """What each job learns from."""
 
-JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Job]] = {
+JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], OfflineJob]] = {
     "sft": sft,
     "preference": preference,
     "reward_model": reward_model,
 }
-
-
-class Course(TypedDict):
-    """What an update's learning rate follows."""
-
-    learning_rate: float
-    total_steps: int
-
-
-def _course(config: Config) -> Course:
-    return {"learning_rate": config.algorithm.learning_rate, "total_steps": config.run.steps}
 
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:
@@ -263,7 +272,7 @@ def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
 # ---- the loop
 
 
-def begin(config: Config, job: Job, checkpoints: Checkpoints) -> OfflineProgress:
+def begin(config: Config, job: OfflineJob, checkpoints: Checkpoints) -> OfflineProgress:
     """Start a job, or, with run.resume, continue from the newest readable checkpoint."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
@@ -288,7 +297,7 @@ class OfflineRun:
     def __init__(
         self,
         config: Config,
-        job: Job,
+        job: OfflineJob,
         progress: OfflineProgress,
         checkpoints: Checkpoints,
         outlet: Callable[[int, Mapping[str, float]], None],
@@ -361,7 +370,7 @@ class OfflineRun:
         self._checkpoints.save(progress.version, state=tree, loop=loop)
 
 
-def learn(config: Config, work: OfflineRun, stop: StopRequests) -> None:
+def learn_job(config: Config, work: OfflineRun, stop: StopRequests) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop."""
     work.begin()
     saved = work.made if config.run.resume else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxrl_async.algorithms.preferences import preference_loss
+from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of

@@ -1,4 +1,4 @@
-"""One update after another, as long as nobody asks for a stop: jobs without a sampler, warm starts.
+"""One update after another, until a stop is asked for: jobs without a sampler, and warm starts.
 
 work.step() ──> work.save() every checkpoint.every updates, and at the end
 """

@@ -4,7 +4,7 @@
          │                             │
          └──place──> checkpoint <── TrainState     (RUN/warm_start/checkpoints, the newest one)
 
-The run's own checkpoints begin where it ends: with one of them, nothing here is looked at again.
+The run's own checkpoints begin where the warm start ends: once there is one, nothing here is read.
 """
 
 import logging
@@ -117,10 +117,11 @@ def warm_start(
     stop: Stop,
     lockstep: Lockstep,
 ) -> tuple[Params, dict[str, float]]:
-    """Train on worked answers for warm_start.steps updates; the weights, and what the run's first
-    line of metrics says of them. With `resume` from the warm start's newest checkpoint, if any.
+    """Train on worked answers for warm_start.steps updates.
 
-    Raises Stopped (Ctrl-C) or Preempted (SIGTERM) once what was made is saved, TrainingError.
+    Returns the weights, and what the run's first line of metrics says of the warm start. With
+    `resume`, continues from the warm start's newest checkpoint, if there is one. Raises Stopped
+    (Ctrl-C) or Preempted (SIGTERM) once all updates made are saved, and TrainingError.
     """
     asked = lockstep.agreed_stop(stop)
     stop.answer = "stopping after this update of the warm start and saving"
@@ -156,5 +157,5 @@ def _leave(stop: Stop, what: str) -> None:
 
 
 def forget_warm_start(paths: Paths) -> None:
-    """Remove the warm start's checkpoint, where the run has one of its own; its metrics stay."""
+    """Remove the warm start's checkpoint once the run has one of its own; its metrics stay."""
     shutil.rmtree(paths.warm_start.checkpoints, ignore_errors=True)

@@ -48,7 +48,7 @@ MIN_REST = 1e-7
 def distill_logits(
     student_logits: Array, teacher_logits: Array, *, kind: Kind, beta: float = 0.5
 ) -> Array:
-    """Divergence between two softmaxes, [tokens, vocab] twice -> [tokens] nats.
+    """Return the divergence between two softmaxes, [tokens, vocab] twice -> [tokens] nats.
 
     forward: KL(teacher || student), Hinton et al. 2015 (arXiv:1503.02531); reverse: KL(student ||
     teacher), MiniLLM (arXiv:2306.08543); js: GKD (arXiv:2306.13649), eq. 1.
@@ -66,7 +66,7 @@ def distill_top(
     kind: Kind,
     beta: float = 0.5,
 ) -> Array:
-    """The same against the teacher's k likeliest tokens, and all others as one; [tokens] nats.
+    """Return the divergence over the teacher's k likeliest tokens and the rest; [tokens] nats.
 
     student_logits [tokens, vocab]; teacher_ids [tokens, k], different ones; teacher_logprobs
     [tokens, k] of its whole distribution.
@@ -83,20 +83,20 @@ def distill_token(
     kind: Kind,
     beta: float = 0.5,
 ) -> Array:
-    """The same where only one token's log-prob is known: token_ids, teacher_logprobs [tokens]."""
+    """Return `distill_top` of one known token: token_ids, teacher_logprobs [tokens]."""
     ids, logprobs = token_ids[:, None], teacher_logprobs[:, None]
     return distill_top(student_logits, ids, logprobs, kind=kind, beta=beta)
 
 
 def _outcomes(student: Array, ids: Array, teacher_logprobs: Array) -> tuple[Array, Array]:
-    """Both over the same outcomes: the ids, and all others as one where there are others."""
+    """Return both over the same outcomes: the ids, and all others as one if there are others."""
     others = ids.shape[-1] < student.shape[-1]
     both = lumped(student, ids), with_rest(teacher_logprobs)
     return both if others else (both[0][:, :-1], both[1][:, :-1])
 
 
 def with_rest(logprobs: Array) -> Array:
-    """[tokens, k] -> [tokens, k + 1]: the mass that is left comes last, at least MIN_REST."""
+    """Append the mass that is left, at least MIN_REST: [tokens, k] -> [tokens, k + 1]."""
     logprobs = jax.lax.stop_gradient(logprobs.astype(jnp.float32))
     rest = jnp.log(jnp.maximum(-jnp.expm1(logsumexp(logprobs, axis=-1)), MIN_REST))
     return jnp.concatenate([logprobs, rest[:, None]], axis=-1)
@@ -109,11 +109,12 @@ def teacher_advantages(
     *,
     coefficient: float = 1.0,
 ) -> Array:
-    """A_t = -coefficient (log p_S - log p_T) of the drawn token; 0 outside the mask.
+    """Return A_t = -coefficient (log p_S - log p_T) of the drawn token; 0 outside the mask.
 
     On-policy distillation (Lu and Thinking Machines 2025, "On-Policy Distillation"): a policy
     gradient with these advantages goes down the per-token reverse KL, whose one-sample estimate
-    log p_S - log p_T is. student: the distribution that drew the token. No gradient goes through.
+    log p_S - log p_T is. The student is the distribution that drew the token. No gradient flows
+    through the result.
     """
     gap = jnp.where(mask, jnp.subtract(student_logprobs, teacher_logprobs), 0.0)
     return jax.lax.stop_gradient(-coefficient * gap)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_async.algorithms.preferences import kl_baseline
+from jaxrl_async.algorithms.preference_losses import kl_baseline
 from jaxrl_async.mesh import NO_DEVICE_LOCK, batch_sharding, put
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, PreferenceObjective
 from jaxrl_async.trainer.pack_pairs import micro_batches_of

@@ -1,5 +1,4 @@
-"""The optimizer, from configuration: global-norm clipping, AdamW, a schedule, and how weights are
-rounded."""
+"""The optimizer, from configuration: global-norm clipping, AdamW, a schedule, and rounding."""
 
 from typing import Any
 
@@ -14,11 +13,11 @@ from jaxrl_async.config import schema
 def make_schedule(
     section: schema.TrainerSection, *, learning_rate: float, total_steps: int
 ) -> optax.Schedule:
-    """Learning rate at place 0, 1, ...: a linear warm-up to the peak, then the chosen course.
+    """Return the learning rate at place 0, 1, ...: a linear warm-up to the peak, then the course.
 
-    Update n of the warm-up (from 1) has n / warmup_steps of the peak, so that none is wasted on 0;
-    linear and cosine would reach 0 one update after the last. total_steps: updates that are asked
-    for; where fewer are made, a place lies between two of them.
+    Update n of the warm-up (from 1) has n / warmup_steps of the peak, so that no update is wasted
+    on rate 0; linear and cosine would reach 0 one update after the last. total_steps: updates that
+    the configuration asks for; a place may be fractional if fewer are made.
     """
     warmup, decay_steps = section.warmup_steps, max(total_steps - section.warmup_steps, 1)
 
@@ -39,9 +38,9 @@ def _course(name: str, progress: Array) -> Array:
 
 
 def make_optimizer(section: schema.TrainerSection, *, decayed: Any) -> optax.GradientTransformation:
-    """clip_by_global_norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), of rate 1.
+    """Chain clip_by_global_norm and AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) of rate 1.
 
-    The caller multiplies with the learning rate, which may follow something else than the number of
+    The caller multiplies by the learning rate, which may follow something other than the number of
     updates. decayed: tree of bool like the parameters, True where weight decay applies.
     """
     return optax.chain(
@@ -58,20 +57,20 @@ def make_optimizer(section: schema.TrainerSection, *, decayed: Any) -> optax.Gra
 
 
 def needs_masters(section: schema.TrainerSection, param_dtype: Any) -> bool:
-    """Whether float32 copies of the weights are kept, which the optimizer moves."""
+    """Return whether the optimizer moves float32 copies of the weights."""
     return jnp.dtype(param_dtype) != jnp.float32 and section.rounding == "masters"
 
 
 def optimizer_bytes(section: schema.TrainerSection, param_dtype: Any) -> int:
-    """Of a weight, beside itself and its gradient: AdamW's two moments, and the master."""
+    """Return the optimizer's bytes per weight: AdamW's two moments, and a master if kept."""
     return 12 if needs_masters(section, param_dtype) else 8
 
 
 def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
-    """float32 to a neighbour in bfloat16, the nearer one the likelier: right in the mean.
+    """Round float32 to a neighbour in bfloat16, the nearer one more likely: right in the mean.
 
-    Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below the last one that
-    bfloat16 has, and cut off with the others. What is not finite is kept.
+    Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below the last bit that
+    bfloat16 has, and then cut off. Values that are not finite stay as they are.
     """
     assert jnp.dtype(dtype) == jnp.bfloat16, "float32 has exactly 16 bits more"
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
@@ -81,7 +80,7 @@ def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
 
 
 def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
-    """`stochastically_rounded` of all leaves, each with random bits of its own."""
+    """Round all leaves by `stochastically_rounded`, each with random bits of its own."""
     leaves, structure = jax.tree.flatten(tree)
     keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]
     rounded = [stochastically_rounded(k, x, dtype) for k, x in zip(keys, leaves, strict=True)]
@@ -91,7 +90,7 @@ def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
 def state_shardings(
     optimizer: optax.GradientTransformation, params: Any, param_shardings: Any, replicated: Any
 ) -> Any:
-    """Where the optimizer's state lives: moments like their parameters, counters everywhere."""
+    """Return the shardings of an optimizer's state: moments as weights, counters replicated."""
     state = jax.eval_shape(optimizer.init, params)
     return optax.tree_map_params(
         optimizer,

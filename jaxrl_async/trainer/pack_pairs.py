@@ -32,7 +32,7 @@ class PreferenceBatch:
     places: IntArray  # [rows, length] int32, from 0 in each micro-batch; -1 is padding
     is_chosen: BoolArray  # [rows, length] True where the segment's answer is the chosen one
     num_pairs: int
-    num_answers: int  # two for each pair, less those that are not there
+    num_answers: int  # two for each pair, less the missing ones
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +45,7 @@ COLUMNS = tuple(f.name for f in fields(PreferenceBatch) if not f.name.startswith
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """Rows that pairs are placed in, while they are."""
+    """Rows that pairs are being placed in."""
 
     room: list[int]  # tokens free in each row
     pairs: list[tuple[int, list[int]]]  # index of the pair, rows of its answers
@@ -69,12 +69,12 @@ def pack_preference(pairs: Sequence[PreferencePair], row_length: int, rows: int)
 
 
 def max_pairs(row_length: int, rows: int) -> int:
-    """Bound on the pairs of a micro-batch: an answer takes two tokens with its prompt."""
+    """Return a bound on the pairs of a micro-batch: an answer and its prompt take two tokens."""
     return rows * row_length // 2
 
 
 def micro_batches_of(batch: PreferenceBatch, rows: int) -> list[dict[str, NDArray]]:
-    """The columns, `rows` rows at a time; as many as it was packed for."""
+    """Return the columns `rows` rows at a time; the batch must be packed for that number."""
     assert len(batch.token_ids) % rows == 0, "packed for another number of rows"
     return [
         {name: getattr(batch, name)[at : at + rows] for name in COLUMNS}
@@ -83,42 +83,42 @@ def micro_batches_of(batch: PreferenceBatch, rows: int) -> list[dict[str, NDArra
 
 
 def _lengths(pair: PreferencePair) -> list[int]:
-    """Tokens of each segment: the prompt with each answer that is there."""
+    """Count the tokens of each segment: the prompt with each answer that exists."""
     return [len(pair.prompt_ids) + len(answer) for answer in pair.answers]
 
 
 def _place(
     micros: list[_MicroBatch], index: int, lengths: list[int], row_length: int, rows: int
 ) -> None:
-    """Into the first micro-batch with room, or a new one."""
+    """Place a pair in the first micro-batch with room, or in a new one. Raises DataError."""
     for micro in micros:
-        if (found := _rows_for(lengths, micro.room)) is not None:
+        if (chosen := _rows_for(lengths, micro.room)) is not None:
             break
     else:
         micro = _MicroBatch([row_length] * rows, [])
-        found = _rows_for(lengths, micro.room)
-        if found is None:
+        chosen = _rows_for(lengths, micro.room)
+        if chosen is None:
             raise DataError(
                 f"preference pair {index} has segments of {' and '.join(map(str, lengths))} "
                 f"tokens, which do not fit {rows} rows of {row_length}. Raise trainer.row_length "
                 "or trainer.micro_batch_tokens, or leave such pairs out."
             )
         micros.append(micro)
-    micro.pairs.append((index, found))
-    for length, row in zip(lengths, found, strict=True):
+    micro.pairs.append((index, chosen))
+    for length, row in zip(lengths, chosen, strict=True):
         micro.room[row] -= length
 
 
 def _rows_for(lengths: list[int], room: list[int]) -> list[int] | None:
-    """A row for each, longest first, each in the first with room; null where there is none."""
-    free, found = list(room), [0] * len(lengths)
+    """Choose the first row with room for each segment, longest first; None if one finds none."""
+    free, chosen = list(room), [0] * len(lengths)
     for member in sorted(range(len(lengths)), key=lambda m: -lengths[m]):
         row = next((r for r, f in enumerate(free) if f >= lengths[member]), None)
         if row is None:
             return None
-        found[member] = row
+        chosen[member] = row
         free[row] -= lengths[member]
-    return found
+    return chosen
 
 
 def _empty(rows: int, length: int) -> dict[str, NDArray]:

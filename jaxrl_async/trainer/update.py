@@ -50,9 +50,9 @@ Params = Any  # nested dict of arrays in the tree of a table of weights
 DeviceLock = AbstractContextManager[Any]
 
 ROUNDING_SEED = 0
-"""Of the random bits of trainer.rounding=stochastic; the number of the update is folded in."""
+"""Seed of trainer.rounding=stochastic; the number of the update is folded in."""
 MAX_QUEUED = 4
-"""Programs in flight on forced-host devices, whose collectives can deadlock behind a long queue."""
+"""Most programs queued on forced-host devices: their collectives can deadlock behind more."""
 
 
 class TrainState(NamedTuple):
@@ -74,7 +74,7 @@ NOTHING_FROZEN = Frozen()
 
 
 class WithMasters(NamedTuple):
-    """An optimizer's state where the weights are kept in another type than they learn in."""
+    """An optimizer's state if the weights are kept in another type than they learn in."""
 
     optimizer: Any
     masters: Params  # float32; the weights are these, rounded to the nearest
@@ -134,14 +134,19 @@ class Objective(Protocol):
         """Return what the host reports of an update on the data, beside the loss's totals."""
 
 
-O = TypeVar("O", bound=Objective)  # noqa: E741
+ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
 
-class Update(Generic[O]):
+class Update(Generic[ObjectiveT]):
     """The compiled update of one objective. Owned by the trainer's thread."""
 
     def __init__(
-        self, objective: O, settings: LearningSettings, *, learning_rate: float, total_steps: int
+        self,
+        objective: ObjectiveT,
+        settings: LearningSettings,
+        *,
+        learning_rate: float,
+        total_steps: int,
     ) -> None:
         """learning_rate: its peak; total_steps: updates that its course is planned for."""
         self.objective, self.settings = objective, settings

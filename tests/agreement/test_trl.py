@@ -24,7 +24,7 @@ from agree import (
 )
 
 from jaxrl_async.algorithms.losses import TokenInputs, cross_entropy
-from jaxrl_async.algorithms.preferences import (
+from jaxrl_async.algorithms.preference_losses import (
     PairInputs,
     bradley_terry,
     kl_baseline,

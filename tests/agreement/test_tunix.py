@@ -19,7 +19,7 @@ from agree import (
     value_and_gradient,
 )
 
-from jaxrl_async.algorithms.preferences import PairInputs, preference_loss
+from jaxrl_async.algorithms.preference_losses import PairInputs, preference_loss
 from jaxrl_async.algorithms.shaping import soft_overlong_penalty
 from jaxrl_async.algorithms.value_loss import value_loss
 from jaxrl_async.model.logprobs import chunked_logprobs

@@ -10,7 +10,7 @@ from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
 from jaxrl_async.algorithms.losses import supervised_loss, token_loss
-from jaxrl_async.algorithms.preferences import preference_loss
+from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.registry import (
     defaults_of,
     has_range,

@@ -49,7 +49,7 @@ def no_training(monkeypatch):
 
     monkeypatch.setattr(Update, "update", trained)
     monkeypatch.setattr(loop, "run_threads", trained)
-    monkeypatch.setattr(offline, "learn", trained)
+    monkeypatch.setattr(offline, "learn_job", trained)
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ class CriticObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: CriticBatch, context: None
     ) -> tuple[Array, Totals]:
-        tokens = TokenRows(micro.token_ids, micro.positions, micro.segment_ids)
+        tokens = TokenRows.of(micro._asdict())
         values, _ = token_values(self.spec, trainable, tokens, self.decoder)
         token = value_loss(values, micro.old_values, micro.returns, micro.mask, clip=self.clip)
         loss = jnp.sum(jnp.where(micro.mask, micro.weights * token.loss, 0.0))

@@ -1,21 +1,19 @@
 """The policy's objective: a step's packed tokens, and what else is known of them.
 
 host    aggregate(batch) ──> weights ──> micro-batches
-device  one pass over the policy ──> TokenInputs ──> algorithms.objective.policy_loss
+device  policy_forward ──> TokenInputs ──> algorithms.objective.policy_loss
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxrl_async.algorithms.aggregate import AggregateFn, aggregate
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, DeviceBatch, Source, names_of
-from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
     Coefficients,
     Recipe,
@@ -25,28 +23,17 @@ from jaxrl_async.algorithms.objective import (
     supervised_loss,
 )
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows
-from jaxrl_async.model.divergence import (
-    Divergence,
-    FrozenPolicy,
-    TokenDivergence,
-    chunked_over_vocab,
-    divergence_of,
-    reverse_kl,
-)
-from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.divergence import divergence_of
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.trainer.distill import TeacherTop, distill_rows
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
+from jaxrl_async.trainer.policy_forward import PolicyForward
 from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
 from jaxrl_async.types import FloatArray, PackedBatch
 
 PACKED = tuple(name for name in names_of(Source.PACK) if COLUMNS[name].on_device)
 """Columns of a PackedBatch that travel to the devices."""
-IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
-"""Columns of a micro-batch that a loss may look at as they are."""
 
 
 class PolicyData(NamedTuple):
@@ -69,16 +56,18 @@ class PolicyContext(NamedTuple):
 class PolicyObjective:
     """The recipe's loss of a PolicyData's learnt tokens, beside a reference and a teacher."""
 
-    spec: ModelSpec
-    decoder: DecoderSettings  # its temperature is the sampler's
+    forward: PolicyForward
     recipe: Recipe
     aggregate: AggregateFn
-    teacher_spec: ModelSpec
-    teacher_divergence: Divergence
     supervised_coefficient: float = 0.0  # of worked answers mixed in
     num_lags: int = 0  # lags whose divergence is reported
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The policy's architecture."""
+        return self.forward.spec
 
     @property
     def table(self) -> dict[str, Any]:
@@ -126,8 +115,7 @@ class PolicyObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: DeviceBatch, context: PolicyContext
     ) -> tuple[Array, Totals]:
-        x, changed = self._inputs(trainable, frozen, micro)
-        x = self._compared(x, frozen, micro)
+        x, changed = self.forward(trainable, frozen, micro)
         loss, totals = policy_loss(
             self.recipe,
             x,
@@ -153,42 +141,6 @@ class PolicyObjective:
     ) -> Totals:
         return self.loss(trainable, frozen, micro, context)[1]
 
-    def _inputs(
-        self, trainable: Params, frozen: Frozen, micro: DeviceBatch
-    ) -> tuple[TokenInputs, Array | None]:
-        """Run the policy once, with the divergence that needs whole distributions.
-
-        And, if experts are replayed, count the layers that would have sent each token elsewhere.
-        """
-        policy, tokens = (self.spec, trainable), rows_of_batch(micro)
-        has_entropy, measure = self.recipe.has_entropy, self.teacher_divergence
-        if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
-            top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
-            passed = distill_rows(*policy, tokens, top, measure, self.decoder)
-            return inputs_of(passed, micro, has_entropy, teacher=True), passed.changed
-        if frozen.teacher is not None:
-            other = FrozenPolicy(self.teacher_spec, frozen.teacher)
-            passed = chunked_over_vocab(*policy, tokens, other, measure, self.decoder)
-            return inputs_of(passed, micro, has_entropy, teacher=True), passed.changed
-        if frozen.reference is not None and self.recipe.whole_kl:
-            other = FrozenPolicy(self.spec, frozen.reference)
-            passed = chunked_over_vocab(*policy, tokens, other, reverse_kl, self.decoder)
-            x = inputs_of(passed, micro, has_entropy)
-            return x._replace(reference_divergence=passed.divergence), passed.changed
-        alone = token_logprobs(*policy, tokens, self.decoder)
-        nothing = jnp.zeros_like(alone.logprobs)
-        passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, alone.changed)
-        return inputs_of(passed, micro, has_entropy), passed.changed
-
-    def _compared(self, x: TokenInputs, frozen: Frozen, micro: DeviceBatch) -> TokenInputs:
-        """Add the reference's log-probs, if they are to be taken here."""
-        known = micro.reference_logprobs is not None
-        if known or frozen.reference is None or self.recipe.whole_kl:
-            return x
-        tokens = rows_of_batch(micro)._replace(expert_ids=None)  # it chooses for itself
-        reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
-        return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))
-
 
 def policy_update(
     spec: ModelSpec,
@@ -213,37 +165,24 @@ def policy_update(
             run on the mesh.
     """
     section = teacher or schema.TeacherSection()
-    objective = PolicyObjective(
+    recipe = make_recipe(algorithm, teacher)
+    forward = PolicyForward(
         spec=spec,
         decoder=settings.decoder(spec, temperature),
-        recipe=make_recipe(algorithm, teacher),
-        aggregate=aggregate.resolve(algorithm.aggregate),
         teacher_spec=teacher_spec or spec,
         teacher_divergence=divergence_of(section.kind, section.beta),
+        whole_kl=recipe.whole_kl,
+        has_entropy=recipe.has_entropy,
+    )
+    objective = PolicyObjective(
+        forward=forward,
+        recipe=recipe,
+        aggregate=aggregate.resolve(algorithm.aggregate),
         supervised_coefficient=algorithm.supervised_coefficient,
         num_lags=num_lags,
     )
     return Update(
         objective, settings, learning_rate=algorithm.learning_rate, total_steps=total_steps
-    )
-
-
-def rows_of_batch(micro: DeviceBatch) -> TokenRows:
-    """Return what a decoder reads of a micro-batch."""
-    return TokenRows(
-        micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids
-    )
-
-
-def inputs_of(
-    passed: TokenDivergence, micro: DeviceBatch, has_entropy: bool, *, teacher: bool = False
-) -> TokenInputs:
-    """Put together what a loss may look at. teacher: the divergence is the teacher's."""
-    return TokenInputs(
-        policy_logprobs=passed.logprobs,
-        entropy=passed.entropy if has_entropy else jax.lax.stop_gradient(passed.entropy),
-        teacher_divergence=passed.divergence if teacher else None,
-        **{name: getattr(micro, name) for name in IN_LOSS},
     )
 
 

@@ -17,7 +17,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.objective import Totals
-from jaxrl_async.algorithms.preferences import (
+from jaxrl_async.algorithms.preference_losses import (
     PairInputs,
     PreferenceLossFn,
     needs_baseline,
@@ -95,7 +95,7 @@ class PreferenceObjective:
 
     def logprobs(self, params: Params, micro: dict[str, Array]) -> Array:
         """Return the log-probs of a micro-batch's tokens; inside jit."""
-        return token_logprobs(self.spec, params, rows_of_pairs(micro), self.decoder).logprobs
+        return token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder).logprobs
 
 
 def preference_update(
@@ -114,11 +114,6 @@ def preference_update(
 # ---- what a reward model shares
 
 
-def rows_of_pairs(micro: dict[str, Array]) -> TokenRows:
-    """Return what a decoder reads of a micro-batch."""
-    return TokenRows(micro["token_ids"], micro["positions"], micro["segment_ids"])
-
-
 def answer_weight(batch: PreferenceBatch) -> np.float32:
     """Return 2 / answers of the step, which is 1 / pairs where none is alone."""
     return np.float32(2 / max(batch.num_answers, 1))
@@ -127,8 +122,8 @@ def answer_weight(batch: PreferenceBatch) -> np.float32:
 def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
     """Sum over the tokens of each chosen and of each rejected answer, by the pair's place.
 
-    values [rows, length] -> [max_pairs] twice; 0 where there is no such answer. What lies outside
-    the mask may be anything.
+    values [rows, length] -> [max_pairs] twice; 0 if an answer is missing. Values outside the mask
+    are not read.
     """
     num_places = max_pairs(values.shape[1], values.shape[0])
     slots = jnp.where(micro["mask"], 2 * micro["places"] + ~micro["is_chosen"], 2 * num_places)

@@ -8,8 +8,8 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.objective import Totals
-from jaxrl_async.algorithms.preferences import bradley_terry, summed
-from jaxrl_async.model.decoder import DecoderSettings
+from jaxrl_async.algorithms.preference_losses import bradley_terry, summed
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import head_table, sequence_scores
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -20,7 +20,6 @@ from jaxrl_async.trainer.objectives.preference_objective import (
     answer_weight,
     check_whole,
     pair_measures,
-    rows_of_pairs,
 )
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, micro_batches_of
 from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
@@ -50,7 +49,7 @@ class RewardObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
     ) -> tuple[Array, Totals]:
-        scores = sequence_scores(self.spec, trainable, rows_of_pairs(micro), self.decoder)
+        scores = sequence_scores(self.spec, trainable, TokenRows.of(micro), self.decoder)
         lengths = answer_lengths(micro)
         loss = bradley_terry(*answer_sums(scores, micro), margin=self.margin)
         return summed(loss, *lengths, context.weight)

@@ -54,15 +54,15 @@ class SupervisedObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
     ) -> tuple[Array, Totals]:
-        found = token_logprobs(self.spec, trainable, rows_of(micro), self.decoder)
-        nothing = jnp.zeros_like(found.logprobs)
+        policy = token_logprobs(self.spec, trainable, TokenRows.of(micro), self.decoder)
+        nothing = jnp.zeros_like(policy.logprobs)
         x = TokenInputs(
-            policy_logprobs=found.logprobs,
+            policy_logprobs=policy.logprobs,
             behavior_logprobs=nothing,
             advantages=nothing,
             mask=micro["mask"],
             versions=jnp.zeros_like(micro["token_ids"]),
-            entropy=jax.lax.stop_gradient(found.entropy),
+            entropy=jax.lax.stop_gradient(policy.entropy),
         )
         return supervised_loss(x, micro["weights"])
 
@@ -77,7 +77,7 @@ class SupervisedObjective:
         _, totals = self.loss(trainable, frozen, micro, context)
         mask, segments = micro["mask"], micro["segment_ids"]
         forward = replace(self.decoder, remat="none")
-        matches = greedy_matches(self.spec, trainable, rows_of(micro), forward)
+        matches = greedy_matches(self.spec, trainable, TokenRows.of(micro), forward)
         ends = first_tokens(mask, segments)  # one token of each answer
         right = ends & ~sequence_any(~matches, mask, segments)
         means = {
@@ -97,8 +97,3 @@ def supervised_update(
     """Make the update of a policy by given answers. Raises ConfigError."""
     objective = SupervisedObjective(spec, settings.decoder(spec))
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
-
-
-def rows_of(micro: dict[str, Array]) -> TokenRows:
-    """Return what a decoder reads of a micro-batch."""
-    return TokenRows(micro["token_ids"], micro["positions"], micro["segment_ids"])

@@ -163,7 +163,7 @@ preference_loss.check_known(
 
 
 def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
-    """kto's z0: max(0, mean log-ratio of answers to prompts that they do not belong to).
+    """Return kto's z0: max(0, mean log-ratio of answers to prompts that they do not belong to).
 
     Ethayarajh et al. 2024 (arXiv:2402.01306), sec. 4.1: an estimate of the KL of policy and
     reference, biased but cheap; no gradient goes through it.
@@ -172,21 +172,21 @@ def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
 
 
 def needs_reference(loss: PreferenceLossFn) -> bool:
-    """Whether a resolved loss compares with a frozen reference."""
+    """Return whether a resolved loss compares with a frozen reference."""
     return "reference" in preference_loss.facts_of(loss).needs
 
 
 def needs_baseline(loss: PreferenceLossFn) -> bool:
-    """Whether a resolved loss needs kl_baseline; such a one learns from a single answer, too."""
+    """Return whether a resolved loss needs kl_baseline; it then learns from single answers, too."""
     return "baseline" in preference_loss.facts_of(loss).needs
 
 
 def log_ratios(x: PairInputs) -> tuple[Array, Array]:
-    """log(policy / reference) of the chosen and of the rejected answer."""
+    """Return log(policy / reference) of the chosen and of the rejected answer."""
     if x.reference_chosen is None or x.reference_rejected is None:
         raise ConfigError(
-            "this preference loss needs a reference: give reference_params, or take one that does "
-            "without (simpo, orpo)."
+            "this preference loss needs a reference: give frozen.reference, or take a loss that "
+            "needs none (simpo, orpo)."
         )
     chosen = x.chosen_logprobs - jax.lax.stop_gradient(x.reference_chosen)
     return chosen, x.rejected_logprobs - jax.lax.stop_gradient(x.reference_rejected)
@@ -195,10 +195,10 @@ def log_ratios(x: PairInputs) -> tuple[Array, Array]:
 def summed(
     x: PairLoss, chosen_lengths: Array, rejected_lengths: Array, weight: Array
 ) -> tuple[Array, Totals]:
-    """weight * sum of the losses of the pairs that are there, and what to report of them.
+    """Return weight * sum of the losses of the pairs that exist, and what to report of them.
 
-    weight: 2 / answers of the whole step, which is 1 / pairs where none is alone. Rewards are over
-    the answers that are there; accuracy and margin over whole pairs, and a tie is half right.
+    weight: 2 / answers of the whole step, which is 1 / pairs if no answer is alone. Rewards are
+    over the answers that exist; accuracy and margin over whole pairs, and a tie is half right.
     """
     has_chosen, has_rejected = chosen_lengths > 0, rejected_lengths > 0
     both = has_chosen & has_rejected

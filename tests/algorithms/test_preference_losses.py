@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.algorithms.preferences import (
+from jaxrl_async.algorithms.preference_losses import (
     PairInputs,
     bradley_terry,
     kl_baseline,

@@ -1,0 +1,79 @@
+"""One pass over the policy inside its update, and what it is compared with there."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.divergence import (
+    Divergence,
+    FrozenPolicy,
+    TokenDivergence,
+    chunked_over_vocab,
+    reverse_kl,
+)
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.distill import TeacherTop, distill_rows
+from jaxrl_async.trainer.update import Frozen, Params
+
+IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
+"""Columns of a micro-batch that a loss may look at as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyForward:
+    """How the policy runs on a micro-batch, beside a reference and a teacher; inside jit."""
+
+    spec: ModelSpec
+    decoder: DecoderSettings  # its temperature is the sampler's
+    teacher_spec: ModelSpec
+    teacher_divergence: Divergence
+    whole_kl: bool  # whether the reference is compared over the whole vocabulary
+    has_entropy: bool  # whether the entropy carries a gradient
+
+    def __call__(
+        self, trainable: Params, frozen: Frozen, micro: DeviceBatch
+    ) -> tuple[TokenInputs, Array | None]:
+        """Return what a loss may look at, and decoder.TokenStates.changed.
+
+        The policy runs once; divergences that need whole distributions come from the same pass.
+        """
+        policy, tokens = (self.spec, trainable), TokenRows.of(micro._asdict())
+        if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
+            top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
+            passed = distill_rows(*policy, tokens, top, self.teacher_divergence, self.decoder)
+            x = self._inputs(passed, micro)._replace(teacher_divergence=passed.divergence)
+        elif frozen.teacher is not None:
+            teacher = FrozenPolicy(self.teacher_spec, frozen.teacher)
+            measure = self.teacher_divergence
+            passed = chunked_over_vocab(*policy, tokens, teacher, measure, self.decoder)
+            x = self._inputs(passed, micro)._replace(teacher_divergence=passed.divergence)
+        elif frozen.reference is not None and self.whole_kl:
+            reference = FrozenPolicy(self.spec, frozen.reference)
+            passed = chunked_over_vocab(*policy, tokens, reference, reverse_kl, self.decoder)
+            x = self._inputs(passed, micro)._replace(reference_divergence=passed.divergence)
+        else:
+            alone = token_logprobs(*policy, tokens, self.decoder)
+            nothing = jnp.zeros_like(alone.logprobs)
+            passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, alone.changed)
+            x = self._inputs(passed, micro)
+        return self._compared(x, frozen, micro), passed.changed
+
+    def _inputs(self, passed: TokenDivergence, micro: DeviceBatch) -> TokenInputs:
+        entropy = passed.entropy if self.has_entropy else jax.lax.stop_gradient(passed.entropy)
+        columns = {name: getattr(micro, name) for name in IN_LOSS}
+        return TokenInputs(policy_logprobs=passed.logprobs, entropy=entropy, **columns)
+
+    def _compared(self, x: TokenInputs, frozen: Frozen, micro: DeviceBatch) -> TokenInputs:
+        """Add the reference's log-probs, if they are to be taken here."""
+        known = micro.reference_logprobs is not None
+        if known or frozen.reference is None or self.whole_kl:
+            return x
+        tokens = TokenRows.of(micro._asdict())._replace(expert_ids=None)  # it chooses for itself
+        reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
+        return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))
