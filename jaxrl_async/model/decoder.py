@@ -55,8 +55,8 @@ class TokenRows(NamedTuple):
     """[B, T, ceil(vocab / 8)] uint8, little-endian: which tokens token t was drawn from. None: the
     whole vocabulary."""
     expert_ids: Array | None = None
-    """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the token's own
-    choice. None: every token chooses for itself."""
+    """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the router's
+    choice. None: the router chooses for every token."""
 
     @classmethod
     def of(cls, columns: Mapping[str, Array]) -> "TokenRows":
@@ -67,22 +67,22 @@ class TokenRows(NamedTuple):
 
 
 class TokenStates(NamedTuple):
-    """What a decoder makes of packed sequences."""
+    """A decoder's output for packed sequences."""
 
     hidden: Array  # [B * T, D] after the final norm, in the order of the layout
-    changed: Array | None  # [B, T] int32, layers that would choose other experts
+    changed: Array | None  # [B, T] int32, layers whose router would choose other experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """How a program runs a decoder, and what it makes of the logits."""
+    """How a program runs a decoder and computes log-probs from its logits."""
 
-    dtype: Any = jnp.float32  # that activations are computed in
-    remat: str = "none"  # what the backward pass computes again: none, dots or layer
+    dtype: Any = jnp.float32  # of activations
+    remat: str = "none"  # what the backward pass recomputes, see _remat
     attention: SequenceAttention = reference
     layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
     chunk: int = 1024  # tokens of a device whose logits exist at once
-    temperature: float = 1.0  # that logits are divided by
+    temperature: float = 1.0  # divides the logits
 
 
 ON_ONE_DEVICE = DecoderSettings()
@@ -94,7 +94,7 @@ def settings_on(
 ) -> DecoderSettings:
     """Return the settings of a program on a mesh, with the attention of that name.
 
-    Raises ConfigError where that attention cannot run on the mesh.
+    Raises ConfigError if that attention cannot run on the mesh.
     """
     chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
     return DecoderSettings(dtype=dtype, attention=chosen, layout=Layout(mesh), **more)
@@ -142,7 +142,7 @@ def hidden_states(
 def token_states(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> TokenStates:
-    """Return each token's hidden state, each token sent through its given experts if it has any."""
+    """Return each token's hidden state; tokens with expert ids are routed to those experts."""
     dtype, attention, layout = settings.dtype, settings.attention, settings.layout
     token_ids, positions, segment_ids, _, expert_ids = tokens
     B = token_ids.shape[0]

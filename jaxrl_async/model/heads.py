@@ -68,7 +68,8 @@ def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params
 def token_scores(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """Return the head's number at every token, having seen it: [B, T] float32; any in padding."""
+    """Return the head's output at each token, which has seen that token: [B, T] float32; anything
+    in padding."""
     layout = settings.layout
     hidden = token_states(spec, params, tokens, settings).hidden
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
