@@ -42,13 +42,13 @@ def make_engine(monkeypatch: pytest.MonkeyPatch):
     return lambda slots: mock.TestEngine(batch_size=slots, cache_length=64, weight=1.0)
 
 
-def request(number: int, **wishes: object) -> Request:
+def request(number: int, **changes: object) -> Request:
     base: dict = {
         "request_id": f"r{number}",
         "token_ids": np.array([number + 1, 1], np.int32),
         "max_new_tokens": 3,
     }
-    return Request(**{**base, **wishes})
+    return Request(**{**base, **changes})
 
 
 def sums(first: int, count: int) -> list[int]:
@@ -69,9 +69,9 @@ def sampler(make_engine):
 @pytest.mark.exhaustive
 def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
     async def some() -> list:
-        wishes = [request(i, max_new_tokens=2 + i % 2) for i in range(3)]
-        wishes.append(request(9, max_new_tokens=8, stop_token_ids=(22,)))
-        futures = sampler.submit_many([*wishes, request(1)])
+        requests = [request(i, max_new_tokens=2 + i % 2) for i in range(3)]
+        requests.append(request(9, max_new_tokens=8, stop_token_ids=(22,)))
+        futures = sampler.submit_many([*requests, request(1)])
         futures[-1].cancel()
         return await asyncio.gather(*futures[:-1])
 
@@ -110,8 +110,8 @@ def test_weights_are_swapped_between_two_steps_and_versions_say_which(make_engin
 
 
 def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_refused(sampler) -> None:
-    async def submit(wish: Request):
-        return await sampler.submit(wish)
+    async def submit(given: Request):
+        return await sampler.submit(given)
 
     with pytest.raises(RolloutError, match="prompt has 65 tokens"):
         asyncio.run(submit(request(0, token_ids=np.zeros(65, np.int32))))
@@ -130,10 +130,10 @@ def test_what_is_wrong_with_a_request_is_said_at_submit(sampler) -> None:
 def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
     prefill = sampler.engine.prefill
 
-    def picky(*, true_length: int, **how: object):
+    def picky(*, true_length: int, **arguments: object):
         if true_length == 3:
             raise ValueError("injected")
-        return prefill(true_length=true_length, **how)
+        return prefill(true_length=true_length, **arguments)
 
     sampler.engine.prefill = picky
     odd = request(1, token_ids=np.array([1, 1, 1], np.int32))

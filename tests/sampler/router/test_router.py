@@ -16,10 +16,10 @@ from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
 
 
-def on_device(index: int, **wishes: object) -> Sampler:
+def on_device(index: int, **changes: object) -> Sampler:
     mesh = Mesh(np.array(jax.devices()[index]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
     settings = SamplerSettings(one_thread=True)
-    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, settings=settings, **wishes)
+    return Sampler((SPEC, PARAMS), section=SECTION, mesh=mesh, settings=settings, **changes)
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def test_tokens_do_not_depend_on_the_sampler_that_drew_them(router) -> None:
 
 
 def test_a_prefix_comes_back_to_where_it_was(router) -> None:
-    wish = request(40, token_ids=np.arange(40, dtype=np.int32))
+    given = request(40, token_ids=np.arange(40, dtype=np.int32))
     for _ in range(4):
-        router.generate([wish])
+        router.generate([given])
     assert router.stats().prefix_hit_tokens == 3 * 32
     assert sorted(s.stats().requests_done for s in router.samplers) == [0, 4]
 

@@ -291,7 +291,7 @@ def test_whatever_fails_when_each_request_has_exactly_one_answer(count, schedule
             router.look()
         elif event == "pass":
             clock.advance(1 + pick)
-    for _ in range(40):  # a fair world: whoever hangs is found, whoever is well answers
+    for _ in range(40):  # a fair world: a replica that hangs is noticed, one that is well answers
         router.look()
         clock.advance(11)
         router.look()
@@ -328,20 +328,20 @@ def injected():
 
 
 @pytest.fixture
-def wishes():
+def requests():
     return [request(i, sampling=request(0).sampling, stop_token_ids=()) for i in range(8)]
 
 
 @pytest.mark.slow
-def test_a_successor_draws_the_same_tokens_with_the_same_programs(wishes):
-    expected = make_sampler().generate(wishes)
+def test_a_successor_draws_the_same_tokens_with_the_same_programs(requests):
+    expected = make_sampler().generate(requests)
     faults = FaultCounts()
     router = Router([make_sampler()], limits=RestartLimits(backoff_s=0.0), count=faults.add)
-    router.generate(wishes)
+    router.generate(requests)
     old = router.samplers[0]
     strikes_once(old.engine, injected)
-    found = router.generate(wishes)
-    for a, b in zip(found, expected, strict=True):
+    completions = router.generate(requests)
+    for a, b in zip(completions, expected, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
     assert faults.read()["sampler_restarts"] == 1
     assert router.samplers[0] is not old and router.samplers[0].engine is old.engine
@@ -350,12 +350,12 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(wishes):
 
 
 @pytest.mark.slow
-def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
+def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(requests):
     clock = VirtualClock()
     router = Router(
         [make_sampler()], limits=RestartLimits(backoff_s=0.0, hang_s=100.0), clock=clock
     )
-    expected = router.generate(wishes)
+    expected = router.generate(requests)
     old = router.samplers[0]
     entered, wake, hung = threading.Event(), threading.Event(), []
 
@@ -373,8 +373,8 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
             wake.wait(0.05)
 
     threading.Thread(target=pass_time, daemon=True).start()
-    found = router.generate(wishes)
-    assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
+    completions = router.generate(requests)
+    assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in expected]
     assert router.samplers[0] is not old and hung[0].is_alive()
     wake.set()
     hung[0].join(60)
@@ -383,7 +383,7 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(wishes):
 
 
 @pytest.mark.slow
-def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_dead(wishes):
+def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_dead(requests):
     devices = jax.devices()[:2]
     channel = WeightChannel([FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in devices])
 
@@ -392,10 +392,10 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
 
     clock = VirtualClock()
     router = Router([sampler(), sampler()], limits=RestartLimits(backoff_s=50.0), clock=clock)
-    router.generate(wishes)
+    router.generate(requests)
     engine = router.samplers[1].engine
     strikes_once(engine, injected)
-    router.generate(wishes)
+    router.generate(requests)
     assert router.living == 1
     for version, params in ((1, OTHER), (2, PARAMS), (3, OTHER)):
         channel.publish(version, params)
@@ -419,7 +419,7 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
         clock.advance(1)
         time.sleep(0.01)
     assert router.samplers[1].version == 5 and channel.live_version == 5
-    for done in router.generate(wishes):
+    for done in router.generate(requests):
         assert set(done.versions.tolist()) == {5}
     channel.publish(6, PARAMS)
     channel.wait_live(6, 60)
