@@ -33,12 +33,13 @@ from common import (
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.sampler.sampler import Probe, Sampler, SamplerStats
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
-from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
 from jaxrl_async.types import Completion, Episode, Prompt, Request, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
@@ -138,15 +139,10 @@ def one_row(
 def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: int) -> Watch:
     """The main job's parts, put together as run/assemble.py does, for `steps` updates."""
     slices = make_slices(config.mesh)
-    step = TrainStep(
-        spec,
-        slices.trainer,
-        TRAINER_RULES,
-        algorithm=config.algorithm,
-        trainer=config.trainer,
-        row_length=config.row_length,
-        total_steps=steps,
+    settings = LearningSettings(
+        mesh=slices.trainer, trainer=config.trainer, row_length=config.row_length
     )
+    step = policy_update(spec, settings, config.algorithm, total_steps=steps)
     state = step.init(make_params(spec))
     table = weight_table(spec)
     push = Push(step.state_shardings.params, shardings(table, slices.sampler, SAMPLER_RULES))

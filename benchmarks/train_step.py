@@ -21,11 +21,13 @@ from common import (
 )
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.rates import measured_peak_flops
+from jaxrl_async.trainer.flops import train_flops
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step import TrainStep, train_flops
 from jaxrl_async.types import PackedBatch
 
 LENGTH = 96
@@ -47,21 +49,18 @@ def main() -> None:
 def one_row(spec: ModelSpec, remat: str, peak: float, args: argparse.Namespace) -> Row:
     """Update again and again from the same batch; the state moves on."""
     batch = random_batch(spec.vocab, args.sequences)
-    step = TrainStep(
-        spec,
-        make_slices(schema.MeshSection(colocated=True)).trainer,
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(),
+    settings = LearningSettings(
+        mesh=make_slices(schema.MeshSection(colocated=True)).trainer,
         trainer=schema.TrainerSection(micro_batch_tokens=args.micro_batch_tokens),
         row_length=LENGTH,
-        total_steps=1000,
         remat=remat,
     )
+    step = policy_update(spec, settings, schema.AlgorithmSection(), total_steps=1000)
     state = step.init(make_params(spec))
 
     def update() -> None:
         nonlocal state
-        state, _ = step.update(state, batch)
+        state, _ = step.update(state, PolicyData(batch))
         jax.block_until_ready(state)
 
     taken = measure(update, args.repeats)

@@ -27,7 +27,7 @@ Columns = dict[str, NDArray[Any]]
 """Host arrays [rows, length, ...] by column name: what is known of a batch beside the batch."""
 
 
-class Source(Enum):
+class ColumnSource(Enum):
     """Who makes a column."""
 
     PACK = "trainer.pack, from episodes: a field of PackedBatch"
@@ -41,7 +41,7 @@ class Column(NamedTuple):
 
     name: str
     dtype: str
-    source: Source
+    source: ColumnSource
     fill: int | float | bool = 0  # of padding
     on_device: bool = True  # a field of DeviceBatch; False also for what the update makes
     in_loss: bool = False  # a field of losses.TokenInputs
@@ -52,34 +52,36 @@ class Column(NamedTuple):
 
 def _loss_only(name: str, *, optional: bool = False, dtype: str = "float32") -> Column:
     """Declare a column that the update makes for the losses."""
-    return Column(name, dtype, Source.UPDATE, on_device=False, in_loss=True, optional=optional)
+    return Column(
+        name, dtype, ColumnSource.UPDATE, on_device=False, in_loss=True, optional=optional
+    )
 
 
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        Column("token_ids", "int32", Source.PACK),
-        Column("positions", "int32", Source.PACK),
-        Column("segment_ids", "int32", Source.PACK, in_loss=True),
-        Column("mask", "bool", Source.PACK, False, in_loss=True),
-        Column("behavior_logprobs", "float32", Source.PACK, 0.0, in_loss=True),
-        Column("versions", "int32", Source.PACK, NOT_DRAWN, in_loss=True),
-        Column("advantages", "float32", Source.PACK, 0.0, in_loss=True),
-        Column("weights", "float32", Source.AGGREGATE),
-        Column("supervised_weights", "float32", Source.AGGREGATE, optional=True),
-        Column("proximal_logprobs", "float32", Source.PASS, in_loss=True, optional=True),
-        Column("reference_logprobs", "float32", Source.PASS, in_loss=True, optional=True),
-        Column("covariance_rank", "float32", Source.PASS, in_loss=True, optional=True),
-        Column("teacher_ids", "int32", Source.PASS, optional=True, per_token="k"),
-        Column("teacher_logprobs", "float32", Source.PASS, optional=True, per_token="k"),
-        Column("kept", "uint8", Source.PACK, ALL_BITS, optional=True, per_token="vocab / 8"),
+        Column("token_ids", "int32", ColumnSource.PACK),
+        Column("positions", "int32", ColumnSource.PACK),
+        Column("segment_ids", "int32", ColumnSource.PACK, in_loss=True),
+        Column("mask", "bool", ColumnSource.PACK, False, in_loss=True),
+        Column("behavior_logprobs", "float32", ColumnSource.PACK, 0.0, in_loss=True),
+        Column("versions", "int32", ColumnSource.PACK, NOT_DRAWN, in_loss=True),
+        Column("advantages", "float32", ColumnSource.PACK, 0.0, in_loss=True),
+        Column("weights", "float32", ColumnSource.AGGREGATE),
+        Column("supervised_weights", "float32", ColumnSource.AGGREGATE, optional=True),
+        Column("proximal_logprobs", "float32", ColumnSource.PASS, in_loss=True, optional=True),
+        Column("reference_logprobs", "float32", ColumnSource.PASS, in_loss=True, optional=True),
+        Column("covariance_rank", "float32", ColumnSource.PASS, in_loss=True, optional=True),
+        Column("teacher_ids", "int32", ColumnSource.PASS, optional=True, per_token="k"),
+        Column("teacher_logprobs", "float32", ColumnSource.PASS, optional=True, per_token="k"),
+        Column("kept", "uint8", ColumnSource.PACK, ALL_BITS, optional=True, per_token="vocab / 8"),
         Column(
-            "expert_ids", "int8", Source.PACK, UNKNOWN_EXPERT, optional=True,  # or int16
+            "expert_ids", "int8", ColumnSource.PACK, UNKNOWN_EXPERT, optional=True,  # or int16
             per_token="layers, k", policy_alone=True,
         ),
-        Column("sequence_ids", "int32", Source.PACK, -1, on_device=False),
-        Column("group_ids", "int32", Source.PACK, -1, on_device=False),
-        Column("supervised", "bool", Source.PACK, False, on_device=False),
+        Column("sequence_ids", "int32", ColumnSource.PACK, -1, on_device=False),
+        Column("group_ids", "int32", ColumnSource.PACK, -1, on_device=False),
+        Column("supervised", "bool", ColumnSource.PACK, False, on_device=False),
         _loss_only("policy_logprobs"),
         _loss_only("entropy"),
         _loss_only("anchor_logprobs", optional=True),
@@ -112,7 +114,7 @@ class DeviceBatch(NamedTuple):
     expert_ids: Array | None = None  # [rows, length, layers, k]
 
 
-def names_of(*sources: Source) -> tuple[str, ...]:
+def names_of(*sources: ColumnSource) -> tuple[str, ...]:
     """Return the names of the columns that these sources make."""
     return tuple(c.name for c in COLUMNS.values() if c.source in sources)
 
@@ -129,5 +131,5 @@ def for_other_models(batch: PackedBatch) -> PackedBatch:
     return replace(batch, **hidden)
 
 
-check_fields("PackedBatch", PackedBatch.__dataclass_fields__, names_of(Source.PACK))
+check_fields("PackedBatch", PackedBatch.__dataclass_fields__, names_of(ColumnSource.PACK))
 check_fields("DeviceBatch", DeviceBatch._fields, (n for n, c in COLUMNS.items() if c.on_device))

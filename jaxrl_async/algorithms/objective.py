@@ -91,7 +91,7 @@ def make_recipe(
     )
 
 
-def policy_objective(
+def policy_loss(
     recipe: Recipe,
     x: TokenInputs,
     weights: Array,
@@ -208,8 +208,8 @@ def active_entropy_coefficient(coefficient: float, measured: float, *, target: f
 # ---- given answers, reports
 
 
-def supervised_objective(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
-    """The same as policy_objective for maximum likelihood of given tokens alone."""
+def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
+    """Return the share of loss and report for maximum likelihood of given tokens alone."""
     loss = _weighted(x, weights, cross_entropy(x).loss)
     sums = {"train/loss": loss, "train/tokens": jnp.sum(x.mask)}
     report = Totals(sums, {"policy/entropy": _mean(x.mask, x.entropy)}, {}, {})

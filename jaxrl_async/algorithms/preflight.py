@@ -27,7 +27,7 @@ from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction, correction_of, default_correction
 from jaxrl_async.algorithms.kl import is_whole
 from jaxrl_async.algorithms.losses import TokenInputs, masked_loss, token_inputs, token_loss
-from jaxrl_async.algorithms.objective import make_recipe, policy_objective
+from jaxrl_async.algorithms.objective import make_recipe, policy_loss
 from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
@@ -146,7 +146,7 @@ def effective_weights(
     def loss(logprobs: jax.Array) -> jax.Array:
         weights = jnp.asarray(ones, jnp.float32)
         moved = x._replace(policy_logprobs=logprobs)
-        return policy_objective(recipe, moved, weights, jnp.int32(1))[0]
+        return policy_loss(recipe, moved, weights, jnp.int32(1))[0]
 
     return [float(-g / advantage) for g in jax.grad(loss)(policy).ravel()]
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layout import Layout
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
@@ -137,15 +136,6 @@ def sequence_attention(
         part = kernels.splash_part_on(device, dtype)
         return kernels.per_shard(kernels.splash_on(device, dtype), mesh, part)
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
-
-
-def decoder_settings(
-    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
-) -> dict[str, Any]:
-    """Keywords of the functions over a decoder that a program on this mesh calls: dtype, attention
-    by name, layout and more. ConfigError as sequence_attention."""
-    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
-    return {"dtype": dtype, "attention": chosen, "layout": Layout(mesh), **more}
 
 
 def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:

@@ -8,14 +8,16 @@ batches.
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
-from jaxrl_async.model.attention import reference
+from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.kernels import ATTENDED, SequenceAttention
 from jaxrl_async.model.layers import (
     Layer,
@@ -41,6 +43,54 @@ long to compile as 1, and 170 MB on a TPU instead of 50)."""
 Params = Any  # nested dict of arrays in the tree of weight_table
 
 Attend = Callable[[int, Array, Array, Array], Array]
+
+
+class TokenRows(NamedTuple):
+    """Packed sequences as a decoder reads them: B rows of T tokens."""
+
+    token_ids: Array  # [B, T] int32
+    positions: Array  # [B, T] int32, from 0 in each segment
+    segment_ids: Array  # [B, T] int32, from 1 in each row; 0 is padding
+    kept: Array | None = None
+    """[B, T, ceil(vocab / 8)] uint8, little-endian: which tokens token t was drawn from. None: the
+    whole vocabulary."""
+    expert_ids: Array | None = None
+    """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the token's own
+    choice. None: every token chooses for itself."""
+
+
+class TokenStates(NamedTuple):
+    """What a decoder makes of packed sequences."""
+
+    hidden: Array  # [B * T, D] after the final norm, in the order of the layout
+    changed: Array | None  # [B, T] int32, layers that would choose other experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSettings:
+    """How a program runs a decoder, and what it makes of the logits."""
+
+    dtype: Any = jnp.float32  # that activations are computed in
+    remat: str = "none"  # what the backward pass computes again: none, dots or layer
+    attention: SequenceAttention = reference
+    layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
+    chunk: int = 1024  # tokens of a device whose logits exist at once
+    temperature: float = 1.0  # that logits are divided by
+
+
+ON_ONE_DEVICE = DecoderSettings()
+"""float32 with the reference attention."""
+
+
+def settings_on(
+    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
+) -> DecoderSettings:
+    """Return the settings of a program on a mesh, with the attention of that name.
+
+    Raises ConfigError where that attention cannot run on the mesh.
+    """
+    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
+    return DecoderSettings(dtype=dtype, attention=chosen, layout=Layout(mesh), **more)
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
@@ -73,50 +123,21 @@ def hidden_states(
     remat: str = "none",
     attention: SequenceAttention = reference,
 ) -> Array:
-    """[B, T, D] after the final norm; [B, T] inputs, causal within a segment, segment 0 is
-    padding."""
-    arrays = (token_ids, positions, segment_ids)
-    x = token_states(spec, params, *arrays, dtype=dtype, remat=remat, attention=attention)
-    return x.reshape(*token_ids.shape, -1)
+    """Return the hidden states after the final norm, [B, T, D].
+
+    [B, T] inputs; attention is causal within a segment, and segment 0 is padding.
+    """
+    settings = DecoderSettings(dtype=dtype, remat=remat, attention=attention)
+    rows = TokenRows(token_ids, positions, segment_ids)
+    return token_states(spec, params, rows, settings).hidden.reshape(*token_ids.shape, -1)
 
 
 def token_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> Array:
-    """The same as tokens [B * T, D] in the order of the layout, which the attention must share."""
-    arrays = (token_ids, positions, segment_ids)
-    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
-    return replayed_states(spec, params, *arrays, None, **how, layout=layout)[0]
-
-
-def replayed_states(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    expert_ids: Array | None,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
-) -> tuple[Array, Array | None]:
-    """token_states where each token goes through experts that are told, and how many of the layers
-    would have chosen others, [B, T] int32.
-
-    expert_ids [B, T, layers, k] integers, as in moe.route; -1: the token chooses for itself. None:
-    all do, and nothing is counted.
-    """
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
+) -> TokenStates:
+    """Return each token's hidden state, each token sent through its given experts if it has any."""
+    dtype, attention, layout = settings.dtype, settings.attention, settings.layout
+    token_ids, positions, segment_ids, _, expert_ids = tokens
     B = token_ids.shape[0]
     cos, sin = rope_angles(spec, layout.flat(positions))
     segments = layout.unfold(layout.flat(segment_ids), B)
@@ -137,9 +158,10 @@ def replayed_states(
     x = _looked_up(params, layout.flat(token_ids), dtype, layout)
     forced = None if expert_ids is None else jnp.moveaxis(layout.flat(expert_ids), 1, 0)
     given = (params["layers"], forced)
-    x, changed = jax.lax.scan(_remat(one_layer, remat), x, given, unroll=_unroll(spec))
+    step = _remat(one_layer, settings.remat)
+    x, changed = jax.lax.scan(step, x, given, unroll=_unroll(spec))
     layers = None if expert_ids is None else layout.rows(changed[0].sum(0, dtype=jnp.int32), B)
-    return _final_norm(spec, params, x), layers
+    return TokenStates(_final_norm(spec, params, x), layers)
 
 
 def _unroll(spec: ModelSpec) -> int:

@@ -6,33 +6,40 @@ which carries the gradient, and a frozen one (a reference or a larger model).
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import logsumexp
 
-from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, replayed_states, token_states
-from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layout import ONE_DEVICE, Layout
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    Params,
+    TokenRows,
+    output_head,
+    token_states,
+)
 from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
 Kind = Literal["forward", "reverse", "js"]
+Divergence = Callable[[Array, Array], Array]
+"""Log-probs [..., outcomes] of student and teacher -> [...] nats."""
 
 MIN_LOGPROB = -1e4
 """Log-probs below it count as this, nats: exp() of it is 0, and a divergence stays finite."""
 
 
 class TokenDivergence(NamedTuple):
-    """What `chunked_over_vocab` says of each token; [rows, length] float32."""
+    """How far two policies are apart at each token; [rows, length] float32."""
 
     logprobs: Array  # of the policy
     entropy: Array  # of the policy, nats
     divergence: Array  # between policy and other, nats
-    changed: Array | None = None  # int32, as decoder.replayed_states counts; None: nothing replayed
+    changed: Array | None = None  # int32, as in decoder.TokenStates
 
 
 # ---- formulas: log-probs [..., outcomes] of both -> [...]
@@ -60,8 +67,9 @@ def jensen_shannon(student: Array, teacher: Array, *, beta: float = 0.5) -> Arra
     return beta * forward_kl(middle, teacher) + (1 - beta) * forward_kl(middle, student)
 
 
-def divergence_of(kind: Kind, beta: float = 0.5) -> Callable[[Array, Array], Array]:
-    """(student, teacher log-probs) -> divergence; beta is that of `js`."""
+def divergence_of(kind: Kind, beta: float = 0.5) -> Divergence:
+    """Return the divergence of that name: `forward` KL(teacher || student), `reverse` KL(student ||
+    teacher), `js` jensen_shannon with this beta."""
     if kind == "js":
         assert 0 < beta < 1, "js needs 0 < beta < 1"
         return lambda student, teacher: jensen_shannon(student, teacher, beta=beta)
@@ -103,20 +111,16 @@ def chunked_divergence(
     other_hidden: Array,
     other_head: Array,
     targets: Array,
-    *,
-    kind: Kind,
-    beta: float = 0.5,
-    chunk: int,
-    temperature: float = 1.0,
-    layout: Layout = ONE_DEVICE,
+    measure: Divergence,
+    settings: DecoderSettings,
 ) -> TokenDivergence:
-    """Log-prob of each target, entropy, and divergence to the other policy; [tokens] float32 each.
+    """Return log-prob, entropy and divergence from the other policy of each token, [tokens] each.
 
-    hidden [tokens, D], head [D, V]; those of the other may have another width. Where one has more
-    tokens, the divergence is between what both say of the first ones, which both have.
+    hidden [tokens, D], head [D, V]; the other policy's may have another width. If one vocabulary is
+    larger, the divergence is between what both say of the first tokens, which both have.
     """
     common = min(head.shape[-1], other_head.shape[-1])
-    measure = divergence_of(kind, beta)
+    temperature = settings.temperature
     other_head = jax.lax.stop_gradient(other_head)
 
     def one_chunk(x: Array, other: Array, target: Array) -> TokenDivergence:
@@ -127,120 +131,97 @@ def chunked_divergence(
         return TokenDivergence(drawn, entropy_of(logprobs), apart)
 
     inputs = (hidden, jax.lax.stop_gradient(other_hidden), targets)
-    return over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
+    return over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=settings.layout)
 
 
 # ---- of a packed batch
 
 
+class FrozenPolicy(NamedTuple):
+    """A policy that another one is compared with; no gradient goes into it."""
+
+    spec: ModelSpec
+    params: Params
+
+
 def chunked_over_vocab(
     spec: ModelSpec,
     params: Params,
-    other_params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    kind: Kind,
-    beta: float = 0.5,
-    other_spec: ModelSpec | None = None,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    layout: Layout = ONE_DEVICE,
-    expert_ids: Array | None = None,
+    tokens: TokenRows,
+    other: FrozenPolicy,
+    measure: Divergence,
+    settings: DecoderSettings = ON_ONE_DEVICE,
 ) -> TokenDivergence:
-    """At t: of the distribution that token t is drawn from, as token_logprobs places them.
+    """Return log-prob, entropy and divergence from the other policy of each token, [B, T] each.
 
-    kind: `forward` is KL(other || policy), `reverse` KL(policy || other), `js` jensen_shannon with
-    the other as teacher. No gradient goes into the other, whose spec may differ; of vocabularies
-    padded to different sizes what both have is compared. 0 where a segment starts and in padding.
-    expert_ids: the policy's, as in decoder.replayed_states; the other chooses for itself.
+    Each is of the distribution that token t is drawn from, placed as token_logprobs places it; 0
+    where a segment starts and in padding. The other policy may be of another shape; of
+    vocabularies padded to different sizes, the tokens that both have are compared. The expert_ids
+    are the policy's alone: the other one chooses for itself.
     """
-    arrays = (token_ids, positions, segment_ids)
-    other_spec = other_spec or spec
-    how: dict[str, Any] = {"dtype": dtype, "attention": attention, "layout": layout}
-    hidden, changed = replayed_states(spec, params, *arrays, expert_ids, remat=remat, **how)
+    layout = settings.layout
+    hidden, changed = token_states(spec, params, tokens, settings)
+    alone, frozen = tokens._replace(expert_ids=None), replace(settings, remat="none")
     measured = chunked_divergence(
         hidden,
         output_head(spec, params, layout),
-        token_states(other_spec, other_params, *arrays, **how),
-        output_head(other_spec, other_params, layout),
-        after(token_ids, layout),
-        kind=kind,
-        beta=beta,
-        chunk=chunk,
-        temperature=temperature,
-        layout=layout,
+        token_states(other.spec, other.params, alone, frozen).hidden,
+        output_head(other.spec, other.params, layout),
+        after(tokens.token_ids, layout),
+        measure,
+        settings,
     )
-    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in measured[:3]))
-    return found._replace(changed=changed)
+    in_rows = (placed(values, tokens.segment_ids, layout) for values in measured[:3])
+    return TokenDivergence(*in_rows)._replace(changed=changed)
 
 
 def top_logprobs(
     spec: ModelSpec,
     params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
+    tokens: TokenRows,
+    settings: DecoderSettings = ON_ONE_DEVICE,
     *,
     k: int,
     vocab: int | None = None,
-    dtype: Any = jnp.float32,
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
-    """At t: the k likeliest tokens there and their log-probs, likeliest first.
+    """Return the k likeliest tokens at each place and their log-probs, likeliest first.
 
-    [B, T] inputs -> [B, T, k] int32 and float32; 0 where a segment starts and in padding. vocab:
-    look at ids below it alone; None: at all.
+    [B, T, k] int32 and float32; 0 where a segment starts and in padding. vocab: consider ids below
+    it alone; None: all.
     """
+    layout, segment_ids = settings.layout, tokens.segment_ids
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array) -> tuple[Array, Array]:
-        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, temperature)[:, :vocab], k)
+        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, settings.temperature)[:, :vocab], k)
         return ids.astype(jnp.int32), logprobs
 
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, attention=attention, layout=layout,
-    )  # fmt: skip
-    ids, logprobs = over_chunks(one_chunk, (hidden,), chunk=chunk, layout=layout)
+    hidden = token_states(spec, params, tokens, settings).hidden
+    ids, logprobs = over_chunks(one_chunk, (hidden,), chunk=settings.chunk, layout=layout)
     return placed(ids, segment_ids, layout), placed(logprobs, segment_ids, layout)
 
 
 def logprobs_at(
     spec: ModelSpec,
     params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
+    tokens: TokenRows,
     chosen: Array,
-    *,
-    dtype: Any = jnp.float32,
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    layout: Layout = ONE_DEVICE,
+    settings: DecoderSettings = ON_ONE_DEVICE,
 ) -> Array:
-    """At t: log-probs of the ids chosen [B, T, k] there; [B, T, k] float32, placed as
-    `top_logprobs` places them."""
+    """Return the log-probs of the ids chosen [B, T, k], each at its place; [B, T, k] float32.
+
+    Placed as `top_logprobs` places them.
+    """
+    layout = settings.layout
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array, ids: Array) -> Array:
-        return jnp.take_along_axis(log_softmax_of(x, head, temperature), ids, axis=-1)
+        return jnp.take_along_axis(log_softmax_of(x, head, settings.temperature), ids, axis=-1)
 
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, attention=attention, layout=layout,
-    )  # fmt: skip
+    hidden = token_states(spec, params, tokens, settings).hidden
     inputs = (hidden, after(chosen, layout))
-    found = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
-    return placed(found, segment_ids, layout)
+    logprobs = over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=layout)
+    return placed(logprobs, tokens.segment_ids, layout)
 
 
 # ---- few outcomes and the rest

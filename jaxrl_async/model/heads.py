@@ -18,12 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, token_states
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    Params,
+    TokenRows,
+    token_states,
+)
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
-from jaxrl_async.model.kernels import SequenceAttention
 from jaxrl_async.model.layers import initial
-from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.logprobs import placed
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 
@@ -63,61 +66,37 @@ def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params
 
 
 def token_scores(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    layout: Layout = ONE_DEVICE,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """The head at every token, having seen it: [B, T] float32; anything in padding."""
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, remat=remat, attention=attention, layout=layout,
-    )  # fmt: skip
+    """Return the head's number at every token, having seen it: [B, T] float32; any in padding."""
+    layout = settings.layout
+    hidden = token_states(spec, params, tokens, settings).hidden
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
     scores = hidden.astype(jnp.float32) @ layout.gathered(head["kernel"], ("embed",))
     scores = scores + head["bias"] if "bias" in head else scores
-    return layout.rows(scores, token_ids.shape[0])
+    return layout.rows(scores, tokens.token_ids.shape[0])
 
 
 def token_values(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    **kw: Any,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> tuple[Array, Array]:
-    """At t: value of the state that token t is drawn in, which has seen the tokens up to t - 1; and
-    at each segment's last token, of the state after it.
+    """Return the value of the state that each token is drawn in, and, at each segment's last token,
+    of the state after it; [B, T] float32 each.
 
-    [B, T] inputs -> [B, T] float32 twice. The first is placed as log-probs are, 0 where a segment
-    starts and in padding; the second is 0 elsewhere. Keywords as token_scores.
+    The state of token t has seen the tokens up to t - 1. The first array is placed as log-probs
+    are, 0 where a segment starts and in padding; the second is 0 elsewhere.
     """
-    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    after = jnp.where(last_tokens(segment_ids), scores, 0.0)
-    return placed(scores.reshape(-1), segment_ids), after
+    scores = token_scores(spec, params, tokens, settings)
+    after = jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
+    return placed(scores.reshape(-1), tokens.segment_ids), after
 
 
 def sequence_scores(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    **kw: Any,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """At each segment's last token: the score of the whole segment; 0 elsewhere. [B, T] float32.
-
-    Keywords as token_scores.
-    """
-    scores = token_scores(spec, params, token_ids, positions, segment_ids, **kw)
-    return jnp.where(last_tokens(segment_ids), scores, 0.0)
+    """Return the score of each whole segment at its last token, 0 elsewhere; [B, T] float32."""
+    scores = token_scores(spec, params, tokens, settings)
+    return jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
 
 
 def last_tokens(segment_ids: Array) -> Array:

@@ -7,15 +7,20 @@ DeepSeek-V3.2, arXiv:2512.02556).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, replayed_states, token_states
-from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    Params,
+    TokenRows,
+    output_head,
+    token_states,
+)
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec
 
@@ -170,66 +175,25 @@ def unpacked(bits: Array, vocab: int) -> Array:
     return each.reshape(bits.shape[0], -1)[:, :vocab].astype(bool)
 
 
+class TokenLogprobs(NamedTuple):
+    """What `token_logprobs` gives; [B, T] each, 0 where a segment starts and in padding."""
+
+    logprobs: Array  # float32, of token t from the logits at t - 1
+    entropy: Array  # float32, of that distribution, nats
+    changed: Array | None  # int32, as in decoder.TokenStates
+
+
 def token_logprobs(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    kept: Array | None = None,
-    layout: Layout = ONE_DEVICE,
-) -> tuple[Array, Array]:
-    """At t: log-prob of token t from the logits at t - 1, and that distribution's entropy.
-
-    [B, T] inputs -> [B, T] float32 twice; 0 where a segment starts and in padding. kept [B, T,
-    ceil(vocab / 8)] uint8: at t, what token t could be drawn from; None: the whole vocabulary.
-    """
-    arrays = (token_ids, positions, segment_ids)
-    how: dict[str, Any] = {"dtype": dtype, "remat": remat, "attention": attention}
-    how |= {"chunk": chunk, "temperature": temperature, "kept": kept, "layout": layout}
-    return replayed_logprobs(spec, params, *arrays, None, **how)[:2]
-
-
-def replayed_logprobs(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    expert_ids: Array | None,
-    *,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    kept: Array | None = None,
-    layout: Layout = ONE_DEVICE,
-) -> tuple[Array, Array, Array | None]:
-    """token_logprobs, and how many layers would have sent each token elsewhere: expert_ids and the
-    last of the three as in decoder.replayed_states."""
-    hidden, changed = replayed_states(
-        spec,
-        params,
-        token_ids,
-        positions,
-        segment_ids,
-        expert_ids,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
-        layout=layout,
-    )
-    targets, blocks = after(token_ids, layout), None
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
+) -> TokenLogprobs:
+    """Return each token's log-prob, and the entropy of the distribution that it is drawn from."""
+    layout, chunk, temperature = settings.layout, settings.chunk, settings.temperature
+    kept, segment_ids = tokens.kept, tokens.segment_ids
+    hidden, changed = token_states(spec, params, tokens, settings)
+    targets, blocks = after(tokens.token_ids, layout), None
     if kept is None and layout.shares_weights:
-        vocab, tokens = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
-        blocks = vocab_blocks(vocab, tokens // layout.token_ways(tokens), chunk)
+        vocab, count = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
+        blocks = vocab_blocks(vocab, count // layout.token_ways(count), chunk)
     if blocks is not None:
         logprobs, entropy = blocked_logprobs(
             hidden,
@@ -250,38 +214,28 @@ def replayed_logprobs(
             layout=layout,
         )
     logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
-    return logprobs, entropy, changed
+    return TokenLogprobs(logprobs, entropy, changed)
 
 
 def greedy_matches(
-    spec: ModelSpec,
-    params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    dtype: Any = jnp.float32,
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    layout: Layout = ONE_DEVICE,
+    spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """At t: whether token t is the likeliest one after those before it.
+    """Return whether each token is the likeliest one after those before it, [B, T] bool.
 
-    [B, T] inputs -> [B, T] bool; False where a segment starts and in padding. Where all tokens of
-    an answer match, greedy decoding gives exactly this answer.
+    False where a segment starts and in padding. Where all tokens of an answer match, greedy
+    decoding gives exactly this answer.
     """
-    hidden = token_states(
-        spec, params, token_ids, positions, segment_ids,
-        dtype=dtype, attention=attention, layout=layout,
-    )  # fmt: skip
+    layout = settings.layout
+    hidden = token_states(spec, params, tokens, settings).hidden
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array, target: Array) -> Array:
         logits = logits_of(x, head)
         return jnp.take_along_axis(logits, target[:, None], -1)[:, 0] >= jnp.max(logits, axis=-1)
 
-    inputs = (hidden, after(token_ids, layout))
-    return placed(over_chunks(one_chunk, inputs, chunk=chunk, layout=layout), segment_ids, layout)
+    inputs = (hidden, after(tokens.token_ids, layout))
+    matches = over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=layout)
+    return placed(matches, tokens.segment_ids, layout)
 
 
 # ---- a packed batch's tokens in one list, and back

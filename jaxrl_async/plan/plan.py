@@ -29,9 +29,9 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.trainer.flops import flops_of_lengths
+from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 from jaxrl_async.trainer.optimizer import optimizer_bytes
-from jaxrl_async.trainer.step import flops_of_lengths
-from jaxrl_async.trainer.update import rows_per_micro_batch
 
 PACKING = 0.95
 """Share of a packed row that is tokens."""

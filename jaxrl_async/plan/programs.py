@@ -38,7 +38,8 @@ from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import kv_plan, make_engine
 from jaxrl_async.trainer.credit import pass_columns
-from jaxrl_async.trainer.step import TrainStep, UpdateContext
+from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
+from jaxrl_async.trainer.update import Frozen, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,14 +202,13 @@ def trainer_programs(
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
     scalar = partial(_array, mesh, ())
-    context = UpdateContext(
+    context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    if runs_reference(config):
-        context = context._replace(reference_params=params)
+    frozen = Frozen(reference=params if runs_reference(config) else None)
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
-    programs = step.lower(params, micro_batch(config, spec, step), context)
+    programs = step.lower(params, micro_batch(config, spec, step), context, frozen)
     return [
         *(
             Lowered(name=name, program=program, options=options, **common)
@@ -238,7 +238,9 @@ def runs_reference(config: schema.Config) -> bool:
     return refers and "reference_logprobs" not in pass_columns_of(config)
 
 
-def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
+def micro_batch(
+    config: schema.Config, spec: ModelSpec, step: Update[PolicyObjective]
+) -> DeviceBatch:
     """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {

@@ -90,15 +90,16 @@ from jaxrl_async.scorers.reward_model import (
 )
 from jaxrl_async.scorers.rewards import make_scorer
 from jaxrl_async.scorers.trial import try_once
-from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
+from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.optimizer import optimizer_bytes
-from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.supervised import SupervisedStep
 from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings, probe_tokens
-from jaxrl_async.trainer.update import TrainState
+from jaxrl_async.trainer.update import TrainState, Update
 from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
@@ -635,32 +636,32 @@ def make_step(
     slices: Slices,
     total_steps: int,
     teacher_spec: ModelSpec | None = None,
-) -> TrainStep:
-    """The compiled update of the policy."""
-    return TrainStep(
+) -> Update[PolicyObjective]:
+    """Make the policy's compiled update."""
+    return policy_update(
         spec,
-        slices.trainer,
-        TRAINER_RULES,
-        algorithm=config.algorithm,
+        learning(config, slices),
+        config.algorithm,
         total_steps=total_steps,
         temperature=config.sampler.temperature,
         teacher=config.teacher,
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
-        **learning(config),
     )
 
 
-def learning(config: Config) -> dict[str, Any]:
-    """What everything that learns has in common."""
-    return {
-        "trainer": config.trainer,
-        "row_length": config.row_length,
-        "dtype": jnp.dtype(config.model.dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-        "remat": config.model.remat,
-        "attention": config.model.attention,
-    }
+def learning(config: Config, slices: Slices) -> LearningSettings:
+    """Return what everything that learns on the trainer's slice has in common."""
+    return LearningSettings(
+        mesh=slices.trainer,
+        rules=TRAINER_RULES,
+        trainer=config.trainer,
+        row_length=config.row_length,
+        dtype=jnp.dtype(config.model.dtype),
+        param_dtype=jnp.dtype(config.model.param_dtype),
+        remat=config.model.remat,
+        attention=config.model.attention,
+    )
 
 
 def make_learner(
@@ -691,10 +692,10 @@ def make_learner(
         )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
-        own_pass=_pass(config, policy.spec, slices, step, teacher.top_k, teacher_spec.vocab),
+        own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
         reference=reference,
         pairs=warm_start_pairs(config, tokenizer) if mixes else None,
-        **_teacher(config, policy, slices, step, state),
+        **_teacher(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
     settings = LearnerSettings(
@@ -725,20 +726,15 @@ def _pass(
     config: Config,
     spec: ModelSpec,
     slices: Slices,
-    step: TrainStep,
     top_k: int = 0,
     top_vocab: int | None = None,
 ) -> LogprobPass:
     return LogprobPass(
         spec,
-        slices.trainer,
-        micro_rows=step.micro_rows,
-        chunk=config.trainer.logprob_chunk,
+        learning(config, slices),
         temperature=config.sampler.temperature,
         top_k=top_k,
         top_vocab=top_vocab,
-        dtype=jnp.dtype(config.model.dtype),
-        attention=config.model.attention,
     )
 
 
@@ -839,9 +835,7 @@ def cut_vocabulary(spec: ModelSpec, params: Any, fewer: ModelSpec, mesh: Mesh) -
     return jax.jit(cut_all, out_shardings=shardings(table, mesh, TRAINER_RULES))(params)
 
 
-def _teacher(
-    config: Config, policy: Policy, slices: Slices, step: TrainStep, state: TrainState
-) -> dict[str, Any]:
+def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
     section = config.teacher
     if section.source == "none":
         return {}
@@ -857,7 +851,7 @@ def _teacher(
             f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
             "at all tokens."
         )
-    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, step, section.top_k)}
+    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, section.top_k)}
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
@@ -870,16 +864,14 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
-    critic = CriticStep(
+    critic = make_critic(
         spec,
-        slices.trainer,
-        TRAINER_RULES,
+        learning(config, slices),
         learning_rate=section.learning_rate,
         total_steps=updates,
         clip=section.clip,
-        **learning(config),
     )
-    return {"critic": critic, "critic_state": critic.init(params)}
+    return {"critic": critic, "critic_state": critic.step.init(params)}
 
 
 def warm_started(
@@ -895,13 +887,11 @@ def warm_started(
 ) -> tuple[Policy, dict[str, float]]:
     """The policy after a short supervised training on worked answers, run.warm_start; what the
     run's first line of metrics says of it."""
-    step = SupervisedStep(
+    step = supervised_update(
         policy.spec,
-        slices.trainer,
-        TRAINER_RULES,
+        learning(config, slices),
         learning_rate=config.warm_start.learning_rate,
         total_steps=config.warm_start.steps,
-        **learning(config),
     )
     params, told = warm_start(
         config,

@@ -4,7 +4,7 @@
           │                             │
           └──place──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
 
-A job is a step with examples that it can pack; the loop is the same for all. No sampler.
+A job is an update with examples that it can pack; the loop is the same for all. No sampler.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -22,10 +22,10 @@ from jaxrl_async.algorithms.preferences import needs_baseline, needs_reference, 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
-from jaxrl_async.data.preferences import mismatched
+from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.mesh import TRAINER_RULES, Slices, make_slices
+from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.model.heads import save_head, with_head
@@ -49,10 +49,15 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
 from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.warm_start import forget_warm_start, stop_if_lost
-from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
-from jaxrl_async.trainer.supervised import SupervisedStep
-from jaxrl_async.trainer.update import Params, TrainState
+from jaxrl_async.run.update_loop import make_updates
+from jaxrl_async.run.warm_start import forget_warm_start
+from jaxrl_async.trainer.kl_baseline import BaselinePass
+from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
+from jaxrl_async.trainer.objectives.reward_objective import reward_update
+from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
+from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.pack_pairs import pack_preference
+from jaxrl_async.trainer.update import Frozen, Params, TrainState, Update
 
 log = logging.getLogger(__name__)
 
@@ -68,22 +73,28 @@ HELD_OUT = {
 """What a step's `measure` says, and the keys under which it is reported of held-out examples."""
 
 
+def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
+    """Return the data as it is."""
+    return data
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What the jobs differ in."""
 
-    step: Any  # SupervisedStep, PreferenceStep or RewardStep
+    step: Update[Any]
+    pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
+    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds what the weights say of it
     params: Params  # at the start
     split: ExampleSplit[Any]
     batch_size: int
-    reference: Callable[[], Params] | None = None  # makes the frozen weights; null: none needed
-    baseline: bool = False  # whether answers to other prompts are needed, too
+    reference: Callable[[], Params] | None = None  # makes the frozen weights; None: none needed
     write: Callable[[Params], Path]  # the final weights as a Hugging Face directory
 
 
 @dataclass(slots=True, kw_only=True)
 class OfflineProgress:
-    """All that a resumed run takes up again."""
+    """All that a resumed run continues from."""
 
     state: TrainState
     reference: Params | None
@@ -126,14 +137,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
             closing.callback(recorder.close)
             if warmed:
                 recorder.log(0, warmed)
-        learn(
-            config,
-            job,
-            progress,
-            checkpoints,
-            functools.partial(_tell, recorder, console),
-            stop if lockstep.count == 1 else SharedStop(stop, lockstep),
-        )
+        asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
+        outlet = functools.partial(_report, recorder, console)
+        learn(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -150,7 +156,8 @@ def sft(
 ) -> Job:
     """Maximum likelihood of the records' answers."""
     return Job(
-        step=SupervisedStep(policy.spec, slices.trainer, TRAINER_RULES, **_settings(config)),
+        step=supervised_update(policy.spec, learning(config, slices), **_course(config)),
+        pack=functools.partial(pack_pairs, row_length=config.row_length),
         params=policy.params,
         split=split,
         batch_size=config.sft.batch_size,
@@ -166,22 +173,26 @@ def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
     """A policy by better and worse answers: dpo and its kin."""
-    section = config.preference
+    section, settings = config.preference, learning(config, slices)
     loss = preference_loss.resolve(section.loss)
-    step = PreferenceStep(
-        policy.spec, slices.trainer, TRAINER_RULES, loss=section.loss, **_settings(config)
+    step = preference_update(policy.spec, settings, section.loss, **_course(config))
+    reference = functools.partial(
+        reference_params, config, "preference.reference", section.reference, policy, slices
     )
+    pack = functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows)
+
+    def packed(pairs: Sequence[PreferencePair]) -> PreferenceData:
+        others = pack(mismatched(pairs)) if needs_baseline(loss) else None
+        return PreferenceData(pack(pairs), others)
+
     return Job(
         step=step,
+        pack=packed,
+        complete=BaselinePass(step),
         params=policy.params,
         split=split,
         batch_size=section.batch_size,
-        reference=functools.partial(
-            reference_params, config, "preference.reference", section.reference, policy, slices
-        )
-        if needs_reference(loss)
-        else None,
-        baseline=needs_baseline(loss),
+        reference=reference if needs_reference(loss) else None,
         write=functools.partial(_write_policy, policy, paths.policy),
     )
 
@@ -195,13 +206,8 @@ def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> Job:
     """A scalar head on the policy that scores better answers higher."""
-    step = RewardStep(
-        policy.spec,
-        slices.trainer,
-        TRAINER_RULES,
-        margin=config.preference.margin,
-        **_settings(config),
-    )
+    settings, margin = learning(config, slices), config.preference.margin
+    step = reward_update(policy.spec, settings, margin=margin, **_course(config))
 
     def write(params: Params) -> Path:
         assert policy.tokenizer is not None
@@ -211,6 +217,7 @@ def reward_model(
 
     return Job(
         step=step,
+        pack=functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows),
         params=with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed)),
         split=split,
         batch_size=config.preference.batch_size,
@@ -232,13 +239,15 @@ JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Job
 }
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """What every step is made with."""
-    return {
-        **learning(config),
-        "learning_rate": config.algorithm.learning_rate,
-        "total_steps": config.run.steps,
-    }
+class Course(TypedDict):
+    """What an update's learning rate follows."""
+
+    learning_rate: float
+    total_steps: int
+
+
+def _course(config: Config) -> Course:
+    return {"learning_rate": config.algorithm.learning_rate, "total_steps": config.run.steps}
 
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:
@@ -254,7 +263,7 @@ def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
 
 
 def begin(config: Config, job: Job, checkpoints: Checkpoints) -> OfflineProgress:
-    """At the start, or, with run.resume, where the newest readable checkpoint was taken."""
+    """Start a job, or, with run.resume, continue from the newest readable checkpoint."""
     examples = ExampleStream(job.split.train, config.run.seed)
     state = job.step.init(job.params)
     if not config.run.resume:
@@ -272,85 +281,95 @@ def begin(config: Config, job: Job, checkpoints: Checkpoints) -> OfflineProgress
     )
 
 
-def learn(
-    config: Config,
-    job: Job,
-    progress: OfflineProgress,
-    checkpoints: Checkpoints,
-    tell: Callable[[int, Mapping[str, float]], None],
-    stop: StopRequests,
-) -> None:
-    """Make one version after another, until run.steps are made or somebody asks for a stop.
+class OfflineRun:
+    """A job's updates with their reports and checkpoints; update_loop.Work."""
 
-    produces      metrics (to `tell`), checkpoints, the weights in `progress`
-    on failure    a non-finite step is skipped and counted; several in a row stop the run, saved
-    """
-    measure = _held_out(job, progress.reference)
-    rates = _rates(config)
-    if progress.version == 0 or _is_due(config, progress.version):
-        tell(progress.version, measure(progress.state.params))
-    saved, skipped = progress.version if config.run.resume else -1, 0
-    try:
-        while progress.version < config.run.steps and not stop.is_set():
-            start = time.perf_counter()
-            values = update(job, progress)
-            train_s = time.perf_counter() - start
-            last = progress.version == config.run.steps or stop.is_set()
-            if (last or _is_due(config, progress.version)) and not stop.preempted:
-                values |= measure(progress.state.params)
-            tell(progress.version, rates(values, train_s, time.perf_counter() - start))
-            skipped = skipped + 1 if values["train/skipped"] else 0
-            stop_if_lost(skipped, config)
-            if config.checkpoint.every and progress.version % config.checkpoint.every == 0:
-                save(config, progress, checkpoints)
-                saved = progress.version
-    finally:
-        if saved != progress.version:
-            save(config, progress, checkpoints)
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        progress: OfflineProgress,
+        checkpoints: Checkpoints,
+        outlet: Callable[[int, Mapping[str, float]], None],
+        stop: StopRequests,
+    ) -> None:
+        """outlet: takes each version's report."""
+        self._config, self._job, self._progress = config, job, progress
+        self._checkpoints, self._outlet, self._stop = checkpoints, outlet, stop
+        self._frozen = Frozen(reference=progress.reference)
+        self._rates = _rates(config)
+        self._held_out = job.pack(job.split.held_out)
 
+    @property
+    def made(self) -> int:
+        """Updates made so far: the version."""
+        return self._progress.version
 
-def _is_due(config: Config, version: int) -> bool:
-    """Whether a run that never stops evaluates this version, beside the first and the last."""
-    return config.eval.every > 0 and version % config.eval.every == 0
+    def begin(self) -> None:
+        """Report the held-out examples before the first update."""
+        if self.made == 0 or self._is_due():
+            self._outlet(self.made, self._measure())
 
-
-def update(job: Job, progress: OfflineProgress) -> dict[str, float]:
-    """One update from the next examples; what the step reports of it."""
-    examples = progress.examples.take(job.batch_size)
-    progress.state, values = job.step.update(
-        progress.state,
-        job.step.pack(examples),
-        at=progress.version,
-        **_context(job, progress.reference, examples),
-    )
-    progress.version += 1
-    return values
-
-
-def _context(job: Job, reference: Params | None, examples: Sequence[Any]) -> dict[str, Any]:
-    """What a preference loss compares the examples with."""
-    context: dict[str, Any] = {} if reference is None else {"reference_params": reference}
-    if job.baseline:
-        context["mismatched"] = job.step.pack(mismatched(examples))
-    return context
-
-
-def _held_out(job: Job, reference: Params | None) -> Callable[[Params], dict[str, float]]:
-    """The evaluation: held-out examples are packed once, their keys are eval/..."""
-    batch = job.step.pack(job.split.held_out)
-    context = _context(job, reference, job.split.held_out)
-
-    def measure(params: Params) -> dict[str, float]:
+    def step(self) -> Mapping[str, float]:
+        """Make one update; report it, with the held-out examples if they are due."""
         start = time.perf_counter()
-        measured = job.step.measure(params, batch, **context)
-        told = {HELD_OUT[key]: value for key, value in measured.items() if key in HELD_OUT}
-        return told | {"time/eval_s": time.perf_counter() - start}
+        report = self._update()
+        train_s = time.perf_counter() - start
+        last = self.made == self._config.run.steps or self._stop.is_set()
+        if (last or self._is_due()) and not self._stop.preempted:
+            report |= self._measure()
+        report = self._rates(report, train_s, time.perf_counter() - start)
+        self._outlet(self.made, report)
+        return report
 
-    return measure
+    def _update(self) -> dict[str, float]:
+        job, progress = self._job, self._progress
+        data = job.pack(progress.examples.take(job.batch_size))
+        data = job.complete(progress.state.params, self._frozen, data)
+        progress.state, report = job.step.update(
+            progress.state, data, self._frozen, at=progress.version
+        )
+        progress.version += 1
+        return report
+
+    def _is_due(self) -> bool:
+        """Return whether a run that never stops would evaluate this version."""
+        every = self._config.eval.every
+        return every > 0 and self.made % every == 0
+
+    def _measure(self) -> dict[str, float]:
+        """Measure the held-out examples, under keys that begin with eval/."""
+        start, params = time.perf_counter(), self._progress.state.params
+        data = self._job.complete(params, self._frozen, self._held_out)
+        measured = self._job.step.measure(params, data, self._frozen)
+        report = {HELD_OUT[key]: value for key, value in measured.items() if key in HELD_OUT}
+        return report | {"time/eval_s": time.perf_counter() - start}
+
+    def save(self) -> None:
+        """Write the train state and where the stream is."""
+        config, progress = self._config, self._progress
+        tree: dict[str, Any] = {"train": progress.state}
+        if progress.reference is not None:
+            tree["reference"] = progress.reference
+        loop = {
+            "job": config.run.job,
+            "version": progress.version,
+            "config": dump(config),
+            "examples": progress.examples.state(),
+        }
+        self._checkpoints.save(progress.version, state=tree, loop=loop)
+
+
+def learn(config: Config, work: OfflineRun, stop: StopRequests) -> None:
+    """Make one version after another, until run.steps are made or somebody asks for a stop."""
+    work.begin()
+    saved = work.made if config.run.resume else None
+    make_updates(work, config.run.steps, config, stop, saved=saved, keeps_last=True)
 
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
-    """(values of a step, seconds that it learnt, seconds in all) -> values with times and rates."""
+    """Return a function of a report, the seconds of its update and those of its whole step, which
+    adds times and rates to the report."""
     device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
     peak *= config.mesh.trainer.num_devices
@@ -370,7 +389,7 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
     return rates
 
 
-def _tell(
+def _report(
     recorder: Recorder | None, console: Console, version: int, values: Mapping[str, float]
 ) -> None:
     if recorder is None:
@@ -378,17 +397,3 @@ def _tell(
     recorder.log(version, values)
     console.phase("training")
     console.step(version, values)
-
-
-def save(config: Config, progress: OfflineProgress, checkpoints: Checkpoints) -> None:
-    """Write the train state and where the stream is."""
-    tree: dict[str, Any] = {"train": progress.state}
-    if progress.reference is not None:
-        tree["reference"] = progress.reference
-    loop = {
-        "job": config.run.job,
-        "version": progress.version,
-        "config": dump(config),
-        "examples": progress.examples.state(),
-    }
-    checkpoints.save(progress.version, state=tree, loop=loop)

@@ -10,38 +10,104 @@ The run's own checkpoints begin where it ends: with one of them, nothing here is
 import logging
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.prompts import FittingPairs
-from jaxrl_async.errors import Stopped, TrainingError
+from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep, SharedStop, StopRequests
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.trainer.supervised import SupervisedStep
-from jaxrl_async.trainer.update import Params, TrainState
+from jaxrl_async.run.update_loop import make_updates
+from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
+from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.update import Params, Update
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class WarmProgress:
-    """All that a resumed warm start takes up again, beside the place in its pairs."""
+class WarmUpdates:
+    """The warm start's updates with their metrics and checkpoints; update_loop.Work."""
 
-    state: TrainState
-    update: int = 0  # made so far
-    loss: float = float("nan")  # of the last one
-    elapsed_s: float = 0.0  # in updates, over all starts
+    def __init__(
+        self,
+        config: Config,
+        step: Update[SupervisedObjective],
+        pairs: FittingPairs,
+        params: Params,
+        checkpoints: Checkpoints,
+        outlet: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        """params: at the start; outlet: takes each update's report."""
+        self._config, self._step, self._pairs = config, step, pairs
+        self._checkpoints, self._outlet = checkpoints, outlet
+        self._state = step.init(params)
+        self._made, self._loss = 0, float("nan")  # updates so far; loss of the last one
+        self._elapsed_s = 0.0  # in updates, over all starts
+
+    @property
+    def made(self) -> int:
+        """Updates made so far, over all starts."""
+        return self._made
+
+    @property
+    def params(self) -> Params:
+        """The weights as they are."""
+        return self._state.params
+
+    def summary(self) -> dict[str, float]:
+        """Return what the run's first line of metrics says of the warm start."""
+        return {
+            "warm/loss": self._loss,
+            "warm/updates": float(self._made),
+            "time/warm_start_s": self._elapsed_s,
+        }
+
+    def step(self) -> Mapping[str, float]:
+        """Make one update from the next pairs, and report it."""
+        start = time.perf_counter()
+        examples = [next(self._pairs) for _ in range(self._config.warm_start.batch_size)]
+        batch = pack_pairs(examples, self._config.row_length)
+        self._state, report = self._step.update(self._state, batch, at=self._made)
+        self._made += 1
+        self._loss = report["train/loss"]
+        report.pop("train/flops")
+        step_s = time.perf_counter() - start
+        self._elapsed_s += step_s
+        report |= {"time/step_s": step_s, "time/elapsed_s": self._elapsed_s}
+        self._outlet(self._made, report)
+        return report
+
+    def save(self) -> None:
+        """Write the train state and the place in the pairs."""
+        loop = {
+            "job": self._config.run.job,
+            "version": self._made,
+            "config": dump(self._config),
+            "pairs": self._pairs.state(),
+            "loss": repr(self._loss),
+            "elapsed_s": self._elapsed_s,
+        }
+        self._checkpoints.save(self._made, state=self._state, loop=loop)
+
+    def restore(self) -> None:
+        """Continue from the newest checkpoint."""
+        saved = self._checkpoints.restore(None, self._state)
+        check_resumed(saved, self._config, self._checkpoints.directory)
+        self._pairs.restore(saved.loop["pairs"])
+        self._state, self._made = saved.state, saved.step
+        self._loss, self._elapsed_s = float(saved.loop["loss"]), saved.loop["elapsed_s"]
+        log.info("the warm start continues after update %d", self._made)
 
 
 def warm_start(
     config: Config,
-    step: SupervisedStep,
+    step: Update[SupervisedObjective],
     pairs: FittingPairs,
     params: Params,
     paths: Paths,
@@ -59,124 +125,39 @@ def warm_start(
     asked: StopRequests = stop if lockstep.count == 1 else SharedStop(stop, lockstep)
     stop.answer = "stopping after this update of the warm start and saving"
     console.phase("warm start", "compiling")
-    own = paths.warm_start
+    own, steps = paths.warm_start, config.warm_start.steps
+    recorder: Recorder | None = None
+
+    def outlet(update: int, report: Mapping[str, float]) -> None:
+        if recorder is not None:
+            recorder.log(update, report)
+        console.phase("warm start", f"{update}/{steps}, loss {report['train/loss']:.3f}")
+
     with ExitStack() as open_:
         checkpoints = open_.enter_context(
             Checkpoints(own.checkpoints, 1, verify=config.checkpoint.verify)
         )
-        progress = WarmProgress(state=step.init(params))
+        work = WarmUpdates(config, step, pairs, params, checkpoints, outlet)
         if resume and checkpoints.latest() is not None:
-            _restore(config, progress, pairs, checkpoints)
-        recorder = None
+            work.restore()
         if lockstep.writes:
             recorder = Recorder(
                 own.root,
                 tensorboard=config.metrics.tensorboard,
-                resume_step=progress.update if resume else None,
+                resume_step=work.made if resume else None,
             )
             open_.enter_context(closing(recorder))
-        _learn(config, step, pairs, progress, checkpoints, recorder, console, asked)
+        saved = checkpoints.latest()
+        make_updates(work, steps, config, asked, saved=saved, keeps_last=False)
     if asked.is_set():
-        _leave(stop, f"update {progress.update} of {config.warm_start.steps} of the warm start")
-    told = {
-        "warm/loss": progress.loss,
-        "warm/updates": float(progress.update),
-        "time/warm_start_s": progress.elapsed_s,
-    }
-    return progress.state.params, told
-
-
-def _learn(
-    config: Config,
-    step: SupervisedStep,
-    pairs: FittingPairs,
-    progress: WarmProgress,
-    checkpoints: Checkpoints,
-    recorder: Recorder | None,
-    console: Console,
-    asked: StopRequests,
-) -> None:
-    """Make one update after another, until all are made or somebody asks for a stop.
-
-    produces      metrics, checkpoints, the weights in `progress`
-    on failure    a non-finite update is skipped and counted; several in a row stop the run, saved
-    """
-    section, every = config.warm_start, config.checkpoint.every
-    saved, skipped, stopped = checkpoints.latest(), 0, False
-    try:
-        while progress.update < section.steps and not (stopped := asked.is_set()):
-            values = _update(step, pairs, progress, section.batch_size)
-            if recorder is not None:
-                recorder.log(progress.update, values)
-            made = f"{progress.update}/{section.steps}"
-            console.phase("warm start", f"{made}, loss {progress.loss:.3f}")
-            skipped = skipped + 1 if values["train/skipped"] else 0
-            stop_if_lost(skipped, config)
-            if every and progress.update % every == 0:
-                _save(config, progress, pairs, checkpoints)
-                saved = progress.update
-    except TrainingError:
-        stopped = True
-        raise
-    finally:
-        if (stopped or (every and progress.update == section.steps)) and saved != progress.update:
-            _save(config, progress, pairs, checkpoints)
-
-
-def _update(
-    step: SupervisedStep, pairs: FittingPairs, progress: WarmProgress, batch_size: int
-) -> dict[str, float]:
-    """One update from the next pairs; its line of metrics."""
-    start = time.perf_counter()
-    batch = step.pack([next(pairs) for _ in range(batch_size)])
-    progress.state, values = step.update(progress.state, batch, at=progress.update)
-    progress.update += 1
-    progress.loss = values["train/loss"]
-    values.pop("train/flops")
-    step_s = time.perf_counter() - start
-    progress.elapsed_s += step_s
-    return values | {"time/step_s": step_s, "time/elapsed_s": progress.elapsed_s}
-
-
-def stop_if_lost(skipped: int, config: Config) -> None:
-    """Raise TrainingError after trainer.max_skipped_steps steps in a row that were not finite."""
-    if skipped >= config.trainer.max_skipped_steps:
-        raise TrainingError(
-            f"{skipped} steps in a row had a non-finite loss or gradient; the weights from before "
-            "them are kept and saved. Lower algorithm.learning_rate (of the warm start: "
-            "warm_start.learning_rate) or trainer.max_grad_norm."
-        )
+        _leave(stop, f"update {work.made} of {steps} of the warm start")
+    return work.params, work.summary()
 
 
 def _leave(stop: Stop, what: str) -> None:
     if stop.preempted:
         raise preempted(stop, what)
     raise Stopped(f"stopped early by {stop.reason} after {what}")
-
-
-def _save(
-    config: Config, progress: WarmProgress, pairs: FittingPairs, checkpoints: Checkpoints
-) -> None:
-    loop = {
-        "job": config.run.job,
-        "version": progress.update,
-        "config": dump(config),
-        "pairs": pairs.state(),
-        "loss": repr(progress.loss),
-        "elapsed_s": progress.elapsed_s,
-    }
-    checkpoints.save(progress.update, state=progress.state, loop=loop)
-
-
-def _restore(
-    config: Config, progress: WarmProgress, pairs: FittingPairs, checkpoints: Checkpoints
-) -> None:
-    saved = checkpoints.restore(None, progress.state)
-    check_resumed(saved, config, checkpoints.directory)
-    pairs.restore(saved.loop["pairs"])
-    progress.state, progress.update = saved.state, saved.step
-    progress.loss, progress.elapsed_s = float(saved.loop["loss"]), saved.loop["elapsed_s"]
-    log.info("the warm start goes on after update %d", progress.update)
 
 
 def forget_warm_start(paths: Paths) -> None:

@@ -36,6 +36,7 @@ from jax.sharding import Mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, ConfigError, RolloutError, WeightsError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
@@ -918,9 +919,7 @@ def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]
 @partial(jax.jit, static_argnums=(0, 3))
 def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:
     """[n - 1] float32: log-probs of token_ids[1:] of one sequence."""
-    tokens = jnp.asarray(token_ids)[None]
-    positions = jnp.arange(tokens.shape[1])[None]
-    logprobs, _ = token_logprobs(
-        spec, params, tokens, positions, jnp.ones_like(tokens), dtype=dtype, chunk=tokens.shape[1]
-    )
-    return logprobs[0, 1:]
+    ids = jnp.asarray(token_ids)[None]
+    tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+    settings = DecoderSettings(dtype=dtype, chunk=ids.shape[1])
+    return token_logprobs(spec, params, tokens, settings).logprobs[0, 1:]

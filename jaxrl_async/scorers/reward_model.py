@@ -20,7 +20,7 @@ from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards, shardings
-from jaxrl_async.model.attention import decoder_settings
+from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
@@ -54,10 +54,11 @@ class RewardModel:
         self._params, self._device_lock = params, device_lock
         self._num_row_shards = num_shards(mesh, TRAINER_RULES, "batch")
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
-        how = decoder_settings(mesh, spec.head_dim, dtype=dtype, attention=attention)
+        settings = settings_on(mesh, spec.head_dim, dtype=dtype, attention=attention)
 
         def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
-            each = sequence_scores(spec, params, token_ids, positions, segment_ids, **how)
+            tokens = TokenRows(token_ids, positions, segment_ids)
+            each = sequence_scores(spec, params, tokens, settings)
             return jnp.sum(each, axis=1)
 
         self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))

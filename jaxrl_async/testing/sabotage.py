@@ -233,15 +233,15 @@ def out_of_memory(hits: Hits) -> Fault:
     """Passes of the trainer's update for which memory does not suffice."""
 
     def fault(parts: Parts) -> None:
-        updater: Any = parts.trainer.learner._step._updater
-        accumulate = updater._accumulate
+        step: Any = parts.trainer.learner.policy_update
+        accumulate = step.accumulate
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
 
-        updater._accumulate = broken
+        step.accumulate = broken
 
     return fault
 

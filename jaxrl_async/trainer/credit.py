@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage
-from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, ColumnSource, names_of
 from jaxrl_async.algorithms.kl import KLFn, is_whole
 from jaxrl_async.algorithms.losses import token_inputs, token_loss
 from jaxrl_async.config import schema
@@ -52,7 +52,9 @@ def pass_columns(
         offloads: whether the reference lies in the host's memory.
     """
     in_reward = algorithm.kl_in == "reward" and refers
-    needed = {c for c in token_loss.facts(algorithm.loss).needs if COLUMNS[c].source is Source.PASS}
+    needed = {
+        c for c in token_loss.facts(algorithm.loss).needs if COLUMNS[c].source is ColumnSource.PASS
+    }
     if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
         needed.add("proximal_logprobs")
     several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
@@ -126,7 +128,7 @@ class Credit:
                 "policy_logprobs": proximal,
                 "reference_logprobs": reference,
                 "entropy": np.zeros(batch.mask.shape),
-                **{n: getattr(batch, n) for n in names_of(Source.PACK) if COLUMNS[n].in_loss},
+                **{n: getattr(batch, n) for n in names_of(ColumnSource.PACK) if COLUMNS[n].in_loss},
             }
         )
         return np.asarray(self.kl(x), np.float32)

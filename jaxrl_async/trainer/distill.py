@@ -13,7 +13,7 @@ Rows are independent tokens, so that all but the last can be given to model.logp
 each is a lower bound of the one above it.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,16 @@ from jax import Array
 from jax.scipy.special import logsumexp
 from jax.typing import ArrayLike
 
-from jaxrl_async.model.attention import reference
-from jaxrl_async.model.decoder import Params, output_head, replayed_states
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    Params,
+    TokenRows,
+    output_head,
+    token_states,
+)
 from jaxrl_async.model.divergence import (
+    Divergence,
     Kind,
     TokenDivergence,
     divergence_of,
@@ -31,8 +38,6 @@ from jaxrl_async.model.divergence import (
     log_softmax_of,
     lumped,
 )
-from jaxrl_async.model.kernels import SequenceAttention
-from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.logprobs import after, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec
 
@@ -114,44 +119,37 @@ def teacher_advantages(
     return jax.lax.stop_gradient(-coefficient * gap)
 
 
+class TeacherTop(NamedTuple):
+    """A teacher's k likeliest tokens at each place, as model.divergence.top_logprobs gives them."""
+
+    ids: Array  # [B, T, k] int32, different ones
+    logprobs: Array  # [B, T, k] float32, of the teacher's whole distribution
+
+
 def distill_rows(
     spec: ModelSpec,
     params: Params,
-    token_ids: Array,
-    positions: Array,
-    segment_ids: Array,
-    teacher_ids: Array,
-    teacher_logprobs: Array,
-    *,
-    kind: Kind,
-    beta: float = 0.5,
-    dtype: Any = jnp.float32,
-    remat: str = "none",
-    attention: SequenceAttention = reference,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    layout: Layout = ONE_DEVICE,
-    expert_ids: Array | None = None,
+    tokens: TokenRows,
+    teacher: TeacherTop,
+    measure: Divergence,
+    settings: DecoderSettings = ON_ONE_DEVICE,
 ) -> TokenDivergence:
-    """distill_top of a packed batch, at most `chunk` tokens' logits at once; [B, T] each, nats.
+    """Return `distill_top` of a packed batch, in chunks of tokens; [B, T] each, nats.
 
-    teacher_ids, teacher_logprobs: [B, T, k] as model.divergence.top_logprobs places them. Log-probs
-    and entropy are the student's. 0 where a segment starts and in padding. expert_ids: the
-    student's, as in decoder.replayed_states.
+    Log-probs and entropy are the student's, and so are tokens.expert_ids. 0 where a segment starts
+    and in padding.
     """
-    head, measure = output_head(spec, params, layout), divergence_of(kind, beta)
-    hidden, changed = replayed_states(
-        spec, params, token_ids, positions, segment_ids, expert_ids,
-        dtype=dtype, remat=remat, attention=attention, layout=layout,
-    )  # fmt: skip
+    layout = settings.layout
+    head = output_head(spec, params, layout)
+    hidden, changed = token_states(spec, params, tokens, settings)
 
     def one_chunk(x: Array, target: Array, ids: Array, logprobs: Array) -> TokenDivergence:
-        student = log_softmax_of(x, head, temperature)
+        student = log_softmax_of(x, head, settings.temperature)
         drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
         apart = measure(*_outcomes(student, ids, logprobs))
         return TokenDivergence(drawn, entropy_of(student), apart)
 
-    said = (after(a, layout) for a in (token_ids, teacher_ids, teacher_logprobs))
-    found = over_chunks(one_chunk, (hidden, *said), chunk=chunk, layout=layout)
-    found = TokenDivergence(*(placed(values, segment_ids, layout) for values in found[:3]))
-    return found._replace(changed=changed)
+    inputs = (after(a, layout) for a in (tokens.token_ids, *teacher))
+    measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
+    in_rows = (placed(values, tokens.segment_ids, layout) for values in measured[:3])
+    return TokenDivergence(*in_rows)._replace(changed=changed)

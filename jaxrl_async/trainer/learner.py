@@ -14,7 +14,6 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,22 +35,22 @@ from jaxrl_async.algorithms.shaping import shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
 from jaxrl_async.trainer.credit import Credit, PassResults, pass_columns
-from jaxrl_async.trainer.critic import CriticStep
-from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.critic import Critic
+from jaxrl_async.trainer.flops import forward_flops
+from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
+from jaxrl_async.trainer.objectives.critic_objective import CriticData
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
-from jaxrl_async.trainer.step import TrainStep, forward_flops
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.update import Params, TrainState
+from jaxrl_async.trainer.update import DeviceLock, Frozen, Params, TrainState, Update
 from jaxrl_async.types import EpisodeGroup, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
 
 EMA_SEED = 1
 """Seed of the random bits that round a moving reference in bfloat16."""
-
-DeviceLock = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Companions:
     reference: Params | None = None  # at the start of the run
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
-    critic: CriticStep | None = None
+    critic: Critic | None = None
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # worked answers to mix in
 
@@ -89,18 +88,21 @@ class Learner:
 
     def __init__(
         self,
-        step: TrainStep,
+        update: Update[PolicyObjective],
         state: TrainState,
         settings: LearnerSettings,
         companions: Companions = NO_COMPANIONS,
     ) -> None:
-        self._step, self.state, self._settings, self._companions = step, state, settings, companions
+        self.policy_update, self.state = update, state
+        self._settings, self._companions = settings, companions
+        self._objective = update.objective
+        self._probe = ProbePass(update.objective.spec, update.settings)
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
         self._shapings = tuple(shaping.resolve(choice) for choice in self._algorithm.shaping)
         self._pairs_taken = 0
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
-        self.coefficients: Coefficients = step.recipe.coefficients
+        self.coefficients: Coefficients = self._objective.recipe.coefficients
         columns = pass_columns(
             self._algorithm,
             refers=companions.reference is not None,
@@ -111,7 +113,7 @@ class Learner:
             algorithm=self._algorithm,
             teacher=self._teacher,
             advantage=advantage.resolve(self._algorithm.advantage),
-            kl=step.recipe.kl,
+            kl=self._objective.recipe.kl,
             columns=columns,
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
         )
@@ -160,8 +162,8 @@ class Learner:
         return self.state.params
 
     def probe(self, token_ids: IntArray) -> Any:
-        """Return the policy's log-probs of a fixed sequence, as TrainStep.logprobs."""
-        return self._step.logprobs(self.state.params, token_ids)
+        """Return the policy's log-probs of a fixed sequence, as logprob_pass.ProbePass."""
+        return self._probe(self.params, token_ids)
 
     # ---- one step
 
@@ -184,8 +186,10 @@ class Learner:
         )
         results = self.run_passes(step.batch, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.kl)
-        report = self._update(step, version, device_lock)
-        report["train/flops"] += results.num_passes * forward_flops(self._step.spec, step.batch)
+        report = self._learn_all(step, version, device_lock)
+        report["train/flops"] += results.num_passes * forward_flops(
+            self._objective.spec, step.batch
+        )
         self._steer_and_follow(report, version)
         return {**shaped.counts, **credit_report, **report}
 
@@ -236,14 +240,16 @@ class Learner:
             ids, logprobs = teacher_pass.top(self.teacher, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
-    def _update(self, step: PackedStep, version: int, device_lock: DeviceLock) -> dict[str, float]:
+    def _learn_all(
+        self, step: PackedStep, version: int, device_lock: DeviceLock
+    ) -> dict[str, float]:
         """Learn every mini-batch of every epoch: the policy, then the critic; return the report.
 
         While the critic warms up, the policy is measured instead.
         """
         policy_reports, critic_reports = [], []
         warming = self._companions.critic is not None and version < self._settings.critic_warmup
-        policy = self._policy_arguments(step, version, device_lock)
+        frozen = self._frozen(step)
         algorithm = self._algorithm
         missing = 0
         for epoch in range(algorithm.epochs):
@@ -253,16 +259,17 @@ class Learner:
                 done = epoch * algorithm.minibatches + index * algorithm.minibatches / made
                 if not warming:
                     at = self._updates_in(version - self._first_step) + done
-                    self.state, report = self._step.update(
-                        self.state, part.batch, columns=part.columns, at=at, **policy
+                    data = PolicyData(part.batch, part.columns, version, self.coefficients)
+                    self.state, report = self.policy_update.update(
+                        self.state, data, frozen, device_lock=device_lock, at=at
                     )
                     policy_reports.append(report)
                 if part.critic:
                     at = self._updates_in(version) + done
                     critic_reports.append(self._update_critic(part, at, device_lock))
         if warming:
-            batch, columns = step.rows.batch, step.rows.columns
-            report = self._step.measure(self.params, batch, columns=columns, **policy)
+            data = PolicyData(step.batch, step.rows.columns, version, self.coefficients)
+            report = self.policy_update.measure(self.params, data, frozen, device_lock=device_lock)
             policy_reports.append({**report, "train/skipped": 0.0, "train/flops": 0.0})
         self._warn_of_missing(missing)
         reports = (*policy_reports, *critic_reports)
@@ -275,19 +282,14 @@ class Learner:
             **({"critic/warming": float(warming)} if self._companions.critic is not None else {}),
         }
 
-    def _policy_arguments(
-        self, step: PackedStep, version: int, device_lock: DeviceLock
-    ) -> dict[str, Any]:
-        """Return what all of a step's updates of the policy are called with."""
+    def _frozen(self, step: PackedStep) -> Frozen:
+        """Return the weights that the policy's updates only read."""
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
         looked_up = "reference_logprobs" in step.rows.columns
-        return {
-            "version": version,
-            "coefficients": self.coefficients,
-            "reference_params": None if looked_up else self.reference,
-            "teacher_params": self.teacher if whole_teacher else None,
-            "device_lock": device_lock,
-        }
+        return Frozen(
+            reference=None if looked_up else self.reference,
+            teacher=self.teacher if whole_teacher else None,
+        )
 
     def _update_critic(
         self, part: StepRows, at: float, device_lock: DeviceLock
@@ -295,14 +297,9 @@ class Learner:
         """Learn one mini-batch's returns."""
         critic = self._companions.critic
         assert critic is not None and self.critic_state is not None
-        self.critic_state, report = critic.update(
-            self.critic_state,
-            part.batch,
-            part.critic["values"],
-            part.critic["returns"],
-            weights=part.critic.get("weights"),
-            device_lock=device_lock,
-            at=at,
+        data = CriticData(part.batch, **part.critic)
+        self.critic_state, report = critic.step.update(
+            self.critic_state, data, device_lock=device_lock, at=at
         )
         return report
 
@@ -328,7 +325,7 @@ class Learner:
             return 1, iter([step.rows])
         dealt = deal(step.batch, number, seed)
         times = len(dealt)
-        columns = step.rows.columns | self._step.weights(step.batch, times)
+        columns = step.rows.columns | self._objective.weights(step.batch, times)
         critic = step.rows.critic
         if critic:
             critic = critic | {"weights": token_mean(step.batch) * np.float32(times)}
@@ -375,7 +372,7 @@ class Learner:
         moves = self._settings.reference
         if self.reference is not None:
             report["policy/kl_coefficient"] = float(self.coefficients.kl)
-        if self._step.recipe.has_entropy:
+        if self._objective.recipe.has_entropy:
             report["policy/entropy_coefficient"] = float(self.coefficients.entropy)
         if not report.get("critic/warming"):
             self._steer(report)

@@ -4,24 +4,25 @@ Used with the policy's own weights (the proximal log-probs), the reference's and
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import for_other_models
 from jaxrl_async.mesh import NO_DEVICE_LOCK, batch_sharding, put, whole
-from jaxrl_async.model.attention import decoder_settings
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.divergence import logprobs_at, top_logprobs
-from jaxrl_async.model.logprobs import replayed_logprobs
+from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Params
+from jaxrl_async.trainer.update import DeviceLock, Params
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 
@@ -31,29 +32,23 @@ class LogprobPass:
     def __init__(
         self,
         spec: ModelSpec,
-        mesh: Mesh,
+        settings: LearningSettings,
         *,
-        micro_rows: int,
-        chunk: int,
         temperature: float = 1.0,
         top_k: int = 0,
         top_vocab: int | None = None,
-        dtype: Any = jnp.float32,
-        attention: str = "auto",
     ) -> None:
-        """temperature: the sampler's (0 counts as 1); top_k: what `top` gives, of ids below
-        top_vocab; null: of all."""
-        self.spec, self._micro_rows, self._top_k = spec, micro_rows, top_k
-        self._top_vocab = top_vocab
-        self._rows = batch_sharding(mesh)
-        self._settings = decoder_settings(
-            mesh,
-            spec.head_dim,
-            dtype=dtype,
-            attention=attention,
-            chunk=chunk,
-            temperature=temperature or 1.0,
-        )
+        """Declare the programs; each is compiled at its first call.
+
+        Args:
+            temperature: the sampler's; 0 counts as 1.
+            top_k: how many tokens `top` gives.
+            top_vocab: `top` gives ids below it alone; None: any.
+        """
+        self.spec, self._micro_rows = spec, settings.micro_rows()
+        self._top_k, self._top_vocab = top_k, top_vocab
+        self._rows = batch_sharding(settings.mesh)
+        self._decoder = replace(settings.decoder(spec, temperature), remat="none")
         self._logprobs = jax.jit(self._logprobs_of, out_shardings=self._rows)
         self._top = jax.jit(self._top_of, out_shardings=self._rows)
         self._at = jax.jit(self._logprobs_at, out_shardings=self._rows)
@@ -62,13 +57,14 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceLock = NO_DEVICE_LOCK,
         *,
         replays: bool = False,
     ) -> FloatArray:
-        """[rows, length] float32 of each token; 0 where a segment starts and in padding.
+        """Return each token's log-prob, [rows, length] float32; 0 where a segment starts and in
+        padding.
 
-        replays: tokens go through the batch's experts, where it has them. Of the policy's own
+        replays: send tokens through the batch's experts, if it has any. For the policy's own
         weights, which the update compares with; any other model chooses for itself.
         """
         if not replays:
@@ -79,9 +75,10 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceLock = NO_DEVICE_LOCK,
     ) -> tuple[IntArray, FloatArray]:
-        """The top_k likeliest tokens at each place and their log-probs; [rows, length, k] each."""
+        """Return the top_k likeliest tokens at each place and their log-probs, [rows, length, k]
+        each."""
         ids, logprobs = self._over(self._top, params, for_other_models(batch), device_lock)
         return ids, logprobs
 
@@ -90,9 +87,9 @@ class LogprobPass:
         params: Params,
         batch: PackedBatch,
         ids: IntArray,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceLock = NO_DEVICE_LOCK,
     ) -> FloatArray:
-        """Log-probs of ids [rows, length, k], each at its place, as `top` gives its own."""
+        """Return the log-probs of ids [rows, length, k], each at its place."""
         return self._over(self._at, params, for_other_models(batch), device_lock, ids)[0]
 
     def _over(
@@ -100,45 +97,54 @@ class LogprobPass:
         program: Callable[..., Any],
         params: Params,
         batch: PackedBatch,
-        device_lock: AbstractContextManager[Any],
-        column: NDArray[Any] | None = None,
+        device_lock: DeviceLock,
+        *columns: NDArray[Any],
     ) -> Sequence[NDArray[Any]]:
-        """column: [rows, length, ...] that the program takes in place of batch.kept."""
+        """Run the program on each micro-batch. columns: [rows, length, ...], its last arguments."""
         parts = []
         micros = micro_batches(batch, self._micro_rows)
-        columns = [m.kept for m in micros] if column is None else split(column, self._micro_rows, 0)
-        for micro, last in zip(micros, columns, strict=True):
-            tokens = (micro.token_ids, micro.positions, micro.segment_ids)
-            arrays = (*tokens, last, micro.expert_ids)
+        of_micros = [split(column, self._micro_rows, 0) for column in columns]
+        for micro, *rest in zip(micros, *of_micros, strict=True):
+            tokens = TokenRows(
+                micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids
+            )
             with device_lock:
-                found = program(params, *put(arrays, self._rows))
-                parts.append([whole(a) for a in jax.tree.leaves(found)])
+                arrays = program(params, *put((tokens, *rest), self._rows))
+                parts.append([whole(a) for a in jax.tree.leaves(arrays)])
         num_rows = len(batch.token_ids)
         return [np.concatenate(column)[:num_rows] for column in zip(*parts, strict=True)]
 
     # ---- inside jit
 
-    def _logprobs_of(
-        self,
-        params: Params,
-        ids: Array,
-        positions: Array,
-        segments: Array,
-        kept: Array | None,
-        experts: Array | None,
-    ) -> Array:
-        arrays = (ids, positions, segments, experts)
-        return replayed_logprobs(self.spec, params, *arrays, kept=kept, **self._settings)[0]
+    def _logprobs_of(self, params: Params, tokens: TokenRows) -> Array:
+        return token_logprobs(self.spec, params, tokens, self._decoder).logprobs
 
-    def _top_of(
-        self, params: Params, ids: Array, positions: Array, segments: Array, *_: Array | None
-    ) -> tuple[Array, Array]:
-        arrays = (ids, positions, segments)
+    def _top_of(self, params: Params, tokens: TokenRows) -> tuple[Array, Array]:
         k, vocab = self._top_k, self._top_vocab
-        return top_logprobs(self.spec, params, *arrays, k=k, vocab=vocab, **self._settings)
+        return top_logprobs(self.spec, params, tokens, self._decoder, k=k, vocab=vocab)
 
-    def _logprobs_at(
-        self, params: Params, ids: Array, positions: Array, segments: Array, chosen: Array, _: None
-    ) -> Array:
-        arrays = (ids, positions, segments)
-        return logprobs_at(self.spec, params, *arrays, chosen, **self._settings)
+    def _logprobs_at(self, params: Params, tokens: TokenRows, chosen: Array) -> Array:
+        return logprobs_at(self.spec, params, tokens, chosen, self._decoder)
+
+
+class ProbePass:
+    """The trainer's compiled log-probs of one sequence, which a sampler compares its own with."""
+
+    def __init__(self, spec: ModelSpec, settings: LearningSettings) -> None:
+        self._spec, self._copies = spec, settings.num_row_shards
+        self._decoder = replace(settings.decoder(spec), remat="none")
+        replicated = NamedSharding(settings.mesh, PartitionSpec())
+        self._probe = jax.jit(self._probe_logprobs, out_shardings=replicated)
+
+    def __call__(self, params: Params, token_ids: IntArray) -> Array:
+        """Return untempered log-probs of token_ids[1:], given what precedes each.
+
+        [n - 1] float32 on the mesh. Does not wait; compiles for each new n.
+        """
+        return self._probe(params, np.asarray(token_ids, np.int32))
+
+    def _probe_logprobs(self, params: Params, token_ids: Array) -> Array:
+        rows = jnp.tile(token_ids, (self._copies, 1))
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
+        tokens = TokenRows(rows, positions, jnp.ones_like(rows))
+        return token_logprobs(self._spec, params, tokens, self._decoder).logprobs[0, 1:]

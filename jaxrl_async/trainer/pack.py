@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.columns import COLUMNS, Source
+from jaxrl_async.algorithms.columns import COLUMNS, ColumnSource
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.token_columns import (
     NO_SAMPLER_COLUMNS,
@@ -31,7 +31,7 @@ from jaxrl_async.types import (
 
 Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of learnt tokens
 
-PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
+PACKED = [c for c in COLUMNS.values() if c.source is ColumnSource.PACK]
 """The columns of PackedBatch."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import StepData
-from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source
+from jaxrl_async.algorithms.columns import COLUMNS, Columns, ColumnSource
 from jaxrl_async.algorithms.shaping import Shaped
 from jaxrl_async.trainer.pack import Pair, first_fit_decreasing, pack_groups
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
@@ -196,7 +196,7 @@ def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
     columns: dict[str, Any] = {
         c.name: moved(getattr(batch, c.name), places, c.fill)
         for c in COLUMNS.values()
-        if c.source is Source.PACK and getattr(batch, c.name) is not None
+        if c.source is ColumnSource.PACK and getattr(batch, c.name) is not None
     }
     starts = (columns["positions"] == 0) & (places >= 0)
     columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)

@@ -1,19 +1,20 @@
-"""The shell of an update, whatever is learnt: gradients summed over micro-batches, then one step.
+"""The one update, whatever is learnt: gradients summed over micro-batches, then one optimizer step.
 
-    device    accumulate(params, sum, micro, context) -> sum, totals     for each micro-batch
-              apply(state, sum) -> state                                 once
+    host      objective: micro_batches(data), context(data)
+    device    accumulate(trainable, sum, micro, context, frozen) -> sum, totals    each micro-batch
+              apply(state, sum) -> state                                           once
 
-Two programs, compiled once each. The state is donated, and so is the sum: the state only by
-`apply`, which begins once every gradient is there. Where memory does not suffice before that, the
-update begins again with half the rows in a micro-batch, and stays with them.
+Both programs are compiled once. `apply` alone donates the state, and starts once every gradient is
+there. If memory runs out before that, the update starts again with half the rows in a micro-batch,
+and keeps that size.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +24,18 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.objective import Totals, summarize
-from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
     HOST,
     NO_DEVICE_LOCK,
-    Rules,
     batch_sharding,
     in_memory,
-    num_shards,
     put,
     shapes_on,
     shardings,
 )
 from jaxrl_async.model.spec import Weight
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
     make_schedule,
@@ -48,6 +47,7 @@ from jaxrl_async.trainer.optimizer import (
 log = logging.getLogger(__name__)
 
 Params = Any  # nested dict of arrays in the tree of a table of weights
+DeviceLock = AbstractContextManager[Any]
 
 ROUNDING_SEED = 0
 """Of the random bits of trainer.rounding=stochastic; the number of the update is folded in."""
@@ -56,11 +56,21 @@ MAX_QUEUED = 4
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. Donated: the state given to `update` is gone afterwards."""
+    """All that an update changes. `update` donates the state that it is given."""
 
-    params: Params
+    params: Params  # what is learnt: the trainable weights
     opt_state: Any
     step: Array  # [] int32, updates made; skipped ones do not count
+
+
+class Frozen(NamedTuple):
+    """Weights on the same mesh that a loss reads and that take no gradient; None: not read."""
+
+    reference: Params | None = None
+    teacher: Params | None = None
+
+
+NOTHING_FROZEN = Frozen()
 
 
 class WithMasters(NamedTuple):
@@ -77,49 +87,83 @@ class GradSum(NamedTuple):
     loss: Array  # [] float32
 
 
-Objective = Callable[[Params, Any, Any], tuple[Array, Totals]]
-"""(params, micro-batch, context) -> its share of the loss, and of the report."""
+class Passes(NamedTuple):
+    """What an update ran over."""
+
+    rows: int  # of all micro-batches, with those that only fill the last one
+    number: int  # forward and backward passes: more than micro-batches where memory was short
 
 
-class Updater:
-    """Compiled update of one table of weights. Owned by the trainer's thread."""
+class Objective(Protocol):
+    """What an update minimises: a frozen record without state or thread.
+
+    Each has data of its own, which becomes micro-batches (trees of host arrays [rows, length, ...])
+    and a context (a tree of numbers or arrays, the same for all micro-batches).
+    """
+
+    @property
+    def table(self) -> Any:
+        """The weights that are learnt, as declared: shapes, placement, and what decays."""
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the names under which an update's numbers are reported."""
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row can be learnt without the others of its micro-batch."""
+
+    def micro_batches(self, data: Any, rows: int) -> Sequence[Any]:
+        """Split the data into micro-batches of so many rows; on the host."""
+
+    def context(self, data: Any) -> Any:
+        """Return what all micro-batches of the data have in common."""
+
+    def loss(
+        self, trainable: Params, frozen: Frozen, micro: Any, context: Any
+    ) -> tuple[Array, Totals]:
+        """Return a micro-batch's share of the loss and of the report; inside jit.
+
+        The gradient is taken of `trainable` alone.
+        """
+
+    def measures(self, trainable: Params, frozen: Frozen, micro: Any, context: Any) -> Totals:
+        """Return a micro-batch's share of what is reported without learning; inside jit."""
+
+    def report(self, data: Any, frozen: Frozen, passes: Passes) -> dict[str, float]:
+        """Return what the host reports of an update on the data, beside the loss's totals."""
+
+
+O = TypeVar("O", bound=Objective)  # noqa: E741
+
+
+class Update(Generic[O]):
+    """The compiled update of one objective. Owned by the trainer's thread."""
 
     def __init__(
-        self,
-        table: Any,
-        mesh: Mesh,
-        rules: Rules,
-        objective: Objective,
-        *,
-        trainer: schema.TrainerSection,
-        learning_rate: float,
-        total_steps: int,
-        param_dtype: Any = jnp.float32,
-        whole_rows: bool = True,
+        self, objective: O, settings: LearningSettings, *, learning_rate: float, total_steps: int
     ) -> None:
-        """table: of Weights, which says shapes, shardings and what decays. whole_rows: a row of a
-        micro-batch stands for itself, so that one that is too large may be halved."""
-        self._objective, self._param_dtype = objective, param_dtype
-        self._whole_rows, self._halvings = whole_rows, 0
+        """learning_rate: its peak; total_steps: updates that its course is planned for."""
+        self.objective, self.settings = objective, settings
+        trainer, mesh, table = settings.trainer, settings.mesh, objective.table
+        self.micro_rows = settings.micro_rows(objective.rows_are_independent)
+        self._halvings = 0
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
         self._optimizer = make_optimizer(trainer, decayed=decayed(table))
-        self._masters = needs_masters(trainer, param_dtype)
-        narrow = jnp.dtype(param_dtype) != jnp.float32
+        self._masters = needs_masters(trainer, settings.param_dtype)
+        narrow = jnp.dtype(settings.param_dtype) != jnp.float32
         self._stochastic = narrow and trainer.rounding == "stochastic"
-        self._compiler_options = dict(trainer.compiler_options) or None
-        self._bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self.replicated: Any = NamedSharding(mesh, PartitionSpec())
-        self.batch_sharding = batch_sharding(mesh, rules)
-        self.num_row_shards = num_shards(mesh, rules, "batch")
-        self._compile(table, shardings(table, mesh, rules), "optimizer" in trainer.offload)
+        self.batch_sharding = batch_sharding(mesh, settings.rules)
+        self._compile(table, shardings(table, mesh, settings.rules), "optimizer" in trainer.offload)
 
     def _compile(self, table: Any, of_params: Any, offloads: bool) -> None:
         """Declare the jitted programs; XLA compiles each at its first call.
 
-        offloads: AdamW's moments, and the masters, live in the host's memory, and are on the device
-        in `apply` only.
+        offloads: AdamW's moments and the masters lie in the host's memory, and are on the device in
+        `apply` only.
         """
         shapes = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
@@ -134,25 +178,24 @@ class Updater:
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(self._fresh_opt, out_shardings=opt)
         self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
-        jit = partial(jax.jit, compiler_options=self._compiler_options)
-        self._accumulate = jit(
+        options = dict(self.settings.trainer.compiler_options) or None
+        jit = partial(jax.jit, compiler_options=options)
+        self.accumulate = jit(
             self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
         )
-        self._apply = jit(
+        self.apply = jit(
             self._apply_sum,
             donate_argnums=(0,),
             out_shardings=(self.state_shardings, self.replicated),
         )
-        self._measure = jax.jit(
-            lambda *args: self._objective(*args)[1], out_shardings=self.replicated
-        )
+        self._measure = jax.jit(self._measure_one, out_shardings=self.replicated)
 
     def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
-        found = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
-        return WithMasters(found, of_moments) if self._masters else found
+        of_optimizer = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
+        return WithMasters(of_optimizer, of_moments) if self._masters else of_optimizer
 
     def init(self, params: Params) -> TrainState:
-        """A fresh state around a copy of params (any placement): the caller's arrays stay valid."""
+        """Make a fresh state around a copy of params (any placement); the caller's stay valid."""
         given = jax.device_put(params, self.state_shardings.params)
         step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
         return TrainState(self._copy(given), self._init_opt(given), step)
@@ -160,24 +203,31 @@ class Updater:
     def update(
         self,
         state: TrainState,
-        micros: Sequence[Any],
-        context: Any,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        data: Any,
+        frozen: Frozen = NOTHING_FROZEN,
+        *,
+        device_lock: DeviceLock = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """One optimizer step on all micro-batches (host arrays [rows, ...]); the state is donated.
+        """Make one optimizer step on the objective's data; the state is donated.
 
-        device_lock: held for each program, until it has run, where a sampler shares the devices.
-        at: place on the learning rate's course, in updates; null: as many as were made.
-        A non-finite loss or gradient leaves the state as it was, and train/skipped is 1. Raises
-        TrainingError where memory does not suffice with one row on each device; the state is then
-        as it was; ConfigError for an option that the compiler does not know.
+        A non-finite loss or gradient leaves the state as it was, and PREFIX/skipped is 1. The
+        report's keys are explained in metrics.metric.METRICS.
+
+        Args:
+            device_lock: held for each program until it has run, if a sampler shares the devices.
+            at: place on the learning rate's course, in updates; None: as many as were made.
+
+        Raises:
+            TrainingError: memory runs out with one row on each device; the state is as it was.
+            ConfigError: the compiler does not know one of trainer.compiler_options.
         """
+        micros, context = self._micros(data), self.objective.context(data)
         retries = 0
         while True:
-            parts = _halved(micros, self._halvings, self.num_row_shards)
+            parts = self._halved(micros)
             try:
-                sums, totals = self._gradients(state.params, parts, context, device_lock)
+                sums, totals = self._gradients(state.params, parts, context, frozen, device_lock)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "No such compile option" in str(error):
@@ -190,38 +240,48 @@ class Updater:
                 self._halve(len(jax.tree.leaves(parts[0])[0]), error)
             retries += 1
         with device_lock:
-            state, applied = self._apply(state, sums, None if at is None else np.float32(at))
-            told, host_applied = jax.device_get((totals, applied))
+            state, applied = self.apply(state, sums, None if at is None else np.float32(at))
+            host_totals, host_applied = jax.device_get((totals, applied))
+        passes = Passes(len(micros) * self.micro_rows, len(parts))
         return state, {
-            **summarize(told),
-            **{f"train/{k}": float(v) for k, v in host_applied.items()},
+            **summarize(host_totals),
+            **{f"{self.objective.prefix}/{k}": float(v) for k, v in host_applied.items()},
             **({"faults/oom_retries": float(retries)} if retries else {}),
+            **self.objective.report(data, frozen, passes),
         }
+
+    def _micros(self, data: Any) -> Sequence[Any]:
+        micros = self.objective.micro_batches(data, self.micro_rows)
+        length = jax.tree.leaves(micros[0])[0].shape[1]
+        assert length == self.settings.row_length, "packed for another row length"
+        return micros
 
     def _gradients(
         self,
         params: Params,
         micros: Sequence[Any],
         context: Any,
-        device_lock: AbstractContextManager[Any],
+        frozen: Frozen,
+        device_lock: DeviceLock,
     ) -> tuple[GradSum, list[Totals]]:
-        """Summed over all micro-batches, and there: nothing that can fail is under way."""
+        """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
         totals: list[Totals] = []
         with device_lock:
             sums = self._zeros()
         for index, micro in enumerate(micros):
             with device_lock:
-                sums, total = self._accumulate(params, sums, self.put(micro), context)
-                if device_lock is not NO_DEVICE_LOCK or self.is_full(index):
+                sums, total = self.accumulate(params, sums, self._put(micro), context, frozen)
+                if device_lock is not NO_DEVICE_LOCK or is_queue_full(self.settings.mesh, index):
                     jax.block_until_ready(sums)
             totals.append(total)
         jax.block_until_ready((sums, totals))
         return sums, totals
 
     def _halve(self, rows: int, error: Exception) -> None:
-        """Half the rows from now on. Raises TrainingError where there is nothing to halve."""
-        if not self._whole_rows or rows <= self.num_row_shards:
-            fewer = "" if self._whole_rows else "lower trainer.micro_batch_tokens, "
+        """Take half the rows from now on. Raises TrainingError if rows cannot be halved."""
+        independent = self.objective.rows_are_independent
+        if not independent or rows <= self.settings.num_row_shards:
+            fewer = "" if independent else "lower trainer.micro_batch_tokens, "
             raise TrainingError(
                 f"the trainer's devices are out of memory in an update of {rows} rows at once: "
                 f"{str(error).splitlines()[0]}. The weights are as before the step. To need less, "
@@ -235,53 +295,63 @@ class Updater:
             rows,
         )
 
-    def num_passes(self, micros: Sequence[Any]) -> int:
-        """Forward and backward passes that these take now: more where memory was short."""
-        return len(_halved(micros, self._halvings, self.num_row_shards))
+    def _halved(self, micros: Sequence[Any]) -> list[Any]:
+        return halved(micros, self._halvings, self.settings.num_row_shards)
 
-    def measure(self, params: Params, micros: Sequence[Any], context: Any) -> dict[str, float]:
-        """What `update` would report of the objective, without learning."""
-        totals = [self._measure(params, self.put(micro), context) for micro in micros]
-        return summarize(jax.device_get(totals))
+    def measure(
+        self,
+        params: Params,
+        data: Any,
+        frozen: Frozen = NOTHING_FROZEN,
+        *,
+        device_lock: DeviceLock = NO_DEVICE_LOCK,
+    ) -> dict[str, float]:
+        """Report the objective's measures of the data without learning."""
+        micros, context = self._micros(data), self.objective.context(data)
+        with device_lock:
+            totals = [self._measure(params, self._put(m), context, frozen) for m in micros]
+            return summarize(jax.device_get(totals))
 
-    def lower(self, params: Params, micro: Any, context: Any) -> dict[str, Any]:
-        """What `update` compiles, for shapes alone (jax.ShapeDtypeStruct with shardings): gradient
-        of a micro-batch, and update. Nothing runs."""
+    def lower(
+        self, params: Params, micro: Any, context: Any, frozen: Frozen = NOTHING_FROZEN
+    ) -> dict[str, Any]:
+        """Lower what `update` compiles, a micro-batch's gradient and the optimizer's update.
+
+        The arguments are shapes alone (jax.ShapeDtypeStruct with shardings); nothing runs.
+        """
         state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
         state = shapes_on(state, self.state_shardings)
         summed = GradSum(self.state_shardings.params, self.replicated)
         sums = shapes_on(jax.eval_shape(self._zeros), summed)
         return {
-            "gradient": self._accumulate.lower(state.params, sums, micro, context),
-            "update": self._apply.lower(state, sums),
+            "gradient": self.accumulate.lower(state.params, sums, micro, context, frozen),
+            "update": self.apply.lower(state, sums),
         }
 
-    def put(self, micro: Any) -> Any:
-        """A micro-batch on the devices, divided as batch_sharding says."""
+    def _put(self, micro: Any) -> Any:
         return put(micro, self.batch_sharding)
-
-    def is_full(self, index: int) -> bool:
-        """Whether to wait before more programs are queued on forced-host devices."""
-        return self._bounded and index % MAX_QUEUED == MAX_QUEUED - 1
 
     # ---- inside jit
 
     def _copy_params(self, params: Params) -> Params:
-        return jax.tree.map(lambda p: jnp.array(p, self._param_dtype, copy=True), params)
+        return jax.tree.map(lambda p: jnp.array(p, self.settings.param_dtype, copy=True), params)
 
     def _accumulate_one(
-        self, params: Params, sums: GradSum, micro: Any, context: Any
+        self, trainable: Params, sums: GradSum, micro: Any, context: Any, frozen: Frozen
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(self._objective, has_aux=True)
-        (loss, totals), grads = gradient(params, micro, context)
+        gradient = jax.value_and_grad(self.objective.loss, has_aux=True)
+        (loss, totals), grads = gradient(trainable, frozen, micro, context)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
         return GradSum(grads, sums.loss + loss), totals
+
+    def _measure_one(self, trainable: Params, micro: Any, context: Any, frozen: Frozen) -> Totals:
+        return self.objective.measures(trainable, frozen, micro, context)
 
     def _apply_sum(
         self, state: TrainState, sums: GradSum, at: Array | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        """The optimizer's step where all is finite; the same state where not."""
+        """Make the optimizer's step if all is finite; else keep the state."""
         grad_norm = optax.tree.norm(sums.grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
         if self._opt_in_use is not None:
@@ -297,13 +367,13 @@ class Updater:
         }
 
     def _fresh_opt(self, params: Params) -> Any:
-        """Of weights in any type; the masters are what they are before they are rounded."""
+        """Make the optimizer's state for weights of any type; masters are copies not rounded."""
         masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         fresh = self._optimizer.init(masters)
         return WithMasters(fresh, masters) if self._masters else fresh
 
     def _moved(self, state: TrainState, grads: Params, rate: Array) -> TrainState:
-        """One step of the optimizer on the masters, or on the weights where there are none."""
+        """Move the masters by one optimizer step, or the weights if there are no masters."""
         opt_state, before = state.opt_state, _float32(state.params)
         if self._masters:
             opt_state, before = state.opt_state
@@ -314,15 +384,22 @@ class Updater:
         return TrainState(params, opt_state, state.step + 1)
 
     def _rounded(self, params: Params, step: Array) -> Params:
-        """float32 weights in the type that they are kept in, as trainer.rounding says."""
+        """Round float32 weights to the type that they are kept in, as trainer.rounding says."""
+        dtype = self.settings.param_dtype
         if self._stochastic:
             key = jax.random.fold_in(jax.random.key(ROUNDING_SEED), step)
-            return rounded_tree(key, params, self._param_dtype)
-        return jax.tree.map(lambda p: p.astype(self._param_dtype), params)
+            return rounded_tree(key, params, dtype)
+        return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def _halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
-    """Each micro-batch in parts of rows / 2**times rows, rounded up to a multiple; one at least."""
+def is_queue_full(mesh: Mesh, index: int) -> bool:
+    """Return whether to wait after program `index` of a loop, before more are queued."""
+    bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return bounded and index % MAX_QUEUED == MAX_QUEUED - 1
+
+
+def halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
+    """Split each micro-batch into parts of rows / 2**times rows, rounded up to a multiple."""
     if not times:
         return list(micros)
     parts = []
@@ -342,14 +419,8 @@ def _float32(params: Params) -> Params:
     return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
 
-def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
-    """Rows within the token budget, at least one, rounded up to whole rows on every device."""
-    rows = max(1, micro_batch_tokens // row_length)
-    return -(-rows // num_row_shards) * num_row_shards
-
-
 def decayed(table: Any) -> Any:
-    """Tree of bool: weight decay applies to matrices, not to norms and biases."""
+    """Return a tree of bool: weight decay applies to matrices, not to norms and biases."""
     return jax.tree.map(_is_matrix, table, is_leaf=lambda w: isinstance(w, Weight))
 
 

@@ -1,7 +1,7 @@
 """What the agreement tests share: arrays, the peer's process, our side, and the comparison.
 
 arrays + cases ──.npz──> worker, in the peer's environment ──.npz──> loss and gradient, theirs
-     └──────────> policy_objective and the like, here ──────────────> loss and gradient, ours
+     └──────────> objective.policy_loss and the like, here ────> loss and gradient, ours
 """
 
 import json
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms import objective
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.losses import TokenInputs
-from jaxrl_async.algorithms.objective import make_recipe, policy_objective
 from jaxrl_async.config import schema
 from jaxrl_async.types import Episode, EpisodeGroup, PackedBatch, Prompt, Score, StopReason, Ticket
 
@@ -156,7 +156,7 @@ def _of(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def policy_loss(a: Arrays, *, behavior: str = "proximal", **algorithm: Any) -> dict[str, Any]:
-    """policy_objective of the configuration: loss, gradient by the policy's log-probs.
+    """objective.policy_loss of the configuration: loss, gradient by the policy's log-probs.
 
     Two sequences share a row, as packing would have it. behavior: which array drew the tokens; the
     weights at the start of the step are always `proximal`.
@@ -175,7 +175,7 @@ def policy_function(
 ) -> Callable[..., jax.Array]:
     """(policy log-probs, entropy; [sequences, length]) -> loss."""
     settings = schema.AlgorithmSection(**{"correction": "none", **algorithm})
-    recipe, batch = make_recipe(settings), packed(a)
+    recipe, batch = objective.make_recipe(settings), packed(a)
     weights = jnp.asarray(aggregate.resolve(settings.aggregate)(batch))
     per_token = a["advantages"] if a["advantages"].ndim == 2 else a["advantages"][:, None]
 
@@ -191,7 +191,7 @@ def policy_function(
             proximal_logprobs=_rows(a["proximal"]),
             segment_ids=jnp.asarray(batch.segment_ids),
         )
-        return policy_objective(recipe, x, weights, jnp.int32(0))[0]
+        return objective.policy_loss(recipe, x, weights, jnp.int32(0))[0]
 
     return loss
 

@@ -21,8 +21,8 @@ from agree import (
 
 from jaxrl_async.algorithms.preferences import PairInputs, preference_loss
 from jaxrl_async.algorithms.shaping import soft_overlong_penalty
+from jaxrl_async.algorithms.value_loss import value_loss
 from jaxrl_async.model.logprobs import chunked_logprobs
-from jaxrl_async.trainer.critic import value_loss
 from jaxrl_async.trainer.distill import distill_logits
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def of_logits(logits, tokens, temperature=1.0):
 
 
 def by_logits(a, settings, temperature=1.0):
-    """policy_objective's loss, and its gradient with respect to the logits."""
+    """policy_loss's loss, and its gradient with respect to the logits."""
     behavior = settings.pop("behavior", "proximal")
     loss = policy_function(a, behavior, settings)
     return value_and_gradient(

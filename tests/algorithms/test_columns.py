@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_async.algorithms.columns import (
     COLUMNS,
+    ColumnSource,
     DeviceBatch,
-    Source,
     check_fields,
     for_other_models,
     names_of,
@@ -33,7 +33,7 @@ def test_exactly_the_optional_columns_of_a_micro_batch_may_be_missing():
 
 
 def test_rows_are_packed_in_the_dtypes_and_fills_of_the_table():
-    for name in names_of(Source.PACK):
+    for name in names_of(ColumnSource.PACK):
         values = getattr(BATCH, name)
         assert (values is None) == COLUMNS[name].optional
         if values is not None:

@@ -7,9 +7,9 @@ from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
     make_recipe,
     mean_report,
-    policy_objective,
+    policy_loss,
     summarize,
-    supervised_objective,
+    supervised_loss,
 )
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
@@ -42,7 +42,7 @@ def recipe(**settings):
 
 
 def report(x, weights, version=5, **settings) -> dict[str, float]:
-    return summarize([policy_objective(recipe(**settings), x, weights, jnp.int32(version))[1]])
+    return summarize([policy_loss(recipe(**settings), x, weights, jnp.int32(version))[1]])
 
 
 def test_the_report_is_the_masked_means_and_extremes(x, weights):
@@ -98,7 +98,7 @@ def test_micro_batches_report_the_same_as_the_whole(x, weights):
     parts = []
     for rows in (slice(0, 1), slice(1, 4)):
         part = jax.tree.map(lambda a, rows=rows: a[rows], x)
-        parts.append(policy_objective(recipe(), part, weights[rows], jnp.int32(5))[1])
+        parts.append(policy_loss(recipe(), part, weights[rows], jnp.int32(5))[1])
     split = summarize(parts)
     assert split.keys() == whole.keys()
     for key, value in whole.items():
@@ -112,7 +112,7 @@ def test_nothing_to_learn_is_reported_as_nothing(x, weights):
 
 
 def test_a_supervised_report_is_the_mean_log_likelihood(x, weights):
-    loss, totals = supervised_objective(x, weights)
+    loss, totals = supervised_loss(x, weights)
     expected = -np.asarray(x.policy_logprobs)[np.asarray(x.mask)].mean()
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     assert summarize([totals])["train/loss"] == pytest.approx(expected, rel=1e-5)
@@ -134,7 +134,7 @@ def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights
 
     def loss(logprobs, inputs):
         filled = inputs._replace(policy_logprobs=logprobs)
-        return policy_objective(recipe(), filled, weights, jnp.int32(5))[0]
+        return policy_loss(recipe(), filled, weights, jnp.int32(5))[0]
 
     fixed = own._replace(behavior_logprobs=jax.lax.stop_gradient(own.behavior_logprobs))
     value, slope = jax.value_and_grad(loss)(x.policy_logprobs, silent)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, make_mesh
+from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import (
     SEQUENCE_ATTENTION,
@@ -31,12 +31,13 @@ from jaxrl_async.model.attention import (
     reference,
     sequence_attention,
 )
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.testing.interpreted import interpreted_kernels
-from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import policy_update
 
 CPU = jax.devices("cpu")[0]
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
@@ -172,10 +173,9 @@ def test_the_training_loss_has_the_same_gradient_with_splash(remat):
     positions = jnp.broadcast_to(jnp.arange(20), ids.shape)
 
     def loss(params: Any, attention: Any) -> jax.Array:
-        logprobs, _ = token_logprobs(
-            spec, params, ids, positions, segments, remat=remat, attention=attention
-        )
-        return logprobs.sum()
+        tokens = TokenRows(ids, positions, segments)
+        settings = DecoderSettings(remat=remat, attention=attention)
+        return token_logprobs(spec, params, tokens, settings).logprobs.sum()
 
     expected = jax.grad(loss)(params, reference)
     with interpreted_kernels():
@@ -409,15 +409,11 @@ def test_the_config_names_every_attention():
 
 def test_a_train_step_refuses_a_kernel_of_another_platform():
     with pytest.raises(ConfigError, match=r"model\.attention=splash needs a TPU"):
-        TrainStep(
+        policy_update(
             ModelSpec.from_architecture(schema.ArchitectureSection(), 24),
-            mesh_of(),
-            TRAINER_RULES,
-            algorithm=schema.AlgorithmSection(),
-            trainer=schema.TrainerSection(),
-            row_length=16,
+            LearningSettings(mesh=mesh_of(), row_length=16, attention="splash"),
+            schema.AlgorithmSection(),
             total_steps=1,
-            attention="splash",
         )
 
 

@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import hidden_states, init_params, output_head
-from jaxrl_async.model.divergence import chunked_over_vocab, top_logprobs
+from jaxrl_async.model.decoder import (
+    DecoderSettings,
+    TokenRows,
+    hidden_states,
+    init_params,
+    output_head,
+)
+from jaxrl_async.model.divergence import (
+    FrozenPolicy,
+    chunked_over_vocab,
+    divergence_of,
+    reverse_kl,
+    top_logprobs,
+)
 from jaxrl_async.model.logprobs import over_chunks, token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 
@@ -25,13 +37,13 @@ PARAMS, OTHER = init_params(SPEC, jax.random.key(0)), init_params(WIDE, jax.rand
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 10)), jnp.int32)
 SEGMENTS = jnp.array([[1] * 4 + [2] * 6, [1] * 7 + [0] * 3])
 POSITIONS = jnp.array([[*range(4), *range(6)], [*range(7), 0, 0, 0]])
-BATCH = (TOKENS, POSITIONS, SEGMENTS)
+BATCH = TokenRows(TOKENS, POSITIONS, SEGMENTS)
 FOLLOWS = np.asarray((POSITIONS > 0) & (SEGMENTS > 0))
 
 
 def all_logprobs(spec, params, temperature=1.0):
     """[rows, length, vocab] float64, of each token's distribution; row-first tokens are wrong."""
-    hidden = hidden_states(spec, params, *BATCH)
+    hidden = hidden_states(spec, params, TOKENS, POSITIONS, SEGMENTS)
     logits = np.asarray(hidden @ output_head(spec, params), np.float64) / temperature
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return np.roll(logprobs, 1, axis=1)
@@ -40,10 +52,9 @@ def all_logprobs(spec, params, temperature=1.0):
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_chunks_give_the_divergence_of_whole_distributions(kind, chunk):
-    got = chunked_over_vocab(
-        SPEC, PARAMS, OTHER, *BATCH, kind=kind, beta=0.3, other_spec=WIDE, chunk=chunk,
-        temperature=0.8,
-    )  # fmt: skip
+    settings = DecoderSettings(chunk=chunk, temperature=0.8)
+    measure = divergence_of(kind, 0.3)
+    got = chunked_over_vocab(SPEC, PARAMS, BATCH, FrozenPolicy(WIDE, OTHER), measure, settings)
     student, teacher = (all_logprobs(*m, 0.8) for m in ((SPEC, PARAMS), (WIDE, OTHER)))
     p, q = np.exp(teacher), np.exp(student)
     middle = np.log(0.3 * p + 0.7 * q)
@@ -53,16 +64,15 @@ def test_chunks_give_the_divergence_of_whole_distributions(kind, chunk):
         "js": (0.3 * p * (teacher - middle) + 0.7 * q * (student - middle)).sum(-1),
     }[kind]
     np.testing.assert_allclose(got.divergence, np.where(FOLLOWS, wanted, 0), atol=2e-5)
-    logprobs, entropy = token_logprobs(SPEC, PARAMS, *BATCH, chunk=chunk, temperature=0.8)
+    logprobs, entropy, _ = token_logprobs(SPEC, PARAMS, BATCH, settings)
     np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-6)
     np.testing.assert_allclose(got.entropy, entropy, atol=1e-5)
 
 
 def test_the_gradient_does_not_depend_on_the_chunk_and_leaves_the_other_alone():
     def total(params, other, chunk):
-        got = chunked_over_vocab(
-            SPEC, params, other, *BATCH, kind="js", other_spec=WIDE, chunk=chunk
-        )
+        policy, settings = FrozenPolicy(WIDE, other), DecoderSettings(chunk=chunk)
+        got = chunked_over_vocab(SPEC, params, BATCH, policy, divergence_of("js"), settings)
         return got.divergence.sum() + got.logprobs.sum() + got.entropy.sum()
 
     small, large = (jax.grad(total, argnums=(0, 1))(PARAMS, OTHER, c) for c in (4, 1000))
@@ -73,9 +83,9 @@ def test_the_gradient_does_not_depend_on_the_chunk_and_leaves_the_other_alone():
 
 def test_the_whole_vocabulary_exists_for_one_chunk_only():
     def total(params):
-        return chunked_over_vocab(
-            SPEC, params, OTHER, *BATCH, kind="reverse", other_spec=WIDE, chunk=3
-        ).divergence.sum()
+        other, settings = FrozenPolicy(WIDE, OTHER), DecoderSettings(chunk=3)
+        got = chunked_over_vocab(SPEC, params, BATCH, other, reverse_kl, settings)
+        return got.divergence.sum()
 
     text = str(jax.make_jaxpr(jax.grad(total))(PARAMS))
     assert f"f32[3,{VOCAB}]" in text and f"f32[18,{VOCAB}]" not in text
@@ -84,13 +94,14 @@ def test_the_whole_vocabulary_exists_for_one_chunk_only():
 
 def test_a_policy_is_no_distance_from_itself():
     for kind in ("forward", "reverse", "js"):
-        got = chunked_over_vocab(SPEC, PARAMS, PARAMS, *BATCH, kind=kind)
+        other = FrozenPolicy(SPEC, PARAMS)
+        got = chunked_over_vocab(SPEC, PARAMS, BATCH, other, divergence_of(kind))
         np.testing.assert_allclose(got.divergence, 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_the_likeliest_tokens_come_sorted_with_their_logprobs(chunk):
-    ids, logprobs = top_logprobs(SPEC, PARAMS, *BATCH, k=5, chunk=chunk)
+    ids, logprobs = top_logprobs(SPEC, PARAMS, BATCH, DecoderSettings(chunk=chunk), k=5)
     assert ids.shape == logprobs.shape == (2, 10, 5) and ids.dtype == jnp.int32
     wanted = np.sort(all_logprobs(SPEC, PARAMS), axis=-1)[..., ::-1][..., :5]
     np.testing.assert_allclose(logprobs, np.where(FOLLOWS[..., None], wanted, 0), atol=1e-5)

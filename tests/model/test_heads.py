@@ -8,7 +8,7 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
-from jaxrl_async.model.decoder import hidden_states, init_params
+from jaxrl_async.model.decoder import TokenRows, hidden_states, init_params
 from jaxrl_async.model.heads import (
     HEAD,
     head_table,
@@ -51,7 +51,7 @@ def test_parameters_have_the_tables_tree_and_shapes(head):
 
 def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     value, reward = (with_head(SPEC, POLICY, h, jax.random.key(1)) for h in ("value", "reward"))
-    assert not np.any(token_values(SPEC, value, *BATCH))
+    assert not np.any(token_values(SPEC, value, TokenRows(*BATCH)))
     kernel = np.concatenate(
         [
             with_head(SPEC, POLICY, "reward", jax.random.key(i))[HEAD]["kernel"].ravel()
@@ -59,20 +59,21 @@ def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
         ]
     )
     assert kernel.std() == pytest.approx(33**-0.5, rel=0.1)
-    assert sequence_scores(SPEC, reward, *BATCH).any()
+    assert sequence_scores(SPEC, reward, TokenRows(*BATCH)).any()
 
 
 def test_a_value_is_of_the_state_before_its_token():
     params = head_params("value")
     hidden = np.asarray(hidden_states(SPEC, params, *BATCH))
     scores = hidden @ np.asarray(params[HEAD]["kernel"]) + np.asarray(params[HEAD]["bias"])
-    got = np.asarray(token_values(SPEC, params, *BATCH)[0])
+    got = np.asarray(token_values(SPEC, params, TokenRows(*BATCH))[0])
     for row, at in np.ndindex(SEGMENTS.shape):
         inside = POSITIONS[row, at] > 0 and SEGMENTS[row, at] > 0
         wanted = scores[row, at - 1] if inside else 0
         assert got[row, at] == pytest.approx(wanted, abs=1e-5)
     changed = TOKENS.at[0, 2].add(1)
-    moved = np.asarray(token_values(SPEC, params, changed % 20, POSITIONS, SEGMENTS)[0])
+    others = TokenRows(changed % 20, POSITIONS, SEGMENTS)
+    moved = np.asarray(token_values(SPEC, params, others)[0])
     np.testing.assert_allclose(moved[0, :3], got[0, :3], atol=1e-6)  # has not seen token 2
     assert abs(moved[0, 3] - got[0, 3]) > 1e-5
     np.testing.assert_allclose(moved[0, 4:], got[0, 4:], atol=1e-6)  # another segment
@@ -80,11 +81,12 @@ def test_a_value_is_of_the_state_before_its_token():
 
 def test_a_score_lies_at_each_segments_last_token_and_does_not_depend_on_packing():
     params = head_params("reward")
-    got = np.asarray(sequence_scores(SPEC, params, *BATCH))
+    got = np.asarray(sequence_scores(SPEC, params, TokenRows(*BATCH)))
     assert {tuple(x) for x in np.argwhere(got)} == {(0, 3), (0, 8), (1, 5)}
     np.testing.assert_array_equal(np.asarray(last_tokens(SEGMENTS)), got != 0)
     alone = TOKENS[:1, 4:]
-    score = sequence_scores(SPEC, params, alone, jnp.arange(5)[None], jnp.ones_like(alone))
+    tokens = TokenRows(alone, jnp.arange(5)[None], jnp.ones_like(alone))
+    score = sequence_scores(SPEC, params, tokens)
     assert score[0, -1] == pytest.approx(got[0, 8], abs=1e-5)
 
 

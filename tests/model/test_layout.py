@@ -8,8 +8,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
-from jaxrl_async.model.attention import PART_ATTENTION, decoder_settings, reference
-from jaxrl_async.model.decoder import init_params, token_states
+from jaxrl_async.model.attention import PART_ATTENTION, reference
+from jaxrl_async.model.decoder import TokenRows, init_params, settings_on, token_states
 from jaxrl_async.model.kernels import per_shard, splash
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, weight_table
@@ -74,14 +74,14 @@ def test_layers_gather_weights_and_no_hidden_states(axes):
     mesh, rows, length = mesh_of(**axes), 8, 128
     shape = {"layers": 2, "width": 40, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 144}
     spec = ModelSpec.from_architecture(schema.ArchitectureSection(**shape), 56)
-    how = decoder_settings(mesh, 8, dtype=jnp.float32, attention="auto")
+    settings = settings_on(mesh, 8, dtype=jnp.float32, attention="auto")
     params = jax.device_put(
         init_params(spec, jax.random.key(0)), shardings(weight_table(spec), mesh, TRAINER_RULES)
     )
     ids = jnp.ones((rows, length), jnp.int32)
 
     def total(params: dict) -> jax.Array:
-        return jnp.sum(token_states(spec, params, ids, ids, ids, **how) ** 2)
+        return jnp.sum(token_states(spec, params, TokenRows(ids, ids, ids), settings).hidden ** 2)
 
     text = jax.jit(jax.grad(total)).lower(params).compile().as_text()
     tokens = rows * length // mesh.size * mesh.shape["tensor"]

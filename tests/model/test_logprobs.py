@@ -14,7 +14,13 @@ from jax.extend.core import jaxprs_in_params
 from jaxrl_async.config import schema
 from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.mesh import make_mesh
-from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.decoder import (
+    DecoderSettings,
+    TokenRows,
+    hidden_states,
+    init_params,
+    output_head,
+)
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import (
     blocked_logprobs,
@@ -210,7 +216,8 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
     segments = np.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 0]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 0]], np.int32)
     ids = np.random.default_rng(0).integers(0, VOCAB, segments.shape).astype(np.int32)
-    logprobs, entropy = token_logprobs(SPEC, params, ids, positions, segments, temperature=0.7)
+    tokens, settings = TokenRows(ids, positions, segments), DecoderSettings(temperature=0.7)
+    logprobs, entropy, _ = token_logprobs(SPEC, params, tokens, settings)
     hidden = hidden_states(SPEC, params, ids, positions, segments)
     logits = np.asarray(hidden @ output_head(SPEC, params), np.float64) / 0.7
     dist = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

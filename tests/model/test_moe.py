@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import init_params
-from jaxrl_async.model.logprobs import replayed_logprobs, token_logprobs
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
+from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.moe import id_dtype, route
 from jaxrl_async.model.spec import ModelSpec
 
@@ -176,9 +176,8 @@ def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
 def replayed(params: Any, experts: Any, remat: str = "none") -> tuple[Any, Any]:
     """The same of the trainer's decoder, and how many layers would have chosen others."""
     positions, segments = np.broadcast_to(np.arange(LENGTH), IDS.shape), np.ones_like(IDS)
-    logprobs, _, changed = replayed_logprobs(
-        SPEC, params, IDS, positions, segments, experts, remat=remat
-    )
+    tokens = TokenRows(IDS, positions, segments, expert_ids=experts)
+    logprobs, _, changed = token_logprobs(SPEC, params, tokens, DecoderSettings(remat=remat))
     return (PULL * logprobs).sum(), changed
 
 
@@ -212,7 +211,8 @@ def test_experts_that_the_router_would_choose_itself_change_no_bit_of_the_value(
     positions, segments = np.broadcast_to(np.arange(LENGTH), IDS.shape), np.ones_like(IDS)
 
     def freely(params: Any) -> Any:
-        return (PULL * token_logprobs(SPEC, params, IDS, positions, segments)[0]).sum()
+        tokens = TokenRows(IDS, positions, segments)
+        return (PULL * token_logprobs(SPEC, params, tokens).logprobs).sum()
 
     value, gradients = jax.jit(jax.value_and_grad(freely))(params)
     run = jax.jit(jax.value_and_grad(replayed, has_aux=True))

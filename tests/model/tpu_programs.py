@@ -26,8 +26,13 @@ from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.sampler.device.engine import DecodeArgs, Engine, PrefillArgs
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.trainer.step import TrainStep, UpdateContext
-from jaxrl_async.trainer.update import GradSum, TrainState
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyContext,
+    PolicyObjective,
+    policy_update,
+)
+from jaxrl_async.trainer.update import NOTHING_FROZEN, GradSum, TrainState, Update
 
 ROW = 512
 """Tokens in a training row."""
@@ -80,7 +85,7 @@ def attention_gradient(
 
 def policy_step(
     mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **trainer: Any
-) -> tuple[TrainStep, Any]:
+) -> tuple[Update[PolicyObjective], Any]:
     """A small policy's update on a mesh, and its weights."""
     sizes = schema.ArchitectureSection(
         family="qwen3_moe" if experts else "qwen3",
@@ -93,17 +98,14 @@ def policy_step(
         experts=experts,
     )
     spec = ModelSpec.from_architecture(sizes, 512)
-    step = TrainStep(
-        spec,
-        mesh,
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(),
+    settings = LearningSettings(
+        mesh=mesh,
         trainer=schema.TrainerSection(micro_batch_tokens=4 * ROW, **trainer),
         row_length=ROW,
-        total_steps=10,
         dtype=jnp.bfloat16,
         remat=remat,
     )
+    step = policy_update(spec, settings, schema.AlgorithmSection(), total_steps=10)
     table = weight_table(spec)
     params = jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=s),
@@ -121,7 +123,7 @@ def train_step(
     mesh = mesh_of(**axes)
     step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads, experts=experts)
     scalar = partial(array, mesh, ())
-    spec = step._updater.batch_sharding.spec
+    spec = step.batch_sharding.spec
     batch = DeviceBatch(
         **{
             name: array(mesh, (step.micro_rows, ROW), jnp.dtype(COLUMNS[name].dtype), *spec)
@@ -130,11 +132,12 @@ def train_step(
         }
     )
     return compiled(
-        step._updater._accumulate,
+        step.accumulate,
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,
-        UpdateContext(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
+        PolicyContext(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
+        NOTHING_FROZEN,
     )
 
 
@@ -143,14 +146,14 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     mesh = mesh_of(fsdp=16)
     step, params = policy_step(mesh, offload=offload)
     of_state = step.state_shardings
-    moments = jax.eval_shape(step._updater._optimizer.init, params)
+    moments = jax.eval_shape(step._optimizer.init, params)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moments, of_state.opt_state
     )
     scalar = partial(array, mesh, ())
     state = TrainState(params, placed, scalar(jnp.int32))
     sums = GradSum(params, scalar(jnp.float32))
-    memory = step._updater._apply.lower(state, sums).compile().memory_analysis()
+    memory = step.apply.lower(state, sums).compile().memory_analysis()
     return {
         "moment_bytes": 2 * sum(x.size * 4 for x in jax.tree.leaves(params)) // mesh.size,
         "device_bytes": memory.argument_size_in_bytes,

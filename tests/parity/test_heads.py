@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import (
     HEAD,
     load_head,
@@ -38,10 +38,10 @@ def spec_of(family: str) -> ModelSpec:
 def ours(spec, params, head, ids):
     """[length] values of the states after each token, or [1] the score of all."""
     rows = jnp.asarray(np.append(ids, 0) if head == "value" else ids)[None]
-    positions, ones = jnp.arange(rows.shape[1])[None], jnp.ones_like(rows)
+    tokens = TokenRows(rows, jnp.arange(rows.shape[1])[None], jnp.ones_like(rows))
     if head == "value":
-        return np.asarray(token_values(spec, params, rows, positions, ones)[0])[0, 1:]
-    return np.asarray(sequence_scores(spec, params, rows, positions, ones))[0, -1:]
+        return np.asarray(token_values(spec, params, tokens)[0])[0, 1:]
+    return np.asarray(sequence_scores(spec, params, tokens))[0, -1:]
 
 
 def theirs(model, ids):

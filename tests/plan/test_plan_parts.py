@@ -278,7 +278,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
 def test_model_flops_are_six_for_a_weight_and_token():
     from jaxrl_async.model.spec import ModelSpec
     from jaxrl_async.plan.plan import model_flops
-    from jaxrl_async.trainer.step import num_matmul_params
+    from jaxrl_async.trainer.flops import num_matmul_params
 
     spec = ModelSpec.from_architecture(Config().model.architecture, 512)
     per_token = 6 * num_matmul_params(spec) + 6 * spec.layers * spec.heads * spec.head_dim * 100

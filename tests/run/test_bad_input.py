@@ -19,7 +19,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.train import main
-from jaxrl_async.trainer.supervised import SupervisedStep
+from jaxrl_async.trainer.update import Update
 
 WEIGHTS = "model.safetensors"
 SMALL = (
@@ -47,7 +47,7 @@ def no_training(monkeypatch):
     def trained(*_, **__):
         raise Trained
 
-    monkeypatch.setattr(SupervisedStep, "update", trained)
+    monkeypatch.setattr(Update, "update", trained)
     monkeypatch.setattr(loop, "run_threads", trained)
     monkeypatch.setattr(offline, "learn", trained)
 

@@ -15,8 +15,8 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import Reply
@@ -24,9 +24,15 @@ from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play
 from jaxrl_async.run.exact import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyData,
+    PolicyObjective,
+    policy_update,
+)
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.token_columns import SamplerColumns
+from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -111,11 +117,12 @@ def unmasked(batch: PackedBatch) -> PackedBatch:
 
 def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
     batch = packed(list(played.values()))
-    compute = jax.jit(partial(token_logprobs, SPEC, chunk=40, temperature=TEMPERATURE))
+    settings = DecoderSettings(chunk=40, temperature=TEMPERATURE)
+    compute = jax.jit(partial(token_logprobs, SPEC, settings=settings))
     logprobs, errors, entropies = {}, {}, {}
     for keep, b in ((True, batch), (False, unmasked(batch))):
-        arrays = (b.token_ids, b.positions, b.segment_ids)
-        logprobs[keep], entropies[keep] = map(np.asarray, compute(params, *arrays, kept=b.kept))
+        tokens = TokenRows(b.token_ids, b.positions, b.segment_ids, b.kept)
+        logprobs[keep], entropies[keep] = map(np.asarray, compute(params, tokens)[:2])
         errors[keep] = np.abs(logprobs[keep] - b.behavior_logprobs)
     for place, kind in enumerate(played):
         here = batch.mask & (batch.group_ids == place)
@@ -125,26 +132,26 @@ def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
         assert (entropies[True] < entropies[False])[here].mean() > 0.9, kind
 
 
-def step_on(**axes: int) -> TrainStep:
-    return TrainStep(
-        SPEC,
-        make_slices(schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()).trainer,
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1),
+def step_on(**axes: int) -> Update[PolicyObjective]:
+    section = schema.MeshSection(trainer=schema.AxesSection(**axes))
+    settings = LearningSettings(
+        mesh=make_slices(section, jax.devices()).trainer,
         trainer=schema.TrainerSection(
             micro_batch_tokens=2 * ROW, logprob_chunk=48, epsilon=1.0, max_grad_norm=1e9,
             beta1=0.0, beta2=0.0,
         ),
         row_length=ROW,
-        total_steps=10,
-        temperature=TEMPERATURE,
     )  # fmt: skip
+    algorithm = schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1)
+    return policy_update(SPEC, settings, algorithm, total_steps=10, temperature=TEMPERATURE)
 
 
-def update(step: TrainStep, params: Any, batch: PackedBatch) -> tuple[dict[str, float], Any]:
+def update(
+    step: Update[PolicyObjective], params: Any, batch: PackedBatch
+) -> tuple[dict[str, float], Any]:
     """Report and new weights of one update, with a KL to the weights that it starts from."""
     reference = jax.device_put(params, step.state_shardings.params)
-    state, stats = step.update(step.init(params), batch, version=0, reference_params=reference)
+    state, stats = step.update(step.init(params), PolicyData(batch), Frozen(reference))
     return stats, jax.tree.map(np.array, state.params)
 
 

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +18,8 @@ from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.heads import load_head
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run import offline
 from jaxrl_async.run.loop import train
+from jaxrl_async.trainer.update import Update
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,15 +128,15 @@ def test_ctrl_c_finishes_the_step_and_resuming_equals_a_run_without_it(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     whole = run(runs, "run.job=sft", "run.name=not_stopped")
-    update = offline.update
+    update = Update.update
 
-    def interrupted(job: offline.Job, progress: offline.OfflineProgress) -> dict[str, float]:
-        values = update(job, progress)
-        if progress.version == 2:
+    def interrupted(self: Any, *args: Any, at: float, **how: Any) -> Any:
+        outcome = update(self, *args, at=at, **how)
+        if at == 1:  # the second one
             signal.raise_signal(signal.SIGINT)
-        return values
+        return outcome
 
-    monkeypatch.setattr(offline, "update", interrupted)
+    monkeypatch.setattr(Update, "update", interrupted)
     stopped, _ = run(runs, "run.job=sft", "run.name=stopped")
     assert [line["step"] for line in stopped] == [0, 1, 2]
     assert "stopped early by SIGINT: everything is saved" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """GRPO in one thread, written anew, against the run with its threads: the same bit for bit.
 
-    weights ──Sampler──> answers ──> rewards ──> (r - mean) / std ──> rows ──TrainStep──> weights
+    weights ──Sampler──> answers ──> rewards ──> (r - mean) / std ──> rows ──Update──> weights
 
 What is written anew: the order of things, the requests, rewards, advantages and rows, and how new
 weights reach a sampler (each version has a sampler of its own, which nothing outlives). What is the

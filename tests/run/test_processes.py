@@ -179,7 +179,7 @@ def test_a_process_whose_companion_dies_ends_too(runs):
 
 @pytest.mark.slow
 def test_an_update_over_two_processes_gives_the_losses_of_one():
-    """trainer/step.py's TrainStep alone, on a mesh over the devices of both."""
+    """The policy's update alone, on a mesh over the devices of both."""
     address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.load import load
-from jaxrl_async.mesh import TRAINER_RULES, make_mesh
+from jaxrl_async.mesh import make_mesh
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
@@ -23,10 +23,16 @@ from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin, play
 from jaxrl_async.run.exact import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyData,
+    PolicyObjective,
+    policy_update,
+)
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.token_columns import SamplerColumns
+from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -122,25 +128,26 @@ def packed(groups: Sequence[EpisodeGroup]) -> PackedBatch:
     return pack_groups(groups, advantages, ROW, sampler_columns=columns)
 
 
-def step_on(**axes: int) -> TrainStep:
+def step_on(**axes: int) -> Update[PolicyObjective]:
     section = schema.AxesSection(**axes)
-    return TrainStep(
-        SPEC,
-        make_mesh(section, jax.devices()[: section.num_devices]),
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1),
+    settings = LearningSettings(
+        mesh=make_mesh(section, jax.devices()[: section.num_devices]),
         trainer=schema.TrainerSection(
             micro_batch_tokens=2 * ROW, logprob_chunk=48, epsilon=1.0, max_grad_norm=1e9,
             beta1=0.0, beta2=0.0,
         ),
         row_length=ROW,
-        total_steps=10,
         remat="layer",
     )  # fmt: skip
+    algorithm = schema.AlgorithmSection(learning_rate=1e-2, kl_coefficient=0.1)
+    return policy_update(SPEC, settings, algorithm, total_steps=10)
 
 
-def measured(step: TrainStep, params: Any, batch: PackedBatch, **more: Any) -> dict[str, float]:
-    return step.measure(jax.device_put(params, step.state_shardings.params), batch, **more)
+def measured(
+    step: Update[PolicyObjective], params: Any, batch: PackedBatch, reference: Any = None
+) -> dict[str, float]:
+    there = jax.device_put(params, step.state_shardings.params)
+    return step.measure(there, PolicyData(batch), Frozen(reference))
 
 
 def test_with_replay_the_ratio_is_one_though_the_routers_differ_and_without_it_is_not():
@@ -169,8 +176,7 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     the policy where its router would choose others."""
     _, trainer = weights()
     step, batch = step_on(), packed(groups())
-    mesh = make_mesh(schema.AxesSection(), jax.devices()[:1])
-    own = LogprobPass(SPEC, mesh, micro_rows=step.micro_rows, chunk=48)
+    own = LogprobPass(SPEC, step.settings)
     replayed = own.logprobs(trainer, batch, replays=True)[batch.mask]
     free = own.logprobs(trainer, batch)[batch.mask]
     np.testing.assert_allclose(replayed, batch.behavior_logprobs[batch.mask], atol=3e-3)
@@ -178,7 +184,7 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     without = own.logprobs(trainer, replace(batch, expert_ids=None), replays=True)[batch.mask]
     np.testing.assert_array_equal(free, without)
     there = jax.device_put(trainer, step.state_shardings.params)
-    stats = measured(step, trainer, batch, reference_params=there)
+    stats = measured(step, trainer, batch, reference=there)
     gap = np.exp(free - replayed) - 1 - (free - replayed)  # k3
     assert stats["policy/kl_reference"] == pytest.approx(gap.mean(), rel=1e-3)
 
@@ -211,9 +217,9 @@ MESHES = (
 def test_replay_learns_on_every_mesh_what_one_device_does(axes):
     _, trainer = weights()
     batch = packed(groups())
-    state, one = step_on().update(step_on().init(trainer), batch)
+    state, one = step_on().update(step_on().init(trainer), PolicyData(batch))
     step = step_on(**axes)
-    sharded, many = step.update(step.init(trainer), batch)
+    sharded, many = step.update(step.init(trainer), PolicyData(batch))
     for key in one.keys() - {"train/rows", "train/micro_batches", "train/packing"}:
         assert many[key] == pytest.approx(one[key], abs=1e-5, rel=1e-4), key
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(sharded.params), strict=True)

@@ -19,8 +19,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import Preempted
 from jaxrl_async.metrics.metric import comparable, metric_of
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run import warm_start
 from jaxrl_async.run.loop import train
+from jaxrl_async.run.warm_start import WarmUpdates
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -71,15 +71,15 @@ def assert_same(one: tuple, other: tuple) -> None:
 
 def after_update(number: int, monkeypatch: pytest.MonkeyPatch, what: signal.Signals) -> None:
     """The signal comes in this update of the warm start."""
-    update = warm_start._update
+    step = WarmUpdates.step
 
-    def interrupted(step, pairs, progress, batch_size):
-        values = update(step, pairs, progress, batch_size)
-        if progress.update == number:
+    def interrupted(work):
+        report = step(work)
+        if work.made == number:
             signal.raise_signal(what)
-        return values
+        return report
 
-    monkeypatch.setattr(warm_start, "_update", interrupted)
+    monkeypatch.setattr(WarmUpdates, "step", interrupted)
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -116,16 +116,16 @@ def test_a_killed_warm_start_goes_on_from_its_newest_checkpoint(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Update 5 of 6 dies; update 4 was saved."""
-    update = warm_start._update
+    step = WarmUpdates.step
 
-    def killed(step, pairs, progress, batch_size):
-        if progress.update == 4:
+    def killed(work):
+        if work.made == 4:
             raise OSError("the machine is gone")
-        return update(step, pairs, progress, batch_size)
+        return step(work)
 
     job = ("run.job=preference", "run.name=killed")
     with monkeypatch.context() as patched:
-        patched.setattr(warm_start, "_update", killed)
+        patched.setattr(WarmUpdates, "step", killed)
         with pytest.raises(OSError, match="gone"):
             train(config_of(runs, *job))
     train(config_of(runs, *job, "run.resume=true"))

@@ -12,8 +12,9 @@ from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.types import PackedBatch
 
 DEVICES = 2
@@ -33,18 +34,12 @@ def losses(devices: Sequence[jax.Device]) -> list[float]:
         lambda: init_params(spec, jax.random.key(0)),
         out_shardings=shardings(weight_table(spec), mesh, TRAINER_RULES),
     )
-    step = TrainStep(
-        spec,
-        mesh,
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(learning_rate=1e-2),
-        trainer=schema.TrainerSection(micro_batch_tokens=64),
-        row_length=16,
-        total_steps=3,
-    )
+    trainer = schema.TrainerSection(micro_batch_tokens=64)
+    settings = LearningSettings(mesh=mesh, trainer=trainer, row_length=16)
+    step = policy_update(spec, settings, schema.AlgorithmSection(learning_rate=1e-2), total_steps=3)
     state, found = step.init(make()), []
     for number in range(3):
-        state, stats = step.update(state, batch(number))
+        state, stats = step.update(state, PolicyData(batch(number)))
         found.append(stats["train/loss"])
     return found
 

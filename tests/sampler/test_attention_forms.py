@@ -6,6 +6,7 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.interpreted import interpreted_kernels
@@ -110,7 +111,8 @@ def test_bfloat16_products_are_close_and_told_apart_by_their_log_probs() -> None
     for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
         ids = np.concatenate([wish.token_ids, done.token_ids])[None]
         positions = np.arange(ids.shape[1])[None]
-        logprobs, _ = token_logprobs(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+        tokens = TokenRows(ids, positions, np.ones_like(ids))
+        logprobs = token_logprobs(SPEC, PARAMS, tokens).logprobs
         errors.append(np.abs(done.logprobs - logprobs[0, len(wish.token_ids) :]).max())
     sampler.close()
     assert 1e-5 < max(errors) < 0.1

@@ -14,7 +14,7 @@ from tiny import PARAMS, SPEC, Script
 from version_device import VOCAB, VersionDevice, logits_of, token_of
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
@@ -247,8 +247,8 @@ def test_the_same_of_much_more_traffic(mode) -> None:
 def forward(params: Any, rows: np.ndarray) -> np.ndarray:
     """[n, LONGEST] log-probs of each token but the first, by one pass."""
     positions = np.broadcast_to(np.arange(LONGEST), rows.shape)
-    logprobs, _ = token_logprobs(SPEC, params, rows, positions, np.ones_like(rows))
-    return np.asarray(logprobs)
+    tokens = TokenRows(rows, positions, np.ones_like(rows))
+    return np.asarray(token_logprobs(SPEC, params, tokens).logprobs)
 
 
 def check_logprobs(driven: Driven) -> int:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import PARAMS, SPEC, Script, make_sampler, request
 
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, VersionedParams
@@ -133,6 +134,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(numbers) -> None:
         whole = np.concatenate([wish.token_ids, done.token_ids])
         ids[0, : len(whole)] = whole
         positions = np.arange(64)[None]
-        logprobs, _ = token_logprobs(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+        tokens = TokenRows(ids, positions, np.ones_like(ids))
+        logprobs = token_logprobs(SPEC, PARAMS, tokens).logprobs
         start = len(wish.token_ids)
         np.testing.assert_allclose(done.logprobs, logprobs[0, start : len(whole)], atol=1e-5)

@@ -14,7 +14,7 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Probe, Sampler
@@ -104,9 +104,9 @@ def test_log_probs_are_those_of_a_full_forward_pass(sampler: Sampler, temperatur
     for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
         ids = np.concatenate([wish.token_ids, done.token_ids])[None]
         positions = np.arange(ids.shape[1])[None]
-        logprobs, _ = token_logprobs(
-            SPEC, PARAMS, ids, positions, np.ones_like(ids), temperature=temperature
-        )
+        tokens = TokenRows(ids, positions, np.ones_like(ids))
+        settings = DecoderSettings(temperature=temperature)
+        logprobs = token_logprobs(SPEC, PARAMS, tokens, settings).logprobs
         start = len(wish.token_ids)
         np.testing.assert_allclose(done.logprobs, logprobs[0, start:], atol=1e-5)
 

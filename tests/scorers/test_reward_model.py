@@ -15,7 +15,7 @@ from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.mesh import TRAINER_RULES, DeviceLock, make_slices, shardings
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import HEAD, head_table, save_head, sequence_scores, with_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
@@ -77,7 +77,8 @@ def alone(params: Any, token_ids: np.ndarray) -> float:
 
 @jax.jit
 def _alone(params: Any, row: Any) -> Any:
-    return sequence_scores(SPEC, params, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+    tokens = TokenRows(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+    return sequence_scores(SPEC, params, tokens)
 
 
 class Fixed:

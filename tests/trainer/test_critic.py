@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.value_loss import explained_variance, value_loss
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import HEAD, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.critic import CriticStep, explained_variance, value_loss
+from jaxrl_async.trainer.critic import Critic, make_critic
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.pack import pack_pairs
 
 VOCAB, ROW = 12, 16
@@ -22,24 +25,21 @@ SPEC = ModelSpec.from_architecture(
 )
 LINEAR = {"epsilon": 1.0, "max_grad_norm": 1e9, "beta1": 0.0, "beta2": 0.0}
 """AdamW whose step is nearly proportional to the gradient, so that gradients can be compared."""
-_STEPS: dict[str, CriticStep] = {}
+_CRITICS: dict[str, Critic] = {}
 
 
-def step_of(axes: dict | None = None, rows: int = 4, *, clip: float | None = 0.2, **trainer: Any):
+def critic_of(axes: dict | None = None, rows: int = 4, *, clip: float | None = 0.2, **trainer: Any):
     key = repr((axes, rows, clip, trainer))
-    if key not in _STEPS:
+    if key not in _CRITICS:
         section = {"micro_batch_tokens": rows * ROW, **trainer}
-        _STEPS[key] = CriticStep(
-            SPEC,
-            make_slices(schema.MeshSection(trainer=schema.AxesSection(**(axes or {})))).trainer,
-            TRAINER_RULES,
+        mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(**(axes or {})))).trainer
+        settings = LearningSettings(
+            mesh=mesh,
             trainer=schema.TrainerSection(**section),
-            learning_rate=1e-2,
             row_length=ROW,
-            total_steps=100,
-            clip=clip,
         )
-    return _STEPS[key]
+        _CRITICS[key] = make_critic(SPEC, settings, learning_rate=1e-2, total_steps=100, clip=clip)
+    return _CRITICS[key]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +135,12 @@ def test_explained_variance_is_one_for_the_truth_and_zero_for_a_constant():
 
 
 def test_a_simple_value_function_is_learnt(params):
-    step, returns = step_of(), returns_of(BATCH)
+    (step, values_of), returns = critic_of(), returns_of(BATCH)
     state = step.init(params)
     losses = []
     for _ in range(60):
-        values, _ = step.values(state.params, BATCH)
-        state, stats = step.update(state, BATCH, values, returns)
+        values, _ = values_of(state.params, BATCH)
+        state, stats = step.update(state, CriticData(BATCH, values, returns))
         losses.append(stats["critic/loss"])
     assert losses[-1] < 0.05 * losses[0]
     assert stats["critic/explained_variance"] > 0.9
@@ -150,7 +150,7 @@ def test_a_simple_value_function_is_learnt(params):
 
 
 def test_values_come_in_the_batchs_order_and_do_not_depend_on_micro_batches(params):
-    whole, split = (step_of(rows=r).values(params, BATCH)[0] for r in (64, 1))
+    whole, split = (critic_of(rows=r).values(params, BATCH)[0] for r in (64, 1))
     assert whole.shape == BATCH.mask.shape and whole.dtype == np.float32
     np.testing.assert_allclose(whole, split, atol=1e-5, rtol=1e-5)
     assert not whole[BATCH.positions == 0].any() and (whole[BATCH.mask] != 0).all()
@@ -163,8 +163,9 @@ def test_micro_batches_and_sharding_do_not_change_loss_or_gradient(params, axes)
     values = np.zeros(BATCH.mask.shape, np.float32)
     results = []
     for shape, rows in ((None, 64), (axes, 1)):
-        step = step_of(shape, rows, **LINEAR)
-        state, stats = step.update(step.init(params), BATCH, values, returns_of(BATCH))
+        step = critic_of(shape, rows, **LINEAR).step
+        data = CriticData(BATCH, values, returns_of(BATCH))
+        state, stats = step.update(step.init(params), data)
         results.append((copied(state.params), stats))
     assert_close(results[0][0], results[1][0], 1e-6)
     for key in ("critic/loss", "critic/grad_norm", "critic/clip_share", "critic/value_mean"):
@@ -174,31 +175,31 @@ def test_micro_batches_and_sharding_do_not_change_loss_or_gradient(params, axes)
 def test_packing_does_not_change_the_update(params):
     ends = []
     for batch in (BATCH, batch_of(order=-1)):
-        step = step_of(clip=None, **LINEAR)
+        step = critic_of(clip=None, **LINEAR).step
         zeros = np.zeros(batch.mask.shape, np.float32)
-        state, _ = step.update(step.init(params), batch, zeros, returns_of(batch))
+        state, _ = step.update(step.init(params), CriticData(batch, zeros, returns_of(batch)))
         ends.append(copied(state.params))
     assert_close(*ends, 1e-6)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(params):
-    step, returns = step_of(), returns_of(BATCH)
+    (step, values_of), returns = critic_of(), returns_of(BATCH)
     state = step.init(params)
     before = copied(state)
     broken = returns.copy()
     broken[BATCH.mask.nonzero()[0][0], BATCH.mask.nonzero()[1][0]] = np.inf
-    values, _ = step.values(state.params, BATCH)
-    state, stats = step.update(state, BATCH, values, broken)
+    values, _ = values_of(state.params, BATCH)
+    state, stats = step.update(state, CriticData(BATCH, values, broken))
     assert stats["critic/skipped"] == 1
     assert_close(before, copied(state), 0)
-    state, stats = step.update(state, BATCH, values, returns)
+    state, stats = step.update(state, CriticData(BATCH, values, returns))
     assert stats["critic/skipped"] == 0 and int(state.step) == 1
 
 
 def test_the_state_is_donated_and_the_callers_weights_are_not(params):
-    step = step_of()
+    step = critic_of().step
     state = step.init(params)
     zeros = np.zeros(BATCH.mask.shape, np.float32)
-    moved, _ = step.update(state, BATCH, zeros, returns_of(BATCH))
+    moved, _ = step.update(state, CriticData(BATCH, zeros, returns_of(BATCH)))
     assert all(p.is_deleted() for p in jax.tree.leaves(state.params))
     assert not any(p.is_deleted() for p in jax.tree.leaves((params, moved)))

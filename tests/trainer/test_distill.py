@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.decoder import init_params
-from jaxrl_async.model.divergence import chunked_over_vocab, jensen_shannon, top_logprobs
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
+from jaxrl_async.model.divergence import (
+    FrozenPolicy,
+    chunked_over_vocab,
+    divergence_of,
+    jensen_shannon,
+    top_logprobs,
+)
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.distill import (
+    TeacherTop,
     distill_logits,
     distill_rows,
     distill_token,
@@ -195,11 +202,11 @@ def test_rows_against_a_teachers_likeliest_tokens_equal_the_whole_at_full_k(kind
     token_ids = jnp.asarray(RNG.integers(0, VOCAB, (2, 9)), jnp.int32)
     segment_ids = jnp.array([[1] * 4 + [2] * 5, [1] * 6 + [0] * 3])
     positions = jnp.array([[*range(4), *range(5)], [*range(6), 0, 0, 0]])
-    batch = (token_ids, positions, segment_ids)
-    ids, logprobs = top_logprobs(spec, teacher, *batch, k=VOCAB, chunk=4)
-    rows = distill_rows(spec, params, *batch, ids, logprobs, kind=kind, chunk=3)
-    got = rows.divergence
-    whole = chunked_over_vocab(spec, params, teacher, *batch, kind=kind, chunk=5).divergence
+    batch, measure = TokenRows(token_ids, positions, segment_ids), divergence_of(kind)
+    top = TeacherTop(*top_logprobs(spec, teacher, batch, DecoderSettings(chunk=4), k=VOCAB))
+    got = distill_rows(spec, params, batch, top, measure, DecoderSettings(chunk=3)).divergence
+    other, settings = FrozenPolicy(spec, teacher), DecoderSettings(chunk=5)
+    whole = chunked_over_vocab(spec, params, batch, other, measure, settings).divergence
     np.testing.assert_allclose(got, whole, atol=3e-5)
     starts = np.asarray((positions == 0) | (segment_ids == 0))
     assert not np.asarray(got)[starts].any() and (np.asarray(whole)[~starts] > 0).all()

@@ -12,18 +12,20 @@ import pytest
 
 from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, gae
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.credit import covariance_rank
-from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.token_columns import SamplerColumns
+from jaxrl_async.trainer.update import Update
 from jaxrl_async.types import (
     Episode,
     EpisodeGroup,
@@ -40,8 +42,8 @@ SPEC = ModelSpec.from_architecture(
 )
 MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 TRAINER = schema.TrainerSection(micro_batch_tokens=4 * ROW, logprob_chunk=32)
-COMMON: dict[str, Any] = {"trainer": TRAINER, "row_length": ROW, "total_steps": 20}
-PASS = LogprobPass(SPEC, MESH, micro_rows=4, chunk=32)
+SETTINGS = LearningSettings(mesh=MESH, trainer=TRAINER, row_length=ROW)
+PASS = LogprobPass(SPEC, SETTINGS)
 PARAMS = init_params(SPEC, jax.random.key(0), jnp.float32)
 OTHER = init_params(SPEC, jax.random.key(1), jnp.float32)
 
@@ -90,17 +92,16 @@ def told_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
     return made
 
 
-_STEPS: dict[str, TrainStep] = {}
+Step = Update[PolicyObjective]
+_STEPS: dict[str, Step] = {}
 
 
-def step_of(section: schema.AlgorithmSection, teacher: schema.TeacherSection) -> TrainStep:
+def step_of(section: schema.AlgorithmSection, teacher: schema.TeacherSection) -> Step:
     """The same one for the same settings, so that it compiles once."""
     compiled = section.model_copy(update={"advantage": "", "epochs": 1, "minibatches": 1})
     key = repr((compiled, teacher))
     if key not in _STEPS:
-        _STEPS[key] = TrainStep(
-            SPEC, MESH, TRAINER_RULES, algorithm=section, teacher=teacher, **COMMON
-        )
+        _STEPS[key] = policy_update(SPEC, SETTINGS, section, total_steps=20, teacher=teacher)
     return _STEPS[key]
 
 
@@ -353,7 +354,7 @@ def test_the_entropy_bonus_is_on_only_below_its_target() -> None:
 )
 def test_a_teacher_pulls_the_policy_towards_it(form: dict) -> None:
     section = {"source": "path", "path": "x", "rewards": 0.0, **form}
-    teacher_pass = LogprobPass(SPEC, MESH, micro_rows=4, chunk=32, top_k=5)
+    teacher_pass = LogprobPass(SPEC, SETTINGS, top_k=5)
     learner = learner_of(
         algorithm={"loss": "reinforce", "correction": "none", "learning_rate": 2e-2},
         teacher=section,
@@ -379,11 +380,11 @@ def test_an_older_copy_of_itself_teaches_and_is_refreshed() -> None:
     assert apart(learner.teacher, learner.params) > 0
 
 
-CRITIC = CriticStep(SPEC, MESH, TRAINER_RULES, learning_rate=1e-2, **COMMON)
+CRITIC = make_critic(SPEC, SETTINGS, learning_rate=1e-2, total_steps=20)
 
 
 def critic_parts() -> dict[str, Any]:
-    state = CRITIC.init(with_head(SPEC, PARAMS, "value", jax.random.key(2)))
+    state = CRITIC.step.init(with_head(SPEC, PARAMS, "value", jax.random.key(2)))
     return {"critic": CRITIC, "critic_state": state}
 
 
@@ -562,7 +563,7 @@ def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() 
         "kernel": jax.random.normal(jax.random.key(3), (16,)),
         "bias": jnp.ones(1),
     }
-    learner.critic_state = CRITIC.init(scores_of)
+    learner.critic_state = CRITIC.step.init(scores_of)
     learner.credit = replace(learner.credit, advantage=looking)
     moved(learner, cut)
     (data,) = seen
@@ -570,7 +571,8 @@ def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() 
         for e, v, end in zip(g.episodes, values, last, strict=True):
             ids = jnp.asarray(e.token_ids)[None]
             positions = jnp.arange(ids.shape[1])[None]
-            alone = token_scores(SPEC, scores_of, ids, positions, jnp.ones_like(ids))[0]
+            tokens = TokenRows(ids, positions, jnp.ones_like(ids))
+            alone = token_scores(SPEC, scores_of, tokens)[0]
             np.testing.assert_allclose(v[1:], alone[:-1], atol=1e-5)
             assert end == pytest.approx(float(alone[-1]), abs=1e-5) and abs(end) > 1e-3
 
@@ -580,30 +582,28 @@ def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warmin
     """8 mini-batches are asked for, and 6 sequences there: 6 updates a step, in 3 steps."""
     trainer = schema.TrainerSection(micro_batch_tokens=4 * ROW, logprob_chunk=32, schedule="linear")
     section = schema.AlgorithmSection(learning_rate=1e-2, minibatches=8, advantage="gae")
-    common: dict[str, Any] = {**COMMON, "trainer": trainer}
-    step = TrainStep(
-        SPEC, MESH, TRAINER_RULES, algorithm=section, **{**common, "total_steps": 8 * (3 - warming)}
-    )
-    critic = CriticStep(
-        SPEC, MESH, TRAINER_RULES, learning_rate=1e-2, **{**common, "total_steps": 8 * 3}
-    )
-    parts = {"critic": critic, "critic_state": critic.init(critic_parts()["critic_state"].params)}
-    settings = LearnerSettings(algorithm=section, row_length=ROW, critic_warmup=warming)
+    settings = replace(SETTINGS, trainer=trainer)
+    step = policy_update(SPEC, settings, section, total_steps=8 * (3 - warming))
+    critic = make_critic(SPEC, settings, learning_rate=1e-2, total_steps=8 * 3)
+    state = critic.step.init(critic_parts()["critic_state"].params)
+    parts = {"critic": critic, "critic_state": state}
+    learner_settings = LearnerSettings(algorithm=section, row_length=ROW, critic_warmup=warming)
     companions = Companions(own_pass=PASS, **parts)
-    learner = Learner(step, step.init(PARAMS), settings, companions)
+    learner = Learner(step, step.init(PARAMS), learner_settings, companions)
     rates: dict[str, list[float]] = {"train": [], "critic": []}
-    for name, of in (("train", step), ("critic", critic)):
-        real = of._updater.update
+    both: tuple[tuple[str, Update[Any]], ...] = (("train", step), ("critic", critic.step))
+    for name, of in both:
+        real = of.update
 
-        def told(*args: Any, real: Any = real, name: str = name) -> Any:
-            state, stats = real(*args)
-            rates[name].append(stats["train/learning_rate"])
+        def told(*args: Any, real: Any = real, name: str = name, **how: Any) -> Any:
+            state, stats = real(*args, **how)
+            rates[name].append(stats[f"{name}/learning_rate"])
             return state, stats
 
-        of._updater.update = told  # type: ignore[method-assign]
+        of.update = told  # type: ignore[method-assign]
     reports = [moved(learner, GROUPS[:2], version=v) for v in range(3)]
     assert [r["train/missing_updates"] for r in reports] == [2, 2, 2]
-    assert step._updater._accumulate._cache_size() <= 1, "one program for all mini-batches"
+    assert step.accumulate._cache_size() <= 1, "one program for all mini-batches"
     assert [r["train/updates"] for r in reports] == [0] * warming + [6] * (3 - warming)
     for name, steps in (("train", 3 - warming), ("critic", 3)):
         made = 6 * steps
@@ -642,17 +642,17 @@ def test_the_reference_looks_at_a_step_once(
         algorithm={"kl_coefficient": 0.1, **settings},
         companions={"reference": reference, "own_pass": counted},
     )
-    real, given = learner._step.update, []
+    real, given = learner.policy_update.update, []
 
     def update(*args: Any, **how: Any) -> Any:
-        given.append(how["reference_params"] is not None)
+        given.append(args[2].reference is not None)
         return real(*args, **how)
 
-    learner._step.update = update  # type: ignore[method-assign]
+    learner.policy_update.update = update  # type: ignore[method-assign]
     try:
         stats = moved(learner)
     finally:
-        del learner._step.update  # the class's again, which other tests share
+        del learner.policy_update.update  # the class's again, which other tests share
     assert counted.passes["reference"] == before
     assert sum(given) == inside and len(given) == stats["train/updates"]
     assert stats["policy/kl_reference"] > 0

@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
+from jaxrl_async.data.preferences import PreferencePair
 from jaxrl_async.errors import TrainingError
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
+from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.preference_step import RewardStep
-from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.update import _halved
+from jaxrl_async.trainer.pack_pairs import pack_preference
+from jaxrl_async.trainer.update import halved
 
 VOCAB, ROW, ROWS = 24, 16, 6
 ARCHITECTURE = schema.ArchitectureSection(
@@ -28,15 +32,13 @@ def make_step(**axes):
         schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()
     ).trainer
     # epsilon 1: a step that is nearly the gradient, so that sums in another order agree
-    return TrainStep(
-        SPEC,
-        mesh,
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(learning_rate=1e-2),
+    settings = LearningSettings(
+        mesh=mesh,
         trainer=schema.TrainerSection(micro_batch_tokens=ROWS * ROW, epsilon=1.0),
         row_length=ROW,
-        total_steps=10,
     )
+    algorithm = schema.AlgorithmSection(learning_rate=1e-2)
+    return policy_update(SPEC, settings, algorithm, total_steps=10)
 
 
 def sequence(rng):
@@ -52,38 +54,37 @@ def sequence(rng):
 
 
 RNG = np.random.default_rng(0)
-BATCH = pack([sequence(RNG) for _ in range(ROWS)], ROW)
+DATA = PolicyData(pack([sequence(RNG) for _ in range(ROWS)], ROW))
 PARAMS = init_params(SPEC, jax.random.key(0))
 
 
 @contextmanager
 def memory_for(step, rows, seen):
     """Programs of more rows than this run out of memory, as a device says it."""
-    updater = step._updater
-    real = updater._accumulate
+    real = step.accumulate
 
-    def limited(params, sums, micro, context):
+    def limited(params, sums, micro, *rest):
         seen.append(len(jax.tree.leaves(micro)[0]))
         if seen[-1] > rows:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-        return real(params, sums, micro, context)
+        return real(params, sums, micro, *rest)
 
-    updater._accumulate = limited
+    step.accumulate = limited
     try:
         yield
     finally:
-        updater._accumulate = real
+        step.accumulate = real
 
 
 def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
     whole = make_step()
-    expected, told = whole.update(whole.init(PARAMS), BATCH)
+    expected, told = whole.update(whole.init(PARAMS), DATA)
     step, seen = make_step(), []
     with memory_for(step, 2, seen):
-        state, stats = step.update(step.init(PARAMS), BATCH)
+        state, stats = step.update(step.init(PARAMS), DATA)
         assert seen == [6, 3, 2, 2, 2]
         learnt = jax.tree.map(np.array, state.params)
-        step.update(state, BATCH)
+        step.update(state, DATA)
         assert seen[5:] == [2, 2, 2], "it does not try the large ones again"
     assert stats["faults/oom_retries"] == 2 and stats["train/micro_batches"] == 3
     assert "faults/oom_retries" not in told
@@ -97,7 +98,7 @@ def test_with_one_row_on_each_device_it_ends_with_a_reason_and_the_state_as_it_w
     state = step.init(PARAMS)
     before = jax.tree.map(np.array, state)
     with memory_for(step, 0, seen), pytest.raises(TrainingError, match=r"2 rows.*model\.remat"):
-        step.update(state, BATCH)
+        step.update(state, DATA)
     assert seen == [6, 4, 2]
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -109,9 +110,9 @@ def test_another_error_of_the_device_is_not_taken_for_it():
     def broken(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    step._updater._accumulate = broken
+    step.accumulate = broken
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        step.update(step.init(PARAMS), BATCH)
+        step.update(step.init(PARAMS), DATA)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_another_error_of_the_device_is_not_taken_for_it():
 )
 def test_parts_hold_every_row_once_in_order(rows, times, multiple):
     micro = {"a": np.arange(rows), "b": np.arange(rows * 2).reshape(rows, 2), "c": None}
-    parts = _halved([micro], times, multiple)
+    parts = halved([micro], times, multiple)
     assert np.concatenate([p["a"] for p in parts]).tolist() == list(range(rows))
     assert all(len(p["a"]) == len(p["b"]) for p in parts)
     assert max(len(p["a"]) for p in parts) == max(-(-rows // (multiple * 2**times)) * multiple, 1)
@@ -127,15 +128,12 @@ def test_parts_hold_every_row_once_in_order(rows, times, multiple):
 
 def test_pairs_are_not_torn_apart():
     mesh = make_slices(schema.MeshSection(), jax.devices()).trainer
-    step = RewardStep(
-        SPEC,
-        mesh,
-        TRAINER_RULES,
-        trainer=schema.TrainerSection(micro_batch_tokens=ROWS * ROW),
-        learning_rate=1e-2,
-        total_steps=10,
-        row_length=ROW,
-    )
-    assert not step._updater._whole_rows
-    with pytest.raises(TrainingError, match="out of memory"):
-        step._updater._halve(ROWS, RuntimeError("RESOURCE_EXHAUSTED"))
+    trainer = schema.TrainerSection(micro_batch_tokens=ROWS * ROW)
+    settings = LearningSettings(mesh=mesh, trainer=trainer, row_length=ROW)
+    step, seen = reward_update(SPEC, settings, learning_rate=1e-2, total_steps=10), []
+    state = step.init(with_head(SPEC, PARAMS, "reward", jax.random.key(1)))
+    ids = np.arange(1, 5, dtype=np.int32)
+    pair = PreferencePair(prompt_ids=ids, chosen_ids=ids, rejected_ids=ids)
+    with memory_for(step, 0, seen), pytest.raises(TrainingError, match="out of memory"):
+        step.update(state, pack_preference([pair], ROW, step.micro_rows))
+    assert seen == [ROWS]

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from jaxrl_async.algorithms.advantages import StepData
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step import TrainStep
 from jaxrl_async.trainer.step_data import (
     PackedStep,
     RowIndex,
@@ -49,15 +50,9 @@ def sequence(length: int, number: int = 0, *, learns: bool = True, worked: bool 
 
 def learner_of(row_length: int, minibatches: int, **algorithm) -> Learner:
     section = schema.AlgorithmSection(minibatches=minibatches, learning_rate=0.0, **algorithm)
-    step = TrainStep(
-        SPEC,
-        MESH,
-        TRAINER_RULES,
-        algorithm=section,
-        trainer=schema.TrainerSection(micro_batch_tokens=4 * row_length, logprob_chunk=32),
-        row_length=row_length,
-        total_steps=9,
-    )
+    trainer = schema.TrainerSection(micro_batch_tokens=4 * row_length, logprob_chunk=32)
+    settings = LearningSettings(mesh=MESH, trainer=trainer, row_length=row_length)
+    step = policy_update(SPEC, settings, section, total_steps=9)
     return Learner(
         step, step.init(PARAMS), LearnerSettings(algorithm=section, row_length=row_length)
     )
@@ -94,7 +89,7 @@ def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
     many, lazy = learner.mini_batches(step_of(EPISODES), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == many == minibatches
-    whole = learner._step.weights(EPISODES)["weights"][EPISODES.mask]
+    whole = learner.policy_update.objective.weights(EPISODES)["weights"][EPISODES.mask]
     wanted = np.zeros(len(LENGTHS))
     np.add.at(wanted, EPISODES.sequence_ids[EPISODES.mask], whole)
     np.testing.assert_allclose(sequence_weights(parts), wanted, rtol=1e-4)
@@ -128,12 +123,13 @@ def test_the_mean_of_the_mini_batches_losses_is_the_steps(algorithm):
     sequences = [sequence(3 + 2 * i, i, worked=i in (3, 8)) for i in range(11)]
     batch = pack([*sequences, sequence(9, 11, learns=False)], 32)
     learner = learner_of(32, 4, **algorithm)
-    step = learner._step
+    step = learner.policy_update
     _, lazy = learner.mini_batches(step_of(batch), (0, 0, 0))
     parts = list(lazy)
     assert len(parts) == 4
-    losses = [step.measure(PARAMS, p.batch, columns=p.columns)["train/loss"] for p in parts]
-    assert np.mean(losses) == pytest.approx(step.measure(PARAMS, batch)["train/loss"], rel=1e-5)
+    losses = [step.measure(PARAMS, PolicyData(p.batch, p.columns))["train/loss"] for p in parts]
+    whole = step.measure(PARAMS, PolicyData(batch))["train/loss"]
+    assert np.mean(losses) == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_mini_batches_are_made_one_by_one():

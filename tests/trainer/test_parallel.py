@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, make_mesh
+from jaxrl_async.mesh import NO_DEVICE_LOCK, make_mesh
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyData,
+    PolicyObjective,
+    policy_update,
+)
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step import TrainStep
+from jaxrl_async.trainer.update import NOTHING_FROZEN, Update
 
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
@@ -72,29 +78,27 @@ def batch() -> Any:
     return pack([sequence(rng, n) for _ in range(ROWS) for n in (17, 12)], ROW)
 
 
-def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> TrainStep:
+def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> Update[PolicyObjective]:
     section = {"micro_batch_tokens": ROWS * ROW, "logprob_chunk": 16, **LINEAR, **trainer}
-    return TrainStep(
-        spec,
-        make_mesh(schema.AxesSection(**axes), jax.devices()[: int(np.prod(list(axes.values())))]),
-        TRAINER_RULES,
-        algorithm=schema.AlgorithmSection(learning_rate=1e-2, entropy_coefficient=0.01),
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    settings = LearningSettings(
+        mesh=make_mesh(schema.AxesSection(**axes), devices),
         trainer=schema.TrainerSection(**section),
         row_length=ROW,
-        total_steps=10,
         remat="layer",
     )
+    algorithm = schema.AlgorithmSection(learning_rate=1e-2, entropy_coefficient=0.01)
+    return policy_update(spec, settings, algorithm, total_steps=10)
 
 
-def outcome(step: TrainStep, params: Any) -> dict[str, Any]:
+def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     """Loss and gradients of the batch, and the weights after one step of the optimizer."""
-    state, updater = step.init(params), step._updater
-    micros = step._micros(batch(), {})
-    sums, _ = updater._gradients(
-        state.params, micros, step._context(3, None, None, None), NO_DEVICE_LOCK
-    )
+    state, data = step.init(params), PolicyData(batch(), version=3)
+    micros = step.objective.micro_batches(data, step.micro_rows)
+    context = step.objective.context(data)
+    sums, _ = step._gradients(state.params, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
     found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
-    moved, _ = updater._apply(state, sums)
+    moved, _ = step.apply(state, sums)
     return found | {"weights": jax.tree.map(np.array, moved.params)}
 
 

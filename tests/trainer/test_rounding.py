@@ -9,16 +9,18 @@ import pytest
 
 from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.spec import ModelSpec, Weight
 from jaxrl_async.run.checkpoint.store import Checkpoints
-from jaxrl_async.trainer.critic import CriticStep
+from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import _moved_average
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.policy_objective import policy_update
+from jaxrl_async.trainer.objectives.preference_objective import preference_update
+from jaxrl_async.trainer.objectives.reward_objective import reward_update
+from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.optimizer import optimizer_bytes, stochastically_rounded
-from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep
-from jaxrl_async.trainer.step import TrainStep
-from jaxrl_async.trainer.supervised import SupervisedStep
-from jaxrl_async.trainer.update import TrainState, Updater, WithMasters
+from jaxrl_async.trainer.update import TrainState, Update, WithMasters
 
 MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 SHAPE = (64, 64)
@@ -26,23 +28,32 @@ TABLE = {"w": Weight(shape=SHAPE, axes=("embed", "vocab"), init="normal")}
 RATE, UPDATES = 1e-6, 60
 
 
-def objective(params: Any, micro: Any, context: None) -> tuple[Any, Totals]:
-    """Its gradient is the micro-batch, whatever the weights are."""
-    loss = jnp.sum(params["w"].astype(jnp.float32) * micro[0])
-    return loss, Totals({"train/loss": loss}, {}, {}, {})
+class Given:
+    """An objective whose gradient is its one micro-batch, whatever the weights are."""
+
+    table, prefix, rows_are_independent = TABLE, "train", True
+
+    def micro_batches(self, data: Any, rows: int) -> Any:
+        return [data]
+
+    def context(self, data: Any) -> None:
+        return None
+
+    def loss(self, trainable: Any, frozen: Any, micro: Any, context: None) -> tuple[Any, Totals]:
+        loss = jnp.sum(trainable["w"].astype(jnp.float32) * micro[0])
+        return loss, Totals({"train/loss": loss}, {}, {}, {})
+
+    def measures(self, *args: Any) -> Totals:
+        return self.loss(*args)[1]
+
+    def report(self, *_: Any) -> dict[str, float]:
+        return {}
 
 
-def updater_of(dtype: Any, **settings: Any) -> Updater:
-    return Updater(
-        TABLE,
-        MESH,
-        TRAINER_RULES,
-        objective,
-        trainer=schema.TrainerSection(max_grad_norm=1e9, **settings),
-        learning_rate=RATE,
-        total_steps=UPDATES,
-        param_dtype=dtype,
-    )
+def update_of(dtype: Any, **settings: Any) -> Update[Given]:
+    trainer = schema.TrainerSection(max_grad_norm=1e9, **settings)
+    common = LearningSettings(mesh=MESH, trainer=trainer, row_length=SHAPE[0], param_dtype=dtype)
+    return Update(Given(), common, learning_rate=RATE, total_steps=UPDATES)
 
 
 RNG = np.random.default_rng(0)
@@ -55,9 +66,11 @@ GRADIENTS = [
 """What bfloat16 holds exactly: the gradients of weights in bfloat16 are in it, too."""
 
 
-def train(updater: Updater, state: TrainState, first: int = 0, last: int = UPDATES) -> TrainState:
+def train(
+    step: Update[Given], state: TrainState, first: int = 0, last: int = UPDATES
+) -> TrainState:
     for gradient in GRADIENTS[first:last]:
-        state, told = updater.update(state, [gradient], None)
+        state, told = step.update(state, gradient)
         assert told["train/skipped"] == 0
     return state
 
@@ -81,7 +94,7 @@ EXACT = adamw()
 
 @pytest.mark.parametrize("offload", [(), ("optimizer",)], ids=str)
 def test_masters_are_the_float32_run_bit_for_bit_and_the_weights_are_these_rounded(offload):
-    wide, narrow = updater_of(jnp.float32), updater_of(jnp.bfloat16, offload=offload)
+    wide, narrow = update_of(jnp.float32), update_of(jnp.bfloat16, offload=offload)
     expected = weights(train(wide, wide.init({"w": START})))
     np.testing.assert_allclose(expected, EXACT, atol=2e-9 * UPDATES)  # float32 at 0.02: 1e-9 each
     state = train(narrow, narrow.init({"w": START}))
@@ -94,10 +107,10 @@ def test_masters_are_the_float32_run_bit_for_bit_and_the_weights_are_these_round
 
 
 def test_stochastic_rounding_follows_the_float32_run_in_the_mean():
-    updater = updater_of(jnp.bfloat16, rounding="stochastic")
-    state = updater.init({"w": START})
+    step = update_of(jnp.bfloat16, rounding="stochastic")
+    state = step.init({"w": START})
     assert not isinstance(state.opt_state, WithMasters)
-    found, went = weights(train(updater, state)), EXACT - START
+    found, went = weights(train(step, state)), EXACT - START
     total = np.sum((found - START) * np.sign(went))
     assert total == pytest.approx(np.abs(went).sum(), rel=0.1)  # 4 standard errors of 4,096 weights
     ulp = 2.0 ** (np.floor(np.log2(np.abs(START) + 1e-9)) - 7)
@@ -105,8 +118,8 @@ def test_stochastic_rounding_follows_the_float32_run_in_the_mean():
 
 
 def test_rounding_to_the_nearest_loses_nearly_all_steps_and_is_there_by_name_only():
-    updater = updater_of(jnp.bfloat16, rounding="nearest")
-    found = weights(train(updater, updater.init({"w": START})))
+    step = update_of(jnp.bfloat16, rounding="nearest")
+    found = weights(train(step, step.init({"w": START})))
     went = EXACT - START
     share = np.sum((found - START) * np.sign(went)) / np.abs(went).sum()
     assert share < 0.5 and np.mean(found != START) < 0.1
@@ -114,28 +127,28 @@ def test_rounding_to_the_nearest_loses_nearly_all_steps_and_is_there_by_name_onl
 
 
 def test_masters_begin_as_what_is_given_before_it_is_rounded_and_leave_it_to_the_caller():
-    updater = updater_of(jnp.bfloat16)
+    step = update_of(jnp.bfloat16)
     given = {"w": jnp.asarray(START + 1e-6 * DRIFT, jnp.float32)}
-    state = updater.init(given)
+    state = step.init(given)
     np.testing.assert_array_equal(state.opt_state.masters["w"], given["w"])
-    train(updater, state, last=1)
+    train(step, state, last=1)
     assert not given["w"].is_deleted()
 
 
 @pytest.mark.parametrize("rounding", ["masters", "stochastic"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_an_optimizer_keeps_as_many_bytes_as_a_plan_counts(dtype, rounding):
-    state = updater_of(dtype, rounding=rounding).init({"w": START})
+    state = update_of(dtype, rounding=rounding).init({"w": START})
     kept = sum(x.nbytes for x in jax.tree.leaves(state.opt_state) if x.ndim)
     section = schema.TrainerSection(rounding=rounding)
     assert kept == START.size * optimizer_bytes(section, dtype)
 
 
 def test_a_skipped_step_leaves_masters_too():
-    updater = updater_of(jnp.bfloat16)
-    state = updater.init({"w": START})
+    step = update_of(jnp.bfloat16)
+    state = step.init({"w": START})
     before = jax.tree.map(np.array, state)
-    state, told = updater.update(state, [np.full((1, *SHAPE), np.nan, np.float32)], None)
+    state, told = step.update(state, np.full((1, *SHAPE), np.nan, np.float32))
     assert told["train/skipped"] == 1
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -143,14 +156,14 @@ def test_a_skipped_step_leaves_masters_too():
 
 @pytest.mark.parametrize("rounding", ["masters", "stochastic"])
 def test_a_run_from_a_checkpoint_goes_on_bit_for_bit(tmp_path, rounding):
-    updater = updater_of(jnp.bfloat16, rounding=rounding)
-    state = train(updater, updater.init({"w": START}), last=5)
+    step = update_of(jnp.bfloat16, rounding=rounding)
+    state = train(step, step.init({"w": START}), last=5)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(5, state={"train": state}, loop={})
         checkpoints.wait()
-        like = {"train": updater.init({"w": np.zeros(SHAPE, np.float32)})}
+        like = {"train": step.init({"w": np.zeros(SHAPE, np.float32)})}
         restored = checkpoints.restore(None, like).state["train"]
-    ends = [train(updater, s, first=5, last=9) for s in (state, restored)]
+    ends = [train(step, s, first=5, last=9) for s in (state, restored)]
     for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
@@ -159,17 +172,18 @@ def test_a_run_from_a_checkpoint_goes_on_bit_for_bit(tmp_path, rounding):
 def test_every_kind_of_update_keeps_masters():
     shape = schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
     spec = ModelSpec.from_architecture(shape, 24)
-    common: dict[str, Any] = {
-        "trainer": schema.TrainerSection(micro_batch_tokens=64), "row_length": 16, "total_steps": 9,
-        "param_dtype": jnp.bfloat16,
-    }  # fmt: skip
-    where = (spec, MESH, TRAINER_RULES)
-    steps = [
-        TrainStep(*where, algorithm=schema.AlgorithmSection(), **common),
-        CriticStep(*where, learning_rate=RATE, **common),
-        SupervisedStep(*where, learning_rate=RATE, **common),
-        PreferenceStep(*where, loss="dpo", learning_rate=RATE, **common),
-        RewardStep(*where, learning_rate=RATE, **common),
+    settings = LearningSettings(
+        mesh=MESH,
+        trainer=schema.TrainerSection(micro_batch_tokens=64),
+        row_length=16,
+        param_dtype=jnp.bfloat16,
+    )
+    steps: list[Update[Any]] = [
+        policy_update(spec, settings, schema.AlgorithmSection(), total_steps=9),
+        make_critic(spec, settings, learning_rate=RATE, total_steps=9).step,
+        supervised_update(spec, settings, learning_rate=RATE, total_steps=9),
+        preference_update(spec, settings, "dpo", learning_rate=RATE, total_steps=9),
+        reward_update(spec, settings, learning_rate=RATE, total_steps=9),
     ]
     assert all(isinstance(s.state_shardings.opt_state, WithMasters) for s in steps)
 

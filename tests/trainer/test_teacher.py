@@ -12,12 +12,17 @@ from jaxrl_async.config import schema
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.decoder import hidden_states, init_params
-from jaxrl_async.model.divergence import chunked_over_vocab
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, hidden_states, init_params
+from jaxrl_async.model.divergence import (
+    FrozenPolicy,
+    chunked_over_vocab,
+    divergence_of,
+    reverse_kl,
+)
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.assemble import check_advisers, cut_vocabulary, make_learner
-from jaxrl_async.trainer.distill import distill_rows, distill_top
+from jaxrl_async.trainer.distill import TeacherTop, distill_rows, distill_top
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.types import PackedBatch
 
@@ -98,11 +103,11 @@ def test_a_larger_teacher_vocabulary_is_cut_to_the_policys_rows(tmp_path, tied):
 def test_a_divergence_is_between_what_both_say_of_the_tokens_that_both_have(sizes, kind):
     policy, teacher = (policy_of(n, seed) for seed, n in enumerate(sizes))
     packed = batch()
-    arrays = (packed.token_ids, packed.positions, packed.segment_ids)
+    tokens = TokenRows(packed.token_ids, packed.positions, packed.segment_ids)
+    other = FrozenPolicy(teacher.spec, teacher.params)
     found = chunked_over_vocab(
-        policy.spec, policy.params, teacher.params, *arrays,
-        kind=kind, other_spec=teacher.spec, chunk=7,
-    )  # fmt: skip
+        policy.spec, policy.params, tokens, other, divergence_of(kind), DecoderSettings(chunk=7)
+    )
     q, p = (np.exp(log_softmax(logits(m, packed)[..., :24])) for m in (policy, teacher))
     middle = (p + q) / 2
     wanted = {
@@ -212,11 +217,9 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     theirs = log_softmax(logits(teacher, packed)[..., :24])
     wanted_ids = np.argsort(-own[..., :24], -1)[..., :5]
     np.testing.assert_array_equal(columns["teacher_ids"][packed.mask], wanted_ids[packed.mask])
-    arrays = (packed.token_ids, packed.positions, packed.segment_ids)
-    found = distill_rows(
-        policy.spec, policy.params, *arrays, columns["teacher_ids"], columns["teacher_logprobs"],
-        kind="reverse",
-    )  # fmt: skip
+    tokens = TokenRows(packed.token_ids, packed.positions, packed.segment_ids)
+    top = TeacherTop(columns["teacher_ids"], columns["teacher_logprobs"])
+    found = distill_rows(policy.spec, policy.params, tokens, top, reverse_kl)
 
     def lump(of: np.ndarray) -> np.ndarray:
         chosen = np.exp(np.take_along_axis(of, wanted_ids, -1))

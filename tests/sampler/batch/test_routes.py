@@ -12,7 +12,7 @@ from tiny import Script
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.model.decoder import Params, init_params, replayed_states
+from jaxrl_async.model.decoder import Params, TokenRows, init_params, token_states
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
@@ -75,7 +75,8 @@ def wish(number: int, prompt: Any = None, **wishes: Any) -> Request:
 def changed(spec: ModelSpec, params: Params, ids: Any, experts: Any) -> Any:
     positions = jax.numpy.arange(ids.shape[1])[None]
     segments = positions < 0
-    return replayed_states(spec, params, ids, positions, segments + 1, experts)[1]
+    tokens = TokenRows(ids, positions, segments + 1, expert_ids=experts)
+    return token_states(spec, params, tokens).changed
 
 
 def assert_chosen(request: Request, done: Completion, params: Params = PARAMS) -> None:

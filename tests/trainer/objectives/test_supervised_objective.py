@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.supervised import SupervisedStep
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.supervised_objective import (
+    SupervisedObjective,
+    supervised_update,
+)
+from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.update import Update
 
 VOCAB, ROW = 8, 16
 SPEC = ModelSpec.from_architecture(
@@ -19,16 +25,13 @@ SPEC = ModelSpec.from_architecture(
 )
 
 
-def step_of(rows: int, chunk: int = 32) -> SupervisedStep:
-    return SupervisedStep(
-        SPEC,
-        make_slices(schema.MeshSection()).trainer,
-        TRAINER_RULES,
+def step_of(rows: int, chunk: int = 32) -> Update[SupervisedObjective]:
+    settings = LearningSettings(
+        mesh=make_slices(schema.MeshSection()).trainer,
         trainer=schema.TrainerSection(micro_batch_tokens=rows * ROW, logprob_chunk=chunk),
-        learning_rate=1e-2,
         row_length=ROW,
-        total_steps=100,
     )
+    return supervised_update(SPEC, settings, learning_rate=1e-2, total_steps=100)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +72,14 @@ def pairs_of(params: Any) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_accuracy_is_the_share_that_greedy_decoding_gives_token_for_token(params):
     pairs = pairs_of(params)
     for step in (step_of(2), step_of(32, chunk=7)):
-        measured = step.measure(params, step.pack(pairs))
+        measured = step.measure(params, pack_pairs(pairs, ROW))
         assert measured["sft/accuracy"] == pytest.approx(3 / 9)
         assert measured["sft/token_accuracy"] == pytest.approx(30 / 36)
 
 
 def test_the_loss_is_that_of_each_answer_alone_and_a_step_lowers_it(params):
     pairs, step = pairs_of(params), step_of(2)
-    batch = step.pack(pairs)
+    batch = pack_pairs(pairs, ROW)
     terms = []
     for ids, mask in pairs:
         logits = logits_of(params, ids)
@@ -91,7 +94,7 @@ def test_the_loss_is_that_of_each_answer_alone_and_a_step_lowers_it(params):
 
 def test_updates_learn_the_answers(params):
     step = step_of(32)
-    batch = step.pack(pairs_of(params))
+    batch = pack_pairs(pairs_of(params), ROW)
     state, losses = step.init(params), []
     for _ in range(15):
         state, stats = step.update(state, batch)

@@ -9,13 +9,20 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.flops import num_matmul_params, train_flops
+from jaxrl_async.trainer.learning_settings import LearningSettings, rows_per_micro_batch
+from jaxrl_async.trainer.logprob_pass import ProbePass
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyData,
+    PolicyObjective,
+    policy_update,
+)
 from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
-from jaxrl_async.trainer.step import TrainStep, num_matmul_params, train_flops
-from jaxrl_async.trainer.update import TrainState, decayed, rows_per_micro_batch
+from jaxrl_async.trainer.update import Frozen, TrainState, Update, decayed
 
 VOCAB, ROW = 24, 16
 ARCHITECTURE = schema.ArchitectureSection(
@@ -32,26 +39,32 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
     ).trainer
 
 
-_STEPS: dict[str, TrainStep] = {}
+Step = Update[PolicyObjective]
+_STEPS: dict[str, Step] = {}
 
 
 def step_of(
-    *, axes: dict | None = None, algorithm: dict | None = None, trainer: dict | None = None, **kw
-) -> TrainStep:
+    *,
+    axes: dict | None = None,
+    algorithm: dict | None = None,
+    trainer: dict | None = None,
+    temperature: float = 1.0,
+    **kw,
+) -> Step:
     """A step of these settings; the same one each time, so that it compiles once."""
-    key = repr((axes, algorithm, trainer, sorted(kw.items(), key=str)))
+    key = repr((axes, algorithm, trainer, temperature, sorted(kw.items(), key=str)))
     if key not in _STEPS:
-        _STEPS[key] = TrainStep(
-            SPEC,
-            mesh_of(**(axes or {})),
-            TRAINER_RULES,
-            algorithm=schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})}),
+        settings = LearningSettings(
+            mesh=mesh_of(**(axes or {})),
             trainer=schema.TrainerSection(
                 **{"micro_batch_tokens": 4 * ROW, "logprob_chunk": 32, **(trainer or {})}
             ),
             row_length=ROW,
-            total_steps=10,
             **kw,
+        )
+        section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})})
+        _STEPS[key] = policy_update(
+            SPEC, settings, section, total_steps=10, temperature=temperature
         )
     return _STEPS[key]
 
@@ -82,6 +95,7 @@ def sequences(num: int = 14, seed: int = 0, version: int = 3) -> list[TrainSeque
 
 
 BATCH = pack(sequences(), ROW)
+DATA = PolicyData(BATCH, version=3)
 
 
 def copied(tree: Any) -> Any:
@@ -95,7 +109,7 @@ def assert_close(a: Any, b: Any, tolerance: float) -> None:
 
 def test_an_update_moves_the_weights_and_reports_finite_numbers(params):
     step = step_of()
-    state, stats = step.update(step.init(params), BATCH, version=3)
+    state, stats = step.update(step.init(params), DATA)
     assert int(state.step) == 1 and stats["train/skipped"] == 0
     assert stats["train/tokens"] == BATCH.num_tokens
     assert all(isinstance(v, float) and np.isfinite(v) for v in stats.values()), stats
@@ -109,7 +123,7 @@ def test_an_update_moves_the_weights_and_reports_finite_numbers(params):
 def test_an_option_that_the_compiler_does_not_know_is_refused(params):
     step = step_of(trainer={"compiler_options": {"xla_no_such_option": "1"}})
     with pytest.raises(ConfigError, match=r"trainer\.compiler_options: .*xla_no_such_option"):
-        step.update(step.init(params), pack(sequences(), ROW))
+        step.update(step.init(params), PolicyData(pack(sequences(), ROW)))
 
 
 @pytest.mark.parametrize(("aggregate", "rows"), [("token_mean", 1), ("sequence_mean", 3)])
@@ -120,7 +134,7 @@ def test_micro_batches_add_up_to_one_big_batch(params, aggregate, rows):
             algorithm={"aggregate": aggregate, "entropy_coefficient": 0.01},
             trainer={"micro_batch_tokens": tokens, **LINEAR},
         )
-        state, stats = step.update(step.init(params), BATCH, version=3)
+        state, stats = step.update(step.init(params), DATA)
         results.append((copied(state.params), stats))
     (split, split_stats), (whole, whole_stats) = results
     assert_close(split, whole, 1e-6)
@@ -137,8 +151,8 @@ def test_micro_batches_add_up_to_one_big_batch(params, aggregate, rows):
 def test_packing_does_not_change_the_update(params):
     loose = pack(sequences()[::-1], ROW)
     step = step_of(trainer=LINEAR)
-    first, _ = step.update(step.init(params), BATCH)
-    second, _ = step.update(step.init(params), loose)
+    first, _ = step.update(step.init(params), PolicyData(BATCH))
+    second, _ = step.update(step.init(params), PolicyData(loose))
     assert_close(first.params, second.params, 1e-6)
 
 
@@ -158,7 +172,7 @@ def test_a_sharded_step_equals_one_device(params, axes):
         )
         state, of_mesh = step.init(params), []
         for _ in range(3):
-            state, stats = step.update(state, BATCH, reference_params=params_on(step, params))
+            state, stats = step.update(state, PolicyData(BATCH), Frozen(params_on(step, params)))
             of_mesh.append([stats[key] for key in keys])
         losses.append(of_mesh)
         ends.append(copied(state.params))
@@ -173,13 +187,13 @@ def test_a_sharded_adamw_gives_the_same_losses(params):
         step = step_of(axes=shape, algorithm={"learning_rate": 1e-3})
         state, of_mesh = step.init(params), []
         for _ in range(3):
-            state, stats = step.update(state, BATCH)
+            state, stats = step.update(state, PolicyData(BATCH))
             of_mesh.append(stats["train/loss"])
         losses.append(of_mesh)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
-def params_on(step: TrainStep, params: Any) -> Any:
+def params_on(step: Step, params: Any) -> Any:
     return jax.device_put(params, step.state_shardings.params)
 
 
@@ -190,7 +204,7 @@ def test_moments_are_sharded_like_their_weights(params):
     moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
     assert {(m.shape, str(m.sharding.spec)) for m in moments} == wanted
     assert any("fsdp" in spec for _, spec in wanted) and any("tensor" in spec for _, spec in wanted)
-    moved, _ = step.update(state, BATCH)
+    moved, _ = step.update(state, PolicyData(BATCH))
     assert [m.sharding for m in jax.tree.leaves(moved)] == list(
         jax.tree.leaves(step.state_shardings)
     )
@@ -200,7 +214,7 @@ def test_the_old_state_is_donated_and_the_callers_weights_are_not(params):
     step = step_of()
     mine = params_on(step, params)
     state = step.init(mine)
-    moved, _ = step.update(state, BATCH)
+    moved, _ = step.update(state, PolicyData(BATCH))
     assert all(p.is_deleted() for p in jax.tree.leaves(state.params))
     assert not any(p.is_deleted() for p in jax.tree.leaves((mine, moved)))
 
@@ -209,13 +223,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_works(params
     broken = sequences()
     broken[5].advantages[3] = np.nan
     step = step_of()
-    state, _ = step.update(step.init(params), BATCH)
+    state, _ = step.update(step.init(params), PolicyData(BATCH))
     before = copied(state)
-    state, stats = step.update(state, pack(broken, ROW))
+    state, stats = step.update(state, PolicyData(pack(broken, ROW)))
     assert stats["train/skipped"] == 1
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(copied(state)), strict=True):
         np.testing.assert_array_equal(a, b)
-    state, stats = step.update(state, BATCH)
+    state, stats = step.update(state, PolicyData(BATCH))
     assert stats["train/skipped"] == 0 and int(state.step) == 2
 
 
@@ -224,8 +238,8 @@ def test_not_a_number_outside_the_mask_changes_nothing(params):
     for s in dirty:
         s.advantages[~s.mask] = s.behavior_logprobs[~s.mask] = np.nan
     step = step_of()
-    first, _ = step.update(step.init(params), pack(clean, ROW))
-    second, stats = step.update(step.init(params), pack(dirty, ROW))
+    first, _ = step.update(step.init(params), PolicyData(pack(clean, ROW)))
+    second, stats = step.update(step.init(params), PolicyData(pack(dirty, ROW)))
     assert stats["train/skipped"] == 0
     assert_close(first.params, second.params, 0)
 
@@ -235,14 +249,14 @@ def test_an_update_is_the_same_bit_for_bit_when_repeated(params):
     for _ in range(2):
         _STEPS.clear()  # compiled anew, too
         step = step_of()
-        state, _ = step.update(step.init(params), BATCH)
+        state, _ = step.update(step.init(params), PolicyData(BATCH))
         ends.append(copied(state))
     assert_close(ends[0], ends[1], 0)
 
 
 def test_learning_rate_zero_moves_nothing(params):
     step = step_of(algorithm={"learning_rate": 0.0}, trainer={"weight_decay": 0.5})
-    state, stats = step.update(step.init(params), BATCH)
+    state, stats = step.update(step.init(params), PolicyData(BATCH))
     assert_close(state.params, params, 0)
     assert stats["train/learning_rate"] == 0 and stats["train/grad_norm"] > 0
 
@@ -254,7 +268,7 @@ def test_weights_that_drew_the_tokens_give_ratio_one_at_the_samplers_temperature
         logprobs = jax.nn.log_softmax(logits)[np.arange(len(s.token_ids) - 1), s.token_ids[1:]]
         s.behavior_logprobs[1:] = np.asarray(logprobs)
     step = step_of(temperature=0.7)
-    _, stats = step.update(step.init(params), pack(fresh, ROW), version=3)
+    _, stats = step.update(step.init(params), PolicyData(pack(fresh, ROW), version=3))
     assert stats["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert stats["policy/ratio_min"] == pytest.approx(1, abs=1e-5)
     assert stats["mismatch/max"] < 1e-5 and stats["mismatch/all_max"] < 1e-5
@@ -279,8 +293,8 @@ def _all_logits(params: Any, tokens: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
 def test_the_probe_is_the_untempered_log_softmax(params, axes):
     tokens = np.arange(9, dtype=np.int32) % VOCAB
-    step = step_of(axes=axes, temperature=0.5)
-    got = step.logprobs(params_on(step, params), tokens)
+    step = step_of(axes=axes)
+    got = ProbePass(SPEC, step.settings)(params_on(step, params), tokens)
     expected = jax.nn.log_softmax(naive_logits(params, tokens))[np.arange(8), tokens[1:]]
     assert got.shape == (8,) and got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -289,8 +303,8 @@ def test_the_probe_is_the_untempered_log_softmax(params, axes):
 def test_the_reference_divergence_is_zero_at_first_and_pulls_back_later(params):
     step = step_of(algorithm={"kl_coefficient": 0.1})
     reference = params_on(step, params)
-    state, first = step.update(step.init(params), BATCH, reference_params=reference)
-    _, second = step.update(state, BATCH, reference_params=reference)
+    state, first = step.update(step.init(params), PolicyData(BATCH), Frozen(reference))
+    _, second = step.update(state, PolicyData(BATCH), Frozen(reference))
     assert first["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
     assert first["train/loss"] == pytest.approx(first["train/policy_loss"], abs=1e-6)
     assert second["policy/kl_reference"] > 1e-4
@@ -304,7 +318,7 @@ def test_bfloat16_weights_keep_their_type_and_move(params):
     state = step.init(params)
     start = copied(state.params)
     for _ in range(2):
-        state, stats = step.update(state, BATCH)
+        state, stats = step.update(state, PolicyData(BATCH))
     assert {p.dtype for p in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     assert {m.dtype for m in jax.tree.leaves(state.opt_state) if m.ndim} == {jnp.dtype(jnp.float32)}
     assert stats["train/skipped"] == 0
@@ -318,9 +332,9 @@ def test_programs_are_compiled_once_whatever_the_batch(params):
     step = step_of(algorithm={"loss": "reinforce"})
     state = step.init(params)
     for num in (3, 14, 7):
-        state, _ = step.update(state, pack(sequences(num), ROW), version=num)
-    assert step._updater._accumulate._cache_size() == 1
-    assert step._updater._apply._cache_size() == 1
+        state, _ = step.update(state, PolicyData(pack(sequences(num), ROW), version=num))
+    assert step.accumulate._cache_size() == 1
+    assert step.apply._cache_size() == 1
 
 
 class CountedTurns:
@@ -339,12 +353,12 @@ class CountedTurns:
 
 def test_each_micro_batch_takes_a_turn_of_its_own(params):
     step, turns = step_of(), CountedTurns()
-    state, stats = step.update(step.init(params), BATCH, device_lock=turns)
+    state, stats = step.update(step.init(params), PolicyData(BATCH), device_lock=turns)
     micros = stats["train/rows"] / step.micro_rows
     assert (
         micros > 1 and turns.taken == 2 + micros
     )  # clearing the sums, the micro-batches, the optimizer
-    plain, _ = step.update(step.init(params), BATCH)
+    plain, _ = step.update(step.init(params), PolicyData(BATCH))
     assert_close(state.params, plain.params, 0)
 
 
@@ -386,7 +400,7 @@ def test_moments_in_the_hosts_memory_give_the_same_update(params):
         step = step_of(axes={"fsdp": 2}, trainer={"offload": offload})
         state = step.init(params)
         for _ in range(2):
-            state, stats = step.update(state, BATCH, version=3)
+            state, stats = step.update(state, DATA)
         moments = [m for m in jax.tree.leaves(state.opt_state) if m.ndim]
         kind = "pinned_host" if offload else "device"
         assert {m.sharding.memory_kind for m in moments} == {kind}
@@ -400,7 +414,7 @@ def test_bfloat16_computes_and_float32_keeps(params):
     step = step_of(dtype=jnp.bfloat16, algorithm={"learning_rate": 1e-5})
     state = step.init(params)
     for _ in range(3):
-        state, _ = step.update(state, BATCH, version=3)
+        state, _ = step.update(state, DATA)
     for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
         assert new.dtype == jnp.float32
         change = np.abs(np.asarray(new) - np.asarray(old))
@@ -412,6 +426,6 @@ def test_bfloat16_is_close_to_float32(params):
     losses = []
     for dtype in (jnp.float32, jnp.bfloat16):
         step = step_of(dtype=dtype)
-        _, stats = step.update(step.init(params), BATCH, version=3)
+        _, stats = step.update(step.init(params), DATA)
         losses.append(stats["train/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.02, abs=0.01) and losses[1] != losses[0]

@@ -10,12 +10,21 @@ import pytest
 from jaxrl_async.config import schema
 from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.errors import ConfigError, DataError
-from jaxrl_async.mesh import TRAINER_RULES, make_slices
+from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.heads import HEAD, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.preference_step import PreferenceStep, RewardStep, pair_rows
+from jaxrl_async.trainer.kl_baseline import BaselinePass
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.preference_objective import (
+    PreferenceData,
+    PreferenceObjective,
+    preference_update,
+)
+from jaxrl_async.trainer.objectives.reward_objective import reward_update
+from jaxrl_async.trainer.pack_pairs import PreferenceBatch, pack_preference
+from jaxrl_async.trainer.update import NOTHING_FROZEN, Frozen, Update
 
 VOCAB, ROW = 14, 16
 SPEC = ModelSpec.from_architecture(
@@ -32,21 +41,34 @@ _STEPS: dict[str, Any] = {}
 
 def step_of(
     loss: Any = None, axes: dict | None = None, rows: int = 4, **trainer: Any
-) -> PreferenceStep | RewardStep:
+) -> Update[Any]:
     """A step of these settings, the same one each time; no loss: of a reward model."""
     key = repr((loss, axes, rows, trainer))
     if key not in _STEPS:
         section = {"micro_batch_tokens": rows * ROW, "logprob_chunk": 32, **trainer}
-        settings: dict[str, Any] = {
-            "trainer": schema.TrainerSection(**section),
-            "learning_rate": 1e-2,
-            "row_length": ROW,
-            "total_steps": 100,
-        }
         mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(**(axes or {})))).trainer
-        kind, choice = (RewardStep, {}) if loss is None else (PreferenceStep, {"loss": loss})
-        _STEPS[key] = kind(SPEC, mesh, TRAINER_RULES, **settings, **choice)
+        settings = LearningSettings(
+            mesh=mesh, trainer=schema.TrainerSection(**section), row_length=ROW
+        )
+        course = {"learning_rate": 1e-2, "total_steps": 100}
+        _STEPS[key] = (
+            reward_update(SPEC, settings, **course)
+            if loss is None
+            else preference_update(SPEC, settings, loss, **course)
+        )
     return _STEPS[key]
+
+
+def packed(step: Update[Any], pairs: list[PreferencePair]) -> PreferenceBatch:
+    return pack_preference(pairs, ROW, step.micro_rows)
+
+
+def data_of(step, params, pairs, frozen=NOTHING_FROZEN, wrong=None) -> Any:
+    """What the step learns of the pairs; a baseline is estimated on the wrong ones."""
+    if not isinstance(step.objective, PreferenceObjective):
+        return packed(step, pairs)
+    others = packed(step, wrong or mismatched(pairs)) if frozen.reference is not None else None
+    return BaselinePass(step)(params, frozen, PreferenceData(packed(step, pairs), others))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +109,10 @@ PAIRS = pairs_of()
 
 def update(step, params, pairs, frozen=None, wrong=None):
     """(weights, report) after one update."""
-    extra = {}
-    if isinstance(step, PreferenceStep):
-        where = step.state_shardings.params
-        extra = {
-            "reference_params": None if frozen is None else jax.device_put(frozen, where),
-            "mismatched": step.pack(mismatched(pairs) if wrong is None else wrong),
-        }
-    state, stats = step.update(step.init(params), step.pack(pairs), **extra)
+    where = step.state_shardings.params
+    read = Frozen(None if frozen is None else jax.device_put(frozen, where))
+    state = step.init(params)
+    state, stats = step.update(state, data_of(step, state.params, pairs, read, wrong), read)
     return jax.tree.map(np.array, state.params), stats
 
 
@@ -184,14 +202,16 @@ def test_sharding_changes_neither_loss_nor_gradient(params, frozen, loss, axes):
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "simpo", {"orpo": {"beta": 2.0}}], ids=str)
 def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
-    step, batch = step_of(loss), step_of(loss).pack(PAIRS)
-    held_out = step.pack(pairs_of(seed=5))
-    extra = {"reference_params": params, "mismatched": step.pack(mismatched(PAIRS))}
+    step, frozen = step_of(loss), Frozen(params)
+    held_out, wrong = pairs_of(seed=5), mismatched(PAIRS)
     state = step.init(params)
-    before = step.measure(state.params, held_out, **extra)
+    data = data_of(step, state.params, held_out, frozen, wrong)
+    before = step.measure(state.params, data, frozen)
     for _ in range(12):
-        state, stats = step.update(state, batch, **extra)
-    after = step.measure(state.params, held_out, **extra)
+        data = data_of(step, state.params, PAIRS, frozen, wrong)
+        state, stats = step.update(state, data, frozen)
+    data = data_of(step, state.params, held_out, frozen, wrong)
+    after = step.measure(state.params, data, frozen)
     assert stats["preference/accuracy"] == 1
     assert after["preference/accuracy"] > max(before["preference/accuracy"], 0.7)
     assert after["preference/margin"] > before["preference/margin"] + 0.1
@@ -222,13 +242,13 @@ def test_kto_learns_from_answers_that_were_judged_alone(params, reward_params, f
     for other, weights in (("dpo", params), (None, reward_params)):
         refusing = step_of(other)
         with pytest.raises(DataError, match="18 of 18 preference pairs have one answer only"):
-            refusing.update(refusing.init(weights), refusing.pack(alone))
+            refusing.update(refusing.init(weights), data_of(refusing, weights, alone))
 
 
 def test_what_a_loss_needs_is_named(params):
     step = step_of("dpo")
     with pytest.raises(ConfigError, match="needs a reference"):
-        step.update(step.init(params), step.pack(PAIRS))
+        step.update(step.init(params), data_of(step, params, PAIRS))
     with pytest.raises(ConfigError, match="did you mean 'simpo'"):
         step_of("smpo")
 
@@ -250,11 +270,11 @@ def test_a_step_that_is_not_finite_changes_nothing(params):
 
 
 def test_a_reward_model_learns_which_answers_are_better(reward_params):
-    step, batch = step_of(), step_of().pack(PAIRS)
+    step = step_of()
     state = step.init(reward_params)
     for _ in range(12):
-        state, stats = step.update(state, batch)
-    held_out = step.measure(state.params, step.pack(pairs_of(seed=5)))
+        state, stats = step.update(state, packed(step, PAIRS))
+    held_out = step.measure(state.params, packed(step, pairs_of(seed=5)))
     assert stats["preference/accuracy"] == 1 and stats["preference/margin"] > 1
     assert held_out["preference/accuracy"] > 0.85
 
@@ -284,9 +304,8 @@ def test_neither_packing_nor_sharding_changes_a_reward_update(reward_params, axe
 
 
 def test_a_micro_batch_has_room_for_both_answers_of_any_pair():
-    section = schema.TrainerSection(micro_batch_tokens=ROW)
-    assert pair_rows(section, ROW, 1) == 2 and pair_rows(section, ROW, 4) == 4
+    assert step_of("dpo", rows=1).micro_rows == 2
+    assert step_of("dpo", {"data": 2, "fsdp": 2}, rows=1).micro_rows == 4
     longest = np.ones(ROW - 1, np.int32)
-    step_of("dpo", rows=1).pack(
-        [PreferencePair(prompt_ids=longest[:1], chosen_ids=longest, rejected_ids=longest)]
-    )
+    pair = PreferencePair(prompt_ids=longest[:1], chosen_ids=longest, rejected_ids=longest)
+    packed(step_of("dpo", rows=1), [pair])

@@ -1,0 +1,71 @@
+"""One update after another, as long as nobody asks for a stop: jobs without a sampler, warm starts.
+
+work.step() ──> work.save() every checkpoint.every updates, and at the end
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import TrainingError
+from jaxrl_async.run.lockstep import StopRequests
+
+
+class Work(Protocol):
+    """What is learnt, with the place in its examples."""
+
+    @property
+    def made(self) -> int:
+        """Updates made so far."""
+
+    def step(self) -> Mapping[str, float]:
+        """Make one update and record it; return its report."""
+
+    def save(self) -> None:
+        """Write a checkpoint that a resumed run continues from."""
+
+
+def make_updates(
+    work: Work,
+    steps: int,
+    config: Config,
+    stop: StopRequests,
+    *,
+    saved: int | None,
+    keeps_last: bool,
+) -> None:
+    """Make updates until there are `steps` of them or somebody asks for a stop.
+
+    on failure    a non-finite update is skipped and counted; several in a row stop the run, saved
+
+    Args:
+        saved: the update that the newest checkpoint holds; None: there is no checkpoint.
+        keeps_last: save whatever ends the updates. Otherwise a last save is made only if a stop or
+            a TrainingError ends them, or if all are made and checkpoint.every is set.
+    """
+    every, skipped, stopped = config.checkpoint.every, 0, False
+    try:
+        while work.made < steps and not (stopped := stop.is_set()):
+            report = work.step()
+            skipped = skipped + 1 if report["train/skipped"] else 0
+            stop_if_lost(skipped, config)
+            if every and work.made % every == 0:
+                work.save()
+                saved = work.made
+    except TrainingError:
+        stopped = True
+        raise
+    finally:
+        ends = keeps_last or stopped or (every > 0 and work.made == steps)
+        if ends and saved != work.made:
+            work.save()
+
+
+def stop_if_lost(skipped: int, config: Config) -> None:
+    """Raise TrainingError after trainer.max_skipped_steps steps in a row that were not finite."""
+    if skipped >= config.trainer.max_skipped_steps:
+        raise TrainingError(
+            f"{skipped} steps in a row had a non-finite loss or gradient; the weights from before "
+            "them are kept and saved. Lower algorithm.learning_rate (of the warm start: "
+            "warm_start.learning_rate) or trainer.max_grad_norm."
+        )

@@ -1,0 +1,62 @@
+"""What everything that learns on one slice has in common, made once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import TRAINER_RULES, Rules, num_shards
+from jaxrl_async.model.decoder import DecoderSettings, settings_on
+from jaxrl_async.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningSettings:
+    """The slice, its rules, and how a decoder is computed and learns there."""
+
+    mesh: Mesh
+    row_length: int  # tokens of a packed row
+    trainer: schema.TrainerSection = field(default_factory=schema.TrainerSection)
+    rules: Rules = field(default_factory=lambda: TRAINER_RULES)
+    dtype: Any = jnp.float32  # that activations are computed in
+    param_dtype: Any = jnp.float32  # that weights are kept in
+    remat: str = "none"  # what the backward pass computes again
+    attention: str = "auto"  # a name of model.attention
+
+    @property
+    def num_row_shards(self) -> int:
+        """Devices over which the rows of a micro-batch are divided."""
+        return num_shards(self.mesh, self.rules, "batch")
+
+    def micro_rows(self, rows_are_independent: bool = True) -> int:
+        """Return the rows of a micro-batch.
+
+        At least two if the rows belong together: both answers of a pair may be as long as a row.
+        """
+        together = 1 if rows_are_independent else 2
+        tokens = max(self.trainer.micro_batch_tokens, together * self.row_length)
+        return rows_per_micro_batch(tokens, self.row_length, self.num_row_shards)
+
+    def decoder(self, spec: ModelSpec, temperature: float = 1.0) -> DecoderSettings:
+        """Return how a program on the slice runs this decoder.
+
+        temperature: the sampler's; 0 counts as 1. Raises ConfigError where the attention cannot run
+        on the mesh.
+        """
+        return settings_on(
+            self.mesh,
+            spec.head_dim,
+            dtype=self.dtype,
+            attention=self.attention,
+            remat=self.remat,
+            chunk=self.trainer.logprob_chunk,
+            temperature=temperature or 1.0,
+        )
+
+
+def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
+    """Return the rows within the token budget, at least one, rounded up to a row per device."""
+    rows = max(1, micro_batch_tokens // row_length)
+    return -(-rows // num_row_shards) * num_row_shards

@@ -1,0 +1,161 @@
+"""A policy by better and worse answers: dpo and its kin.
+
+    pack_preference ──> micro-batches of whole pairs ──> sums over answers ──> loss per pair
+
+Every denominator is the whole step's, so that packing and micro-batches only change the order of a
+sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.objective import Totals
+from jaxrl_async.algorithms.preferences import (
+    PairInputs,
+    PreferenceLossFn,
+    needs_baseline,
+    preference_loss,
+    summed,
+)
+from jaxrl_async.config import schema
+from jaxrl_async.errors import DataError
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
+from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+
+
+class PreferenceData(NamedTuple):
+    """What a preference loss learns from."""
+
+    batch: PreferenceBatch
+    mismatched: PreferenceBatch | None = None  # pairs that kto's baseline is estimated on
+    baseline: Array | None = None  # [] float32, kto's, as trainer.kl_baseline estimates it
+
+
+class PairContext(NamedTuple):
+    """What holds for every micro-batch of a step."""
+
+    weight: Any  # [] float32, 2 / answers of the step
+    baseline: Array | None = None  # [] float32, for kto
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """The mean preference loss of a PreferenceData's pairs, beside a frozen reference."""
+
+    spec: ModelSpec
+    decoder: DecoderSettings
+    loss_of: PreferenceLossFn
+    prefix: ClassVar[str] = "train"
+    rows_are_independent: ClassVar[bool] = False
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return weight_table(self.spec)
+
+    def micro_batches(self, data: PreferenceData, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
+        return micro_batches_of(data.batch, rows)
+
+    def context(self, data: PreferenceData) -> PairContext:
+        if not needs_baseline(self.loss_of):
+            check_whole(data.batch)
+        return PairContext(answer_weight(data.batch), data.baseline)
+
+    def loss(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
+    ) -> tuple[Array, Totals]:
+        chosen, rejected = answer_sums(self.logprobs(trainable, micro), micro)
+        lengths = answer_lengths(micro)
+        x = PairInputs(chosen, rejected, *lengths, baseline=context.baseline)
+        if frozen.reference is not None:
+            logprobs = jax.lax.stop_gradient(self.logprobs(frozen.reference, micro))
+            of_reference = answer_sums(logprobs, micro)
+            x = x._replace(reference_chosen=of_reference[0], reference_rejected=of_reference[1])
+        return summed(self.loss_of(x), *lengths, context.weight)
+
+    def measures(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
+    ) -> Totals:
+        return self.loss(trainable, frozen, micro, context)[1]
+
+    def report(self, data: PreferenceData, frozen: Frozen, passes: Passes) -> dict[str, float]:
+        baseline = data.baseline
+        known = {} if baseline is None else {"preference/kl_baseline": float(baseline)}
+        return pair_measures(data.batch) | known
+
+    def logprobs(self, params: Params, micro: dict[str, Array]) -> Array:
+        """Return the log-probs of a micro-batch's tokens; inside jit."""
+        return token_logprobs(self.spec, params, rows_of_pairs(micro), self.decoder).logprobs
+
+
+def preference_update(
+    spec: ModelSpec,
+    settings: LearningSettings,
+    loss: schema.Choice,
+    *,
+    learning_rate: float,
+    total_steps: int,
+) -> Update[PreferenceObjective]:
+    """Make the update of a policy by a registered preference loss. Raises ConfigError."""
+    objective = PreferenceObjective(spec, settings.decoder(spec), preference_loss.resolve(loss))
+    return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
+
+
+# ---- what a reward model shares
+
+
+def rows_of_pairs(micro: dict[str, Array]) -> TokenRows:
+    """Return what a decoder reads of a micro-batch."""
+    return TokenRows(micro["token_ids"], micro["positions"], micro["segment_ids"])
+
+
+def answer_weight(batch: PreferenceBatch) -> np.float32:
+    """Return 2 / answers of the step, which is 1 / pairs where none is alone."""
+    return np.float32(2 / max(batch.num_answers, 1))
+
+
+def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
+    """Sum over the tokens of each chosen and of each rejected answer, by the pair's place.
+
+    values [rows, length] -> [max_pairs] twice; 0 where there is no such answer. What lies outside
+    the mask may be anything.
+    """
+    num_places = max_pairs(values.shape[1], values.shape[0])
+    slots = jnp.where(micro["mask"], 2 * micro["places"] + ~micro["is_chosen"], 2 * num_places)
+    kept = jnp.where(micro["mask"], values, 0.0)
+    sums = jax.ops.segment_sum(kept.reshape(-1), slots.reshape(-1), 2 * num_places + 1)
+    both = sums[:-1].reshape(num_places, 2)
+    return both[:, 0], both[:, 1]
+
+
+def answer_lengths(micro: dict[str, Array]) -> tuple[Array, Array]:
+    """Count the tokens of each chosen and of each rejected answer, as `answer_sums` adds them."""
+    return answer_sums(jnp.ones_like(micro["mask"], jnp.float32), micro)
+
+
+def check_whole(batch: PreferenceBatch) -> None:
+    """Raise DataError if an answer is alone."""
+    if batch.num_answers != 2 * batch.num_pairs:
+        raise DataError(
+            f"{2 * batch.num_pairs - batch.num_answers} of {batch.num_pairs} preference pairs have "
+            "one answer only, from which only the loss kto can learn. Set it, or give records with "
+            "chosen and rejected."
+        )
+
+
+def pair_measures(batch: PreferenceBatch) -> dict[str, float]:
+    """Report the number of pairs, and how full their rows are."""
+    return {
+        "preference/pairs": float(batch.num_pairs),
+        "train/packing": float(np.count_nonzero(batch.segment_ids) / batch.segment_ids.size),
+    }

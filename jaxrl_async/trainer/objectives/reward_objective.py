@@ -1,0 +1,80 @@
+"""A reward model by better and worse answers: Bradley and Terry's loss of their scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.objective import Totals
+from jaxrl_async.algorithms.preferences import bradley_terry, summed
+from jaxrl_async.model.decoder import DecoderSettings
+from jaxrl_async.model.heads import head_table, sequence_scores
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.objectives.preference_objective import (
+    PairContext,
+    answer_lengths,
+    answer_sums,
+    answer_weight,
+    check_whole,
+    pair_measures,
+    rows_of_pairs,
+)
+from jaxrl_async.trainer.pack_pairs import PreferenceBatch, micro_batches_of
+from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """The mean loss of a PreferenceBatch's pairs, which must be whole."""
+
+    spec: ModelSpec
+    decoder: DecoderSettings
+    margin: float = 0.0  # by how much the chosen answer is to be better
+    prefix: ClassVar[str] = "train"
+    rows_are_independent: ClassVar[bool] = False
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return head_table(self.spec, "reward")
+
+    def micro_batches(self, data: PreferenceBatch, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
+        return micro_batches_of(data, rows)
+
+    def context(self, data: PreferenceBatch) -> PairContext:
+        check_whole(data)
+        return PairContext(answer_weight(data))
+
+    def loss(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
+    ) -> tuple[Array, Totals]:
+        scores = sequence_scores(self.spec, trainable, rows_of_pairs(micro), self.decoder)
+        lengths = answer_lengths(micro)
+        loss = bradley_terry(*answer_sums(scores, micro), margin=self.margin)
+        return summed(loss, *lengths, context.weight)
+
+    def measures(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
+    ) -> Totals:
+        return self.loss(trainable, frozen, micro, context)[1]
+
+    def report(self, data: PreferenceBatch, frozen: Frozen, passes: Passes) -> dict[str, float]:
+        return pair_measures(data)
+
+
+def reward_update(
+    spec: ModelSpec,
+    settings: LearningSettings,
+    *,
+    learning_rate: float,
+    total_steps: int,
+    margin: float = 0.0,
+) -> Update[RewardObjective]:
+    """Make the update of a reward model of this architecture. Raises ConfigError.
+
+    margin: by how much the chosen answer is to be better.
+    """
+    objective = RewardObjective(spec, settings.decoder(spec), margin)
+    return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)

@@ -1,0 +1,104 @@
+"""Maximum likelihood of given answers: supervised fine-tuning.
+
+pack_pairs ──> micro-batches ──> cross entropy, a mean over the step's answer tokens
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.algorithms.objective import Totals, supervised_loss
+from jaxrl_async.algorithms.segments import first_tokens, sequence_any
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.trainer.flops import packing_measures, train_flops
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.pack import micro_batches, split
+from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+from jaxrl_async.types import PackedBatch
+
+COLUMNS = ("token_ids", "positions", "segment_ids", "mask")
+"""What of a PackedBatch travels to the devices, beside the weights of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedObjective:
+    """The mean cross entropy of a PackedBatch's learnt tokens."""
+
+    spec: ModelSpec
+    decoder: DecoderSettings
+    prefix: ClassVar[str] = "train"
+    rows_are_independent: ClassVar[bool] = True
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return weight_table(self.spec)
+
+    def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
+        weights = split(token_mean(data), rows, 0.0)
+        return [
+            {"weights": w, **{name: getattr(micro, name) for name in COLUMNS}}
+            for micro, w in zip(micro_batches(data, rows), weights, strict=True)
+        ]
+
+    def context(self, data: PackedBatch) -> None:
+        return None
+
+    def loss(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
+    ) -> tuple[Array, Totals]:
+        found = token_logprobs(self.spec, trainable, rows_of(micro), self.decoder)
+        nothing = jnp.zeros_like(found.logprobs)
+        x = TokenInputs(
+            policy_logprobs=found.logprobs,
+            behavior_logprobs=nothing,
+            advantages=nothing,
+            mask=micro["mask"],
+            versions=jnp.zeros_like(micro["token_ids"]),
+            entropy=jax.lax.stop_gradient(found.entropy),
+        )
+        return supervised_loss(x, micro["weights"])
+
+    def measures(
+        self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
+    ) -> Totals:
+        """Add what greedy decoding gets right to the loss.
+
+        sft/accuracy: answers that it gives token for token; sft/token_accuracy: tokens, each after
+        the right ones before it.
+        """
+        _, totals = self.loss(trainable, frozen, micro, context)
+        mask, segments = micro["mask"], micro["segment_ids"]
+        forward = replace(self.decoder, remat="none")
+        matches = greedy_matches(self.spec, trainable, rows_of(micro), forward)
+        ends = first_tokens(mask, segments)  # one token of each answer
+        right = ends & ~sequence_any(~matches, mask, segments)
+        means = {
+            "sft/accuracy": (jnp.sum(right), jnp.sum(ends)),
+            "sft/token_accuracy": (jnp.sum(matches & mask), jnp.sum(mask)),
+        }
+        return totals._replace(means=totals.means | means)
+
+    def report(self, data: PackedBatch, frozen: Frozen, passes: Passes) -> dict[str, float]:
+        packing = packing_measures(data, passes.rows, passes.number)
+        return packing | {"train/flops": train_flops(self.spec, data, reference=False)}
+
+
+def supervised_update(
+    spec: ModelSpec, settings: LearningSettings, *, learning_rate: float, total_steps: int
+) -> Update[SupervisedObjective]:
+    """Make the update of a policy by given answers. Raises ConfigError."""
+    objective = SupervisedObjective(spec, settings.decoder(spec))
+    return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
+
+
+def rows_of(micro: dict[str, Array]) -> TokenRows:
+    """Return what a decoder reads of a micro-batch."""
+    return TokenRows(micro["token_ids"], micro["positions"], micro["segment_ids"])
