@@ -27,7 +27,6 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
 from jaxrl_async.data.preferences import PreferencePair, mismatched
-from jaxrl_async.data.prompts import warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
@@ -46,7 +45,7 @@ from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
-from jaxrl_async.run.warm_start import forget_warm_start
+from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
 from jaxrl_async.trainer.kl_baseline import BaselinePass
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
@@ -111,17 +110,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
-    pairs = (
-        warm_start_pairs(
-            config.data,
-            config.warm_start,
-            tokenizer,
-            seed=config.run.seed,
-            max_length=config.row_length,
-        )
-        if warms
-        else None
-    )
+    pairs = warm_pairs(config, tokenizer) if warms else None
 
     whole, paths = claim(whole)
     config = config.model_copy(update={"run": whole.run})

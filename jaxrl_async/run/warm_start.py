@@ -15,7 +15,8 @@ from contextlib import ExitStack, closing
 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.prompts import FittingPairs
+from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
+from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
@@ -103,6 +104,20 @@ class WarmUpdates:
         self._state, self._made = saved.state, saved.step
         self._loss, self._elapsed_s = float(saved.loop["loss"]), saved.loop["elapsed_s"]
         log.info("the warm start continues after update %d", self._made)
+
+
+def warm_pairs(config: Config, tokenizer: Tokenizer) -> FittingPairs:
+    """Return endless worked answers, as the warm start and a policy's supervised part learn them.
+
+    Raises ConfigError, DataError.
+    """
+    return warm_start_pairs(
+        config.data,
+        config.warm_start,
+        tokenizer,
+        seed=config.run.seed,
+        max_length=config.row_length,
+    )
 
 
 def warm_start(

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum, make_stream
-from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts, warm_start_pairs
+from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import Slices, make_slices
@@ -22,6 +22,7 @@ from jaxrl_async.run.builders.learning import check_routing, keeps_masks
 from jaxrl_async.run.builders.scoring import Scorers, check_reward_parts, make_scorers
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
+from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.types import Prompt
 
 
@@ -84,7 +85,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
         prompts=make_stream(
             config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count
         ),
-        pairs=warm_start_pairs(config, tokenizer) if config.warm_start.steps else None,
+        pairs=warm_pairs(config, tokenizer) if config.warm_start.steps else None,
     )
 
 

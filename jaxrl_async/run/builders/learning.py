@@ -17,7 +17,7 @@ from jaxrl_async.config.schema import (
     ModelSection,
     SamplerSection,
 )
-from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
+from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
@@ -32,7 +32,7 @@ from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.run.warm_start import warm_start
+from jaxrl_async.run.warm_start import warm_pairs, warm_start
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -112,7 +112,7 @@ def make_learner(
     companions = Companions(
         own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
         reference=reference,
-        pairs=warm_start_pairs(config, tokenizer) if mixes else None,
+        pairs=warm_pairs(config, tokenizer) if mixes else None,
         **_teacher(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
