@@ -50,23 +50,23 @@ class Lowered:
     program: Any  # jax.stages.Lowered
     slice: Slice
     mesh: Mapping[str, int]  # axes and their sizes
-    open_turns: tuple[float, ...] = ()  # of loops that end when the data says so
+    open_turns: tuple[float, ...] = ()  # turns of loops that end depending on data
     options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where a run is planned: the trainer's slice, and each sampler's."""
+    """The slices that a run is planned for: the trainer's, and each sampler's."""
 
     trainer: Slice
     sampler: Slice
     num_samplers: int
-    slices: Slices  # meshes of devices that are described, not there
+    slices: Slices  # meshes of devices that are only described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What lies in a sampler, as shapes with shardings, and how much a prefill takes in."""
+    """What a sampler holds, as shapes with shardings, and how much a prefill takes."""
 
     weights: Any
     state: Any  # the engine's DecodeState
@@ -75,7 +75,7 @@ class Held:
 
 
 def check(config: schema.Config) -> None:
-    """Raise ConfigError for a run that no plan can be made of."""
+    """Raise ConfigError if no plan can be made of a run."""
     if config.run.job != "rl":
         raise ConfigError(
             f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
@@ -83,18 +83,18 @@ def check(config: schema.Config) -> None:
         )
     if config.mesh.colocated:
         raise ConfigError(
-            "a plan is for a trainer and samplers on chips of their own. Set mesh.colocated=false."
+            "a plan is for a trainer and samplers on separate chips. Set mesh.colocated=false."
         )
     if config.teacher.source != "none" and config.teacher.form == "loss":
         raise ConfigError(
-            "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
-            "outside of the gradient, or teacher.source=none."
+            "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
+            "outside the gradient, or teacher.source=none."
         )
     try_own_loss(config.algorithm)
 
 
 def spec_of(config: schema.Config) -> ModelSpec:
-    """The model that the configuration names. Raises CheckpointError, ConfigError."""
+    """Return the spec of the configured model. Raises CheckpointError or ConfigError."""
     if config.model.path is not None:
         return load_spec(Path(config.model.path))
     vocab = config.model.architecture.vocab
@@ -106,9 +106,11 @@ def spec_of(config: schema.Config) -> ModelSpec:
     return ModelSpec.from_architecture(config.model.architecture, vocab)
 
 
-def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
-    """The meshes of the configuration: the trainer on the whole of its slice, and its samplers,
-    each on a slice of its own, on so many chips. Raises ConfigError where they do not fill them."""
+def make_places(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
+    """Make the configuration's meshes: the trainer fills its slice, the samplers their chips.
+
+    Each sampler is on its own slice. Raises ConfigError if the meshes do not fill the chips.
+    """
     section = config.mesh
     given = section.trainer.num_devices
     if given != trainer.num_devices:
@@ -138,24 +140,26 @@ def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> 
 
 
 def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
-    told = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
+    size = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
     if devices % chip.devices:
         raise ConfigError(
-            f"{told}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
+            f"{size}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
         )
     try:
         return parse_slice(f"{chip.generation}-{devices // chip.devices}")
     except ConfigError as error:
-        raise ConfigError(f"{told}, so that each sampler is a slice of its own: {error}") from error
+        raise ConfigError(f"{size}, and each sampler is on its own slice: {error}") from error
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """The devices of a slice, described by libtpu's compiler; those of a single chip are some of
-    the smallest host's. Raises ConfigError."""
+    """Return the devices of a slice, as described by libtpu's compiler. Raises ConfigError.
+
+    The devices of a single chip are taken from the smallest host.
+    """
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     try:
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu",
             topology_name=where.topology,
             **({"chip_config_name": "megacore"} if where.chip.megacore else {}),
@@ -165,7 +169,7 @@ def devices_of(where: Slice) -> list[Any]:
             f"libtpu does not know the topology {where.topology} ({where.name}): "
             f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."
         ) from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 # ---- both sides
@@ -174,7 +178,10 @@ def devices_of(where: Slice) -> list[Any]:
 def lowered(
     config: schema.Config, spec: ModelSpec, places: Places
 ) -> tuple[tuple[Lowered, ...], Held]:
-    """All programs of a run, and what lies in a sampler. Raises ConfigError, MeshError."""
+    """Lower all programs of a run; return them and what a sampler holds.
+
+    Raises ConfigError or MeshError.
+    """
     check_routing(config, spec)
     pushed = _pushed(config, spec, places)
     of_trainer = trainer_programs(config, spec, places, pushed["cast"])
@@ -183,7 +190,7 @@ def lowered(
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
-    """The programs of the weights' way to one sampler. Raises MeshError."""
+    """Lower the programs that send weights to one sampler. Raises MeshError."""
     push = make_push(config, spec, places.slices.trainer, places.slices.sampler)
     mesh = places.slices.trainer
     return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
@@ -195,8 +202,10 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 def trainer_programs(
     config: schema.Config, spec: ModelSpec, places: Places, cast: Any
 ) -> list[Lowered]:
-    """A micro-batch's gradient, the optimizer's update, and the cast of the weights that are sent.
-    Raises ConfigError."""
+    """Lower a micro-batch's gradient, the optimizer's update, and the cast of the sent weights.
+
+    Raises ConfigError.
+    """
     mesh = places.slices.trainer
     step = make_step(config, spec, places.slices, config.run.steps)
     params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
@@ -219,12 +228,12 @@ def trainer_programs(
 
 
 def holds_reference(config: schema.Config) -> bool:
-    """Whether the reference lies on the trainer's devices."""
+    """Return whether the reference is kept on the trainer's devices."""
     return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
 
 
 def looks_up_reference(config: schema.Config) -> bool:
-    """Whether the reference's log-probs are taken before the updates, and not in them."""
+    """Return whether the reference's log-probs are computed before the updates, not in them."""
     offloads = "reference" in config.trainer.offload
     return config.algorithm.kl_coefficient > 0 and takes_reference(
         config.algorithm, offloads=offloads
@@ -232,17 +241,17 @@ def looks_up_reference(config: schema.Config) -> bool:
 
 
 def runs_reference(config: schema.Config) -> bool:
-    """Whether the gradient runs the reference."""
+    """Return whether the gradient runs the reference."""
     return config.algorithm.kl_coefficient > 0 and not looks_up_reference(config)
 
 
 def looks_before(config: schema.Config) -> bool:
-    """Whether the policy's own log-probs are taken before the updates."""
+    """Return whether the policy's own log-probs are computed before the updates."""
     return takes_proximal(config.algorithm, refers=config.algorithm.kl_coefficient > 0)
 
 
 def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> DeviceBatch:
-    """Shapes of what one gradient is taken of: the columns that the Learner gives it."""
+    """Return the shapes of a micro-batch: the columns that the Learner fills."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     there = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
@@ -276,8 +285,10 @@ def micro_batch(config: schema.Config, spec: ModelSpec, step: TrainStep) -> Devi
 def sampler_programs(
     config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
 ) -> tuple[list[Lowered], Held]:
-    """What a swap makes of the weights, a prefill of prompts, and a decode block with all slots at
-    work and contexts up to max_length. Raises ConfigError."""
+    """Lower the swap of weights, a prefill, and a decode block; return them and what is held.
+
+    All slots decode, with contexts up to max_length. Raises ConfigError.
+    """
     mesh = places.slices.sampler
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
@@ -311,18 +322,18 @@ def sampler_programs(
 
 
 def truncates(section: schema.SamplerSection) -> bool:
-    """Whether logits are sorted at each step."""
+    """Return whether logits are sorted at each step."""
     return bool(section.top_k or section.top_p < 1 or section.min_p)
 
 
 def prefill_shapes(config: schema.Config, engine: Engine) -> PrefillArgs:
-    """One round of prefill, of prompts as long as they may be."""
+    """Return the shapes of one round of prefill of prompts of the largest length."""
     section = config.sampler
     longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
     T = shapes.length_bucket(longest)
     B = shapes.rows_bucket(max(1, section.prefill_chunk // T))
     n = shapes.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
-    later = config.data.max_prompt_tokens > section.prefill_chunk  # behind what is prefilled
+    later = config.data.max_prompt_tokens > section.prefill_chunk  # a prompt takes several rounds
     pages = _pages(config.data.max_prompt_tokens, engine.page_tokens)
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)
@@ -333,7 +344,7 @@ def prefill_shapes(config: schema.Config, engine: Engine) -> PrefillArgs:
 
 
 def run_shapes(engine: Engine, plan: MemoryPlan, context_pages: int) -> DecodeArgs:
-    """A decode block of all slots."""
+    """Return the shapes of a decode block of all slots."""
     places = engine.places
     width = context_pages + -(-engine.block // plan.page_tokens) + 1
     return DecodeArgs(
@@ -355,7 +366,7 @@ def _pages(tokens: int, page_tokens: int) -> int:
 
 
 def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
-    """Shapes of the weights, where they lie."""
+    """Return the weights' shapes and shardings."""
     table = weight_table(spec)
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
@@ -366,13 +377,13 @@ def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
 
 
 def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
-    """Shapes of the weights that a push sends, where they lie in a sampler."""
+    """Return the shapes of the sent weights, with their shardings in a sampler."""
     table = table_of(weight_table(spec), sent)
     return shapes_on(sent, shardings(table, mesh, SAMPLER_RULES))
 
 
 def bytes_per_device(tree: Any) -> float:
-    """Of arrays or their shapes, on the device that has most."""
+    """Return the bytes of arrays, or of their shapes, on the device with most of them."""
     return float(
         sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -51,7 +51,7 @@ def made(tree):
     """The manifests of a tree of values, as kubectl reads them."""
     values = gke.Values.model_validate(tree)
     config = gke.run_config(values, ROOT)
-    return list(yaml.safe_load_all(gke.write(values, gke.manifests(values, config))))
+    return list(yaml.safe_load_all(gke.as_yaml(values, gke.manifests(values, config))))
 
 
 def job_set(tree):
