@@ -295,7 +295,7 @@ def warnings(values: Values, config: Config) -> Iterator[str]:
         yield f"mesh uses {needed} of {there} chips; the others stand idle."
     if values.tpu.spot and grace_s(config) > SPOT_GRACE_S:
         yield (
-            f"a pod on a spot node has {SPOT_GRACE_S} s at best after it is told to end, and the "
+            f"a pod on a spot node has {SPOT_GRACE_S} s at best to end, and the "
             f"run may take {grace_s(config)} s to save. Save more often (checkpoint.every): what "
             "is not saved is computed again."
         )
@@ -338,7 +338,7 @@ def _claim(values: Values) -> dict[str, Any]:
 
 def _job_set(values: Values, config: Config) -> dict[str, Any]:
     queue = {"kueue.x-k8s.io/queue-name": values.queue} if values.queue else {}
-    # One slice, one node pool: pods of a Job share its links, and nobody else may be there.
+    # One slice, one node pool: pods of a Job share its links, and no other pod may be there.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

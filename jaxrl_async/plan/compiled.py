@@ -36,7 +36,7 @@ class Compiled:
     fits: bool  # False: the compiler refused it for its memory; all but needed_bytes is 0
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
-    alias_bytes: float = 0.0  # of the output, in place of arguments
+    alias_bytes: float = 0.0  # part of the output that reuses arguments
     temp_bytes: float = 0.0
     code_bytes: float = 0.0
     needed_bytes: float = 0.0  # where it does not fit

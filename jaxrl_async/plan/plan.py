@@ -432,8 +432,11 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 
 
 def _transfer_s(places: Places, weights: float) -> float:
-    """From the trainer's slice to the samplers', through the network between slices, every sampler
-    its own copy: as fast as the trainer's hosts send, or a sampler's receive."""
+    """Estimate the transfer from the trainer's slice to the samplers, a copy for each.
+
+    It goes through the network between slices, as fast as the trainer's hosts send or a sampler's
+    receive.
+    """
     each = weights * places.slices.sampler.size
     chip = places.trainer.chip
     sent = each * places.num_samplers / (places.slices.trainer.size * chip.dcn_bytes_per_s)
