@@ -39,7 +39,8 @@ from common import Row, force_cpu_devices, long_tail, report
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, simulate
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
+from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.sampler.batch.batch import Batch

@@ -1,13 +1,13 @@
 """The staleness bound: pure functions, and why they hold.
 
-S = max_staleness, P = groups per step, L = look-ahead, K = reuse: steps that may use a group. A
-group holds K slots from its admission, one for each use; a slot is free once the weights of the
-step that used it are live in every sampler, or when the use will not happen (the group is dropped,
-or has grown too old to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
+S = max_staleness, P = groups per step, L = look-ahead, K = reuse: steps that may use a group. From
+its admission a group holds K slots, one per use. A slot is freed when the weights of the step that
+used it are live in every sampler, or when the use will not happen (the group is dropped, or too
+stale to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
 
-That is pacing by waiting: rollouts stand still rather than draw what would be too old. Pacing by
-dropping has `memory_bound` places instead, free as soon as a group is taken: rollouts go on, and
-what is too old when it is drawn is dropped. There the check at each draw is the whole bound.
+That is pacing by waiting: rollouts pause rather than draw what would be too stale. Pacing by
+dropping has `memory_bound` places instead, freed as soon as a group is taken: rollouts continue,
+and groups too stale when drawn are dropped. There the check at each draw is the whole bound.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxrl_async.types import Drop, EpisodeGroup
 
 
 def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
-    """Uses of groups that may be outstanding at once: (S + 1) * P - K * L.
+    """Return how many uses of groups may be outstanding at once: (S + 1) * P - K * L.
 
     It must be at least K * P, or a step could never be filled: with all slots free, P different
     groups must be admitted. See `never_fills_a_step`.
@@ -51,26 +51,25 @@ def never_fills_a_step(
 
 
 def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
-    """The smallest staleness whose capacity can still fill a step: ceil(K * (P + L) / P) - 1."""
+    """Return the smallest staleness whose capacity fills a step: ceil(K * (P + L) / P) - 1."""
     return -(-reuse * (groups_per_step + lookahead) // groups_per_step) - 1
 
 
 def memory_bound(max_staleness: int, groups_per_step: int, overcommit: float) -> int:
-    """Groups in memory at once where what is too old is dropped: overcommit * (S + 1) * P, rounded
-    down.
+    """Return how many groups pacing by dropping has in memory: floor(overcommit * (S + 1) * P).
 
-    At least P for an overcommit of 1 or more: with all places free a step can be filled.
+    At least P for an overcommit of 1 or more, so a step can be filled.
     """
     return int(overcommit * (max_staleness + 1) * groups_per_step)
 
 
 def may_admit(active: int, capacity: int, reuse: int = 1) -> int:
-    """Groups that may start now, given how many slots are held; never negative."""
+    """Return how many groups may start now, given the number of held slots; never negative."""
     return max(0, capacity - active) // reuse
 
 
 def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: int = 1) -> int:
-    """(capacity - K + K * L) // P, in versions: the worst first use of any schedule.
+    """Return the worst staleness of any first use: (capacity - K + K * L) // P, in versions.
 
     Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
       - those of steps that are live: v * P, because a slot is freed only once its step is live;
@@ -101,22 +100,22 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
 
 
 def staleness_of(group: EpisodeGroup, version: int) -> int:
-    """The version about to be improved minus the group's oldest token, in versions."""
+    """Return the trainer's version minus that of the group's oldest token."""
     return version - group.oldest_version
 
 
 def split_stale(
     groups: Sequence[EpisodeGroup], version: int, max_staleness: int
 ) -> tuple[tuple[EpisodeGroup, ...], tuple[tuple[EpisodeGroup, Drop], ...]]:
-    """(kept, dropped with the reason): too old, or drawn by weights that the trainer does not have
-    yet."""
+    """Split groups into (kept, dropped with the reason), see drop_reason."""
     reasons = [(g, drop_reason(g, version, max_staleness)) for g in groups]
     kept = tuple(g for g, reason in reasons if reason is None)
     return kept, tuple((g, reason) for g, reason in reasons if reason is not None)
 
 
 def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:
-    """Why a group may not be trained on at this version; None where it may."""
+    """Return why a group may not be trained on at this version: too stale, or drawn by weights that
+    the trainer does not have yet; None if it may."""
     if group.newest_version > version:
         return Drop.FROM_THE_FUTURE
     if staleness_of(group, version) > max_staleness:

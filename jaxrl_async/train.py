@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump(whole), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
-        config = distributed.start(config)
+        config = distributed.join_processes(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
     except Preempted as error:
         print(error, file=sys.stderr)

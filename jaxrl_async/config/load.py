@@ -19,9 +19,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl_async.config import unused
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
+from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         for violation in RULES.violations(config):
             draft.complain(violation.rule.section, violation.sentence)
         if not draft.problems:
-            for warning in unused.warnings(config):
+            for warning in warnings_of_unused(config):
                 log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))

@@ -12,7 +12,7 @@ what to set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ConfigRule:
     """What every configuration of some jobs must keep to."""
 
     name: str
@@ -25,11 +25,11 @@ class Rule:
 class Violation:
     """One way in which a configuration breaks a rule."""
 
-    rule: Rule
+    rule: ConfigRule
     sentence: str
 
 
-class RuleBook(dict[str, Rule]):
+class RuleBook(dict[str, ConfigRule]):
     """Rules by name, in the order of registration. Called, it is the decorator that registers.
 
     @rule("mesh")
@@ -49,7 +49,7 @@ class RuleBook(dict[str, Rule]):
         def register(check: Check) -> Check:
             name = check.__name__
             assert name not in self, f"two rules are called {name}"
-            self[name] = Rule(name, section, job, check)
+            self[name] = ConfigRule(name, section, job, check)
             return check
 
         return register

@@ -76,7 +76,7 @@ def unused_settings(config: Config) -> Unused:
     return unused
 
 
-def warnings(config: Config) -> Iterator[str]:
+def warnings_of_unused(config: Config) -> Iterator[str]:
     """Yield a sentence for each feature that is turned off and whose settings are not."""
     for switch, settings in unused_settings(config).turned_off.items():
         value = as_text(_value(config, switch))

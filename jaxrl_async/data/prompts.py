@@ -12,7 +12,14 @@ from typing import Any
 import grain
 
 from jaxrl_async.config.schema import DataSection, WarmStartSection
-from jaxrl_async.data.records import Record, Source, Split, make_source, read_jsonl, supervised_pair
+from jaxrl_async.data.records import (
+    Record,
+    RecordSource,
+    Split,
+    make_source,
+    read_jsonl,
+    supervised_pair,
+)
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
@@ -42,7 +49,7 @@ class PromptStream:
     """
 
     def __init__(
-        self, source: Source, seed: int, *, process_index: int = 0, process_count: int = 1
+        self, source: RecordSource, seed: int, *, process_index: int = 0, process_count: int = 1
     ) -> None:
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
@@ -67,7 +74,7 @@ class PromptStream:
     def at(self, index: int) -> Prompt:
         """Return the prompt at an index of this process's stream, without moving the stream."""
         number, record = self._dataset[index]
-        return make_prompt(record, number, self._first + self._stride * index)
+        return prompt_of(record, number, self._first + self._stride * index)
 
     def observe(self, group: EpisodeGroup) -> None:
         """Ignore a scored group: the order is fixed."""
@@ -111,7 +118,7 @@ def saved_position(identity: dict[str, int], state: dict[str, Any], what: str) -
     return int(state["next"])
 
 
-def make_prompt(record: Record, prompt_id: int, position: int) -> Prompt:
+def prompt_of(record: Record, prompt_id: int, position: int) -> Prompt:
     """Return the record as a prompt of the stream."""
     return Prompt(
         prompt_id=prompt_id,
@@ -139,7 +146,7 @@ def make_prompts(
 def eval_prompts(data: DataSection, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """Return the held-out prompts, always the same ones in the same order."""
     source = make_source(data, tokenizer, 0, "eval")
-    return tuple(make_prompt(source[i], i, EVAL_POSITION + i) for i in range(len(source)))
+    return tuple(prompt_of(source[i], i, EVAL_POSITION + i) for i in range(len(source)))
 
 
 # --- warm start ---------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def warm_start_pairs(
     They come from warm_start.path if it is set, else from the training records; longer ones than
     max_length tokens are left out. Raises DataError.
     """
-    source: Source
+    source: RecordSource
     if warm_start.path is not None:
         source = read_jsonl(warm_start.path, data, tokenizer, taught=True)
     else:
@@ -172,7 +179,9 @@ class FittingPairs:
     After `restore` come the same pairs as after the `state` that it was given.
     """
 
-    def __init__(self, source: Source, seed: int, tokenizer: Tokenizer, max_length: int) -> None:
+    def __init__(
+        self, source: RecordSource, seed: int, tokenizer: Tokenizer, max_length: int
+    ) -> None:
         self._dataset = shuffled(source, seed)
         self._tokenizer, self._max_length = tokenizer, max_length
         self._identity = {"seed": seed, "num_records": len(source)}

@@ -65,7 +65,7 @@ class Record:
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Records by index."""
 
     def __len__(self) -> int: ...
@@ -385,7 +385,7 @@ def make_source(
     split: Split = "train",
     *,
     taught: bool = False,
-) -> Source:
+) -> RecordSource:
     """Return the records of one split; taught: see read_jsonl. Raises DataError or ConfigError."""
     if data.source == "jsonl":
         return jsonl_split(

@@ -1,4 +1,4 @@
-"""Several processes, one on each host, as one JAX: who they are, and how they find each other.
+"""Several processes, one per host, that form one JAX: who they are, and how they find each other.
 
     distributed.* of the configuration     all three of coordinator, num_processes, process_id
     else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
@@ -7,7 +7,7 @@
     else the metadata server of a TPU VM   the same facts
     else one process: nothing is started
 
-The first that says anything is taken, and must say all; what a later one says must not contradict.
+The first source that says anything is used and must be complete; later ones must not contradict it.
 """
 
 import importlib
@@ -26,9 +26,9 @@ from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.run.host import has_tpu
 
 PORT = 8482
-"""Of JAX's coordinator, where the environment names only its host."""
+"""Port of JAX's coordinator if the environment names only its host."""
 METADATA_S = 5.0
-"""Longest wait for the metadata server, seconds."""
+"""Timeout of the metadata server, seconds."""
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 log = logging.getLogger(__name__)
@@ -36,45 +36,45 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """This process among all."""
+    """This process among all processes of the run."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
     process_id: int  # from 0
-    found_in: str  # where this was read, for people
+    found_in: str  # the source, for people
 
 
 RETRY_S = 0.5
-"""Between two attempts to reach the coordinator, seconds."""
+"""Wait between two attempts to reach the coordinator, seconds."""
 
 Ask = Callable[[str], str | None]
-"""Name of an attribute of the host -> its text; None where there is no metadata server."""
+"""Name of an attribute of the host -> its text; None if there is no metadata server."""
 
 
-def start(config: Config) -> Config:
-    """Start jax.distributed where several processes make the run; before JAX's first use.
+def join_processes(config: Config) -> Config:
+    """Start jax.distributed if several processes make the run; call it before JAX's first use.
 
-    The configuration that comes back says how many there are. Raises ConfigError where the settings
-    are partial or contradict each other, MeshError where the others do not come.
+    Returns the configuration with the number of processes. Raises ConfigError if the settings are
+    partial or contradictory, MeshError if the other processes do not come.
     """
     place = find(config.distributed, os.environ, ask_metadata if has_tpu() else _nobody)
     if place is None or place.num_processes == 1:
         log.info("one process")
         return config
     section = config.distributed
-    told = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
+    who = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
     meeting = f"meeting the others at {place.coordinator} within {section.wait_s} s"
-    print(f"{told}: {meeting}", file=sys.stderr, flush=True)
+    print(f"{who}: {meeting}", file=sys.stderr, flush=True)
     try:
         run_devices_per_process(config, place.num_processes)
     except ConfigError as error:
-        raise ConfigError(f"{told}: {error}") from None
-    jax = importlib.import_module("jax")  # late, so that wrong settings are told at once
+        raise ConfigError(f"{who}: {error}") from None
+    jax = importlib.import_module("jax")  # late, so that wrong settings are reported at once
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM from Stop
     if place.process_id:
         _wait_for(place, section.wait_s)
-    jax.distributed.initialize(  # ends the process itself where the others do not come
+    jax.distributed.initialize(  # exits the process if the others do not come
         place.coordinator,
         place.num_processes,
         place.process_id,
@@ -86,7 +86,7 @@ def start(config: Config) -> Config:
 
 
 def _wait_for(place: ProcessPlace, wait_s: float) -> None:
-    """Block until somebody listens at the coordinator's address. Raises MeshError."""
+    """Wait until a process listens at the coordinator's address. Raises MeshError."""
     host, _, port = place.coordinator.rpartition(":")
     end, error = time.monotonic() + wait_s, ""
     while time.monotonic() < end:
@@ -105,14 +105,16 @@ def _wait_for(place: ProcessPlace, wait_s: float) -> None:
 
 
 def is_shared() -> bool:
-    """Whether this process is one of several; does not import JAX."""
+    """Return whether this process is one of several, without importing JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and bool(jax.distributed.is_initialized())
 
 
 def leave(code: int) -> int:
-    """The exit code, of a process that is done; one that failed among several ends here, at once:
-    an orderly end would wait for the others, who wait for it."""
+    """Return the exit code; a process that failed among several exits here at once.
+
+    An orderly exit would wait for the others, which wait for this one.
+    """
     if code and is_shared():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -121,21 +123,21 @@ def leave(code: int) -> int:
 
 
 def find(section: DistributedSection, env: Mapping[str, str], ask: Ask) -> ProcessPlace | None:
-    """This process's place; None where nothing speaks of several. Raises ConfigError."""
+    """Find this process's place; None if no source names several processes. Raises ConfigError."""
     places = [from_settings(section)]
     if section.detect:
         places += [from_jax(env), from_jobset(env)]
         places.append(from_tpu(env.get, "the environment of a TPU pod or GKE"))
         if places[-1] is None and not env.get("TPU_SKIP_MDS_QUERY"):
             places.append(from_tpu(_of_tpu_vm(ask), "the TPU VM's metadata"))
-    found = [place for place in places if place is not None]
-    for other in found[1:]:
-        _check_same(found[0], other)
-    return found[0] if found else None
+    named = [place for place in places if place is not None]
+    for other in named[1:]:
+        _check_same(named[0], other)
+    return named[0] if named else None
 
 
 def from_settings(section: DistributedSection) -> ProcessPlace | None:
-    """What the configuration says."""
+    """Read the place from the configuration."""
     return _complete(
         {
             "distributed.coordinator": section.coordinator,
@@ -147,7 +149,7 @@ def from_settings(section: DistributedSection) -> ProcessPlace | None:
 
 
 def from_jax(env: Mapping[str, str]) -> ProcessPlace | None:
-    """What JAX's own variables say."""
+    """Read the place from JAX's own environment variables."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, *numbers = names
     values: dict[str, str | int | None] = {address: env.get(address) or None}
@@ -156,7 +158,7 @@ def from_jax(env: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def from_jobset(env: Mapping[str, str]) -> ProcessPlace | None:
-    """What the manifests of launch/gke.py say: process = Job * pods of a Job + pod."""
+    """Read the place from the variables of launch/gke.py: process = Job * pods per Job + pod."""
     coordinator = env.get("JOBSET_COORDINATOR")
     if not coordinator:
         return None
@@ -180,7 +182,7 @@ def from_jobset(env: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | None:
-    """What a TPU slice's variables say, of several slices, too."""
+    """Read the place from the variables of one or several TPU slices."""
     hosts = [h for h in (get("TPU_WORKER_HOSTNAMES") or "").split(",") if h]
     if not hosts:
         return None
@@ -190,7 +192,7 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | Non
     given = [slices is not None, slice_id is not None, bool(address)]
     if any(given) and not all(given):
         raise ConfigError(
-            f"{where} speaks of several slices, but not all of MEGASCALE_NUM_SLICES, "
+            f"{where} names several slices, but not all of MEGASCALE_NUM_SLICES, "
             "MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS are set. Set them together, or "
             "none of them for one slice."
         )
@@ -215,14 +217,14 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | Non
 
 
 def _host_of(address: str) -> str:
-    """HOST of HOST, HOST:PORT, [IPv6] or [IPv6]:PORT; a bare IPv6 address in brackets."""
+    """Return the host of HOST, HOST:PORT, [IPv6] or [IPv6]:PORT, IPv6 in brackets."""
     if address.startswith("["):
         return address.partition("]")[0] + "]"
     return f"[{address}]" if address.count(":") > 1 else address.partition(":")[0]
 
 
 def ask_metadata(name: str) -> str | None:
-    """An attribute of this TPU VM; None, with a warning, where nobody answers."""
+    """Read an attribute of this TPU VM; None, with a warning, if the server does not answer."""
     request = urllib.request.Request(METADATA + name, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=METADATA_S) as answer:
@@ -238,7 +240,7 @@ def _nobody(name: str) -> None:
 
 
 def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
-    """The variables of a pod, from a TPU VM's metadata, which is asked once for each attribute."""
+    """Return a pod's variables from a TPU VM's metadata, reading each attribute once."""
     endpoints = ask("worker-network-endpoints")
     if not endpoints:
         return _nobody
@@ -257,7 +259,7 @@ def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
 
 
 def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessPlace | None:
-    """All three or none."""
+    """Return the place if all three values are given, None if none is; else raise ConfigError."""
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == len(values):
         return None
@@ -292,13 +294,15 @@ def _checked(place: ProcessPlace) -> ProcessPlace:
 
 
 def _check_same(taken: ProcessPlace, other: ProcessPlace) -> None:
-    """Raise ConfigError where two sources disagree on how many processes there are, or on which
-    this is. Their addresses may differ: a host has several."""
-    ours, theirs = ((p.process_id, p.num_processes) for p in (taken, other))
-    if ours != theirs and other.num_processes > 1:
+    """Raise ConfigError if two sources disagree on the number of processes or on which this is.
+
+    Their addresses may differ: a host has several.
+    """
+    used, second = ((p.process_id, p.num_processes) for p in (taken, other))
+    if used != second and other.num_processes > 1:
         raise ConfigError(
-            f"{taken.found_in} says process {ours[0]} of {ours[1]}, and {other.found_in} says "
-            f"process {theirs[0]} of {theirs[1]}. Correct one of them, or set "
+            f"{taken.found_in} says process {used[0]} of {used[1]}, and {other.found_in} says "
+            f"process {second[0]} of {second[1]}. Correct one of them, or set "
             "distributed.detect=false to look at the configuration alone."
         )
 
@@ -316,7 +320,7 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 
 
 def main() -> int:
-    """python -m jaxrl_async.launch.distributed: print how many processes make a run here."""
+    """Print how many processes make a run here: python -m jaxrl_async.launch.distributed."""
     try:
         place = find(DistributedSection(), os.environ, ask_metadata if has_tpu() else _nobody)
     except ConfigError as error:

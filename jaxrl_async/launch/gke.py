@@ -4,10 +4,10 @@
                                       PersistentVolumeClaim (where runs.create_gib asks for one)
                                       JobSet: one Job for each slice, one pod for each host
 
-A pod that saved and ended because its node is taken away (exit code 75), or that lost its node,
-ends its Job by rule, and the JobSet starts all pods anew without counting: a run in lockstep cannot
-go on with some of them. Any other failure counts towards max_restarts. Every start continues the
-run that is there (run.resume_or_start). The text goes to `kubectl apply -f -`.
+If a pod's node is preempted (the pod saves and exits with code 75) or lost, a rule fails its Job,
+and the JobSet restarts all pods without counting it: a run in lockstep cannot continue with some of
+them. Any other failure counts towards max_restarts. Every start resumes the existing run
+(run.resume_or_start). Pipe the text to `kubectl apply -f -`.
 """
 
 import importlib
@@ -30,13 +30,13 @@ from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 SPARE_S = 20
-"""Seconds beyond those until Kubernetes kills it."""
+"""Seconds added to checkpoint.grace_s until Kubernetes kills the pod."""
 SPOT_GRACE_S = 15
-"""What kubelet leaves to a pod on a spot node, at best, whatever it asks for, seconds."""
+"""Most time that kubelet leaves a pod on a spot node, whatever it asks for, seconds."""
 CONFIG_FOLDER, RUNS_FOLDER = "/etc/jaxrl_async", "/runs"
 JOB, CONTAINER = "slice", "run"
 TPU_PORT = 8471
-"""Of libtpu, between the hosts of a slice."""
+"""Port of libtpu between the hosts of a slice."""
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 
 # ---- slices
@@ -44,11 +44,11 @@ NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What GKE calls a generation of TPUs, and the slices that it has."""
+    """A TPU generation in GKE's terms, and its slices."""
 
     accelerator: str  # value of the node label cloud.google.com/gke-tpu-accelerator
     machine: str  # machine type without its number of chips
-    max_chips: int  # of a slice
+    max_chips: int  # in a slice
     flat: bool  # topologies of two numbers, not three
 
 
@@ -71,7 +71,7 @@ FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 """Topologies of v4 and v5p whose numbers are not all multiples of 4."""
 HOST_CHIPS = {"1x1": (1,), "2x2": (4,), "2x4": (8, 4)}
-"""Chips of a host, the usual number first; 4 for every other topology."""
+"""Chips per host, the default first; 4 for every other topology."""
 
 
 class Tpu(Section):
@@ -80,30 +80,30 @@ class Tpu(Section):
     topology: str
     """Chips of a slice in each direction, such as 4x4 (v5e, v6e) or 2x2x4 (v4, v5p)."""
     slices: Positive = 1
-    """Slices that make one run, joined by the data-centre network."""
+    """Number of slices in the run, joined by the data-centre network."""
     chips_per_host: Positive | None = None
-    """Chips of a node; null: the usual number for the topology."""
+    """Chips per node; null: the default for the topology."""
     spot: bool = False
-    """On spot nodes, which are cheaper and may be taken away."""
+    """Use spot nodes, which are cheaper and may be preempted."""
 
     @property
     def chips(self) -> int:
-        """Of one slice: the product of its topology."""
+        """Chips of one slice: the product of its topology."""
         return math.prod(int(n) for n in self.topology.split("x"))
 
     @property
     def host_chips(self) -> int:
-        """Of one host."""
+        """Chips of one host."""
         return self.chips_per_host or HOST_CHIPS.get(self.topology, (4,))[0]
 
     @property
     def hosts(self) -> int:
-        """Of one slice."""
+        """Hosts of one slice."""
         return self.chips // self.host_chips
 
     @property
     def machine_type(self) -> str:
-        """Of the node pool."""
+        """Machine type of the node pool."""
         return f"{GENERATIONS[self.generation].machine}-{self.host_chips}t"
 
     @model_validator(mode="after")
@@ -111,7 +111,7 @@ class Tpu(Section):
         generation = GENERATIONS[self.generation]
         if not _is_topology(self.topology, generation):
             raise ValueError(
-                f"tpu.topology={self.topology} is no slice of {self.generation}; there are "
+                f"tpu.topology={self.topology} is not a slice of {self.generation}; these are: "
                 + (
                     f"{', '.join(FLAT)}."
                     if generation.flat
@@ -128,8 +128,8 @@ class Tpu(Section):
             )
         if self.slices > 1 and self.hosts == 1:
             raise ValueError(
-                f"tpu.slices={self.slices}: GKE joins slices of several hosts only, and one of "
-                f"{self.topology} has one. Take a larger topology."
+                f"tpu.slices={self.slices}: GKE joins only slices of several hosts, and "
+                f"{self.topology} has one. Use a larger topology."
             )
         return self
 
@@ -149,17 +149,17 @@ def _is_topology(text: str, generation: Generation) -> bool:
 
 
 class Runs(Section):
-    """Where run folders lie: storage that all hosts write to."""
+    """Storage of the run folders, to which all hosts write."""
 
     bucket: str | None = None
     """Cloud Storage bucket, mounted with gcsfuse (best with a hierarchical namespace: a checkpoint
-    is made whole by renaming its folder); the service account must be allowed to write to it."""
+    is committed by renaming its folder); the service account must be allowed to write to it."""
     claim: str | None = Field(None, pattern=NAME)
-    """PersistentVolumeClaim, which several nodes can write to (ReadWriteMany)."""
+    """PersistentVolumeClaim to which several nodes can write (ReadWriteMany)."""
     create_gib: Positive | None = None
-    """Size of the claim, which is then created, GiB; null: it is there."""
+    """Create the claim with this size, GiB; null: it exists."""
     storage_class: str | None = None
-    """Storage class of a claim that is created; null: the cluster's default."""
+    """Storage class of a created claim; null: the cluster's default."""
 
     @model_validator(mode="after")
     def _one(self) -> "Runs":
@@ -169,7 +169,7 @@ class Runs(Section):
             raise ValueError("runs.create_gib is the size of runs.claim, which is not set.")
         if self.create_gib is None and self.storage_class is not None:
             raise ValueError(
-                "runs.storage_class is of a claim that is created: set runs.create_gib, too."
+                "runs.storage_class is for a claim to create: also set runs.create_gib."
             )
         return self
 
@@ -182,7 +182,7 @@ class SecretKey(Section):
 
 
 class Values(Section):
-    """What a run on GKE needs beside its configuration."""
+    """What a run on GKE needs besides its configuration."""
 
     name: str = Field(pattern=NAME, max_length=40)
     """Name of the JobSet, and of the run."""
@@ -193,21 +193,21 @@ class Values(Section):
     config: str
     """The run's configuration file, beside the values file or absolute."""
     overrides: tuple[str, ...] = ()
-    """Settings on top of it, section.key=value each."""
+    """Overrides of the configuration, section.key=value each."""
     tpu: Tpu
     """The slices."""
     runs: Runs
     """Storage of the results."""
     queue: str | None = Field(None, pattern=NAME)
-    """Kueue's LocalQueue; null: not queued."""
+    """Kueue LocalQueue; null: not queued."""
     service_account: str | None = Field(None, pattern=NAME)
     """Kubernetes service account of the pods; null: the namespace's default."""
     secrets: dict[str, SecretKey] = Field(default_factory=dict)
-    """Environment variables by reference to secrets: HF_TOKEN: {name: our-secret, key: token}."""
+    """Environment variables from secrets: HF_TOKEN: {name: our-secret, key: token}."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts after failures; those after preemptions do not count."""
+    """Most restarts after failures; those after preemptions do not count."""
     run_as_user: int | None = Field(1000, ge=0)
-    """User of the pods' processes; null: the image's."""
+    """User id of the pods' processes; null: the image's."""
 
     @model_validator(mode="after")
     def _bucket_needs_account(self) -> "Values":
@@ -220,7 +220,7 @@ class Values(Section):
 
 
 def load_values(path: Path) -> Values:
-    """The values in a YAML file. Raises ConfigError, which names every problem."""
+    """Load the values from a YAML file. Raises ConfigError, which names every problem."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -259,7 +259,7 @@ def _keys_at(sections: Sequence[str]) -> list[str]:
 
 
 def manifests(values: Values, config: Config) -> list[dict[str, Any]]:
-    """The manifests, in the order to apply; `config` as run_config gives it."""
+    """Return the manifests in the order to apply; `config` is from run_config."""
     documents = [_config_map(values, config)]
     if values.runs.create_gib is not None:
         documents.append(_claim(values))
@@ -267,12 +267,12 @@ def manifests(values: Values, config: Config) -> list[dict[str, Any]]:
 
 
 def run_config(values: Values, folder: Path) -> Config:
-    """The configuration as the pods will run it, compared with the slices. Raises ConfigError.
+    """Load the configuration as the pods will run it, and check it against the slices.
 
-    folder: the values file's.
+    folder: the folder of the values file. Raises ConfigError.
     """
-    ours = [f"run.name={values.name}", f"run.dir={RUNS_FOLDER}", "run.resume_or_start=true"]
-    config = load(folder / values.config, [*values.overrides, *ours])
+    fixed = [f"run.name={values.name}", f"run.dir={RUNS_FOLDER}", "run.resume_or_start=true"]
+    config = load(folder / values.config, [*values.overrides, *fixed])
     hosts = values.tpu.slices * values.tpu.hosts
     try:
         needed = run_devices_per_process(config, hosts)
@@ -288,21 +288,21 @@ def run_config(values: Values, folder: Path) -> Config:
 
 
 def warnings(values: Values, config: Config) -> Iterator[str]:
-    """What may be meant so, but is probably not."""
+    """Yield warnings of what is probably a mistake."""
     hosts = values.tpu.slices * values.tpu.hosts
     needed, there = hosts * run_devices_per_process(config, hosts), hosts * values.tpu.host_chips
     if needed < there:
         yield f"mesh uses {needed} of {there} chips; the others stand idle."
     if values.tpu.spot and grace_s(config) > SPOT_GRACE_S:
         yield (
-            f"a pod on a spot node has {SPOT_GRACE_S} s at best after it is told to end, and the "
+            f"a pod on a spot node has {SPOT_GRACE_S} s at best to end, and the "
             f"run may take {grace_s(config)} s to save. Save more often (checkpoint.every): what "
             "is not saved is computed again."
         )
 
 
 def grace_s(config: Config) -> int:
-    """Seconds that the run may take to save after SIGTERM."""
+    """Return the seconds that the run may take to save after SIGTERM."""
     return math.ceil(config.checkpoint.grace_s)
 
 
@@ -338,7 +338,7 @@ def _claim(values: Values) -> dict[str, Any]:
 
 def _job_set(values: Values, config: Config) -> dict[str, Any]:
     queue = {"kueue.x-k8s.io/queue-name": values.queue} if values.queue else {}
-    # One slice, one node pool: pods of a Job share its links, and nobody else may be there.
+    # One slice, one node pool: pods of a Job share its links, and no other pod may be there.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -354,7 +354,7 @@ def _job_set(values: Values, config: Config) -> dict[str, Any]:
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
                 "maxRestarts": values.max_restarts,
-                "restartStrategy": "BlockingRecreate",  # all are gone before any is there again
+                "restartStrategy": "BlockingRecreate",  # all pods are gone before any restarts
                 "rules": [
                     {
                         "name": "preempted",
@@ -375,7 +375,7 @@ def _job_set(values: Values, config: Config) -> dict[str, Any]:
 
 
 def _job(values: Values, config: Config) -> dict[str, Any]:
-    """One slice: the Job fails with its first pod, for a preemption by rule."""
+    """Return the Job of one slice: it fails with its first pod; a rule recognises a preemption."""
     saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED_CODE]}
     node_lost = [{"type": "DisruptionTarget", "status": "True"}]
     return {
@@ -454,8 +454,10 @@ def _container(values: Values) -> dict[str, Any]:
 
 
 def _environment(values: Values) -> Iterator[dict[str, Any]]:
-    """What launch/distributed.py looks for, and the secrets. JOB_COMPLETION_INDEX is Kubernetes'
-    own."""
+    """Yield the variables that launch/distributed.py reads, and the secrets.
+
+    Kubernetes itself sets JOB_COMPLETION_INDEX.
+    """
     notes = {"JOBSET_COORDINATOR": "coordinator", "JOBSET_JOB_INDEX": "job-index"}
     for name, note in notes.items():
         path = f"metadata.annotations['jobset.sigs.k8s.io/{note}']"
@@ -467,8 +469,8 @@ def _environment(values: Values) -> Iterator[dict[str, Any]]:
         yield {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
-def write(values: Values, documents: Sequence[Mapping[str, Any]]) -> str:
-    """The manifests as one YAML text, with the node pool that they need above."""
+def as_yaml(values: Values, documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return the manifests as one YAML text, headed by the node pool that they need."""
     tpu = values.tpu
     pools = "1 node pool" if tpu.slices == 1 else f"{tpu.slices} node pools"
     head = (
@@ -481,7 +483,7 @@ def write(values: Values, documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without aliases, and with texts of several lines as they read."""
+    """Writes no aliases, and multi-line texts as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -496,7 +498,7 @@ _Dumper.add_representer(str, _text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the manifests of a values file; the exit code."""
+    """Print the manifests of a values file and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if len(args) != 1 or args[0].startswith("-"):
         print("usage: python -m jaxrl_async.launch.gke VALUES.yaml", file=sys.stderr)
@@ -511,7 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for warning in warnings(values, config):
         print(f"warning: {warning}", file=sys.stderr)
-    print(write(values, manifests(values, config)), end="")
+    print(as_yaml(values, manifests(values, config)), end="")
     return 0
 
 

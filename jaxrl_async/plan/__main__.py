@@ -1,8 +1,8 @@
 """python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64: does it fit?
 
-Compiles a run's programs with the real TPU compiler for slices that are not there, on any machine,
-and says what HBM holds, what takes time, and what trainer and samplers come to together. Nothing
-runs on a device, and no weights are loaded. What was compiled once is kept (--cache).
+Compiles a run's programs with the real TPU compiler, on any machine, for slices that need not
+exist, and reports what HBM holds, what takes time, and how fast trainer and samplers are together.
+Nothing runs on a device, and no weights are loaded. Compiled programs are cached (--cache).
 
 Exit codes: 0 it fits; 1 it does not, or something failed; 2 a bad command line or configuration.
 """
@@ -27,14 +27,14 @@ from jaxrl_async.plan.lengths import assumed, read_lengths
 COMPILER_ENV = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused
     "JAX_PLATFORMS": "cpu",  # nothing runs on a device
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # of no consequence, but there has to be one
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # has no effect, but must be set
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (without the program's name); the exit code."""
+    """Run the command line `argv` (without the program's name) and return the exit code."""
     args = _parser().parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jaxrl_async.plan").setLevel(logging.INFO)
@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in ("plan", "text", "advice")
         )
         plan = planning.plan_run(config, trainer, chip, chips, lengths)
-        print(text.text_of(plan))
+        print(text.plan_text(plan))
         for line in tips.advice(plan, config):
             print(line)
         if args.json:
-            Path(args.json).write_text(json.dumps(text.json_of(plan), indent=1) + "\n", "utf-8")
+            Path(args.json).write_text(json.dumps(text.plan_json(plan), indent=1) + "\n", "utf-8")
         return 0 if plan.fits else 1
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
@@ -79,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--sampler-topology",
-        help="chips of all samplers together, each on a slice of its own; as mesh says where left "
-        "out, of the trainer's generation",
+        help="chips of all samplers together, each on its own slice; default: as mesh says, of the "
+        "trainer's generation",
     )
     parser.add_argument(
         "--lengths", help='a run\'s folder, or JSON: {"LENGTH": WEIGHT, ...} or a list of lengths'
     )
-    parser.add_argument("--json", metavar="FILE", help="write all numbers here, too")
-    parser.add_argument("--cache", metavar="FOLDER", help="where results of compiles are kept")
+    parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument("--cache", metavar="FOLDER", help="folder of compiled results")
     return parser
 
 
@@ -99,7 +99,7 @@ def _samplers_of(config: Config, trainer: Slice) -> str:
 def _check_compiler() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError(
-            "libtpu, which holds the TPU compiler, is not installed (it needs no TPU): pip install "
+            "libtpu, the TPU compiler, is not installed (it needs no TPU): pip install "
             f"'jax[tpu]=={version('jax')}'"
         )
 

@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit, and how much that saves. Pure function of the plan."""
+"""Advice if a plan does not fit: what to change, and how much that saves. Pure functions."""
 
 from jaxrl_async.config import schema
 from jaxrl_async.plan.chips import GIB
@@ -6,19 +6,19 @@ from jaxrl_async.plan.plan import Plan
 
 
 def advice(plan: Plan, config: schema.Config) -> list[str]:
-    """One line each, those that save most first; empty where everything fits."""
+    """Return lines of advice, those that save most first; none if everything fits."""
     lines = []
-    for side, memory, found in (
+    for side, memory, savings in (
         ("trainer", plan.trainer.memory, _of_trainer(plan, config)),
         ("sampler", plan.sampler.memory, _of_sampler(plan, config)),
     ):
         if memory.fits:
             continue
         short = memory.total_bytes - memory.usable_bytes
-        lines.append(f"a {side} chip lacks {short / GIB:.2f} GiB. On it saves")
+        lines.append(f"a {side} chip lacks {short / GIB:.2f} GiB. Changes that save memory on it:")
         lines += [
             f"  {saved / GIB:6.2f} GiB  {what}"
-            for saved, what in sorted(found, key=lambda line: -line[0])
+            for saved, what in sorted(savings, key=lambda line: -line[0])
             if saved > 0
         ]
     return lines
@@ -31,7 +31,7 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     state = sum(kinds.get(k, 0.0) for k in ("parameters", "optimiser", "gradients")) + references
     temporaries = kinds.get("activations and temporaries", 0.0)
     rows = config.trainer.micro_batch_tokens // config.row_length
-    found = [
+    savings = [
         (state / 2, f"mesh.trainer.fsdp={2 * shards}, on twice as many chips"),
         (
             kinds.get("weights in transfer", 0.0) / 2,
@@ -45,24 +45,24 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
         ),
     ]
     if config.model.remat in ("none", "dots"):
-        found.append((temporaries * 0.6, "model.remat=layer (about; compile to know)"))
+        savings.append((temporaries * 0.6, "model.remat=layer (about; compile to know)"))
     if config.model.remat == "attention":
         tokens = config.trainer.micro_batch_tokens / plan.trainer.where.num_devices
         kept = 2.0 * plan.spec.layers * plan.spec.heads * plan.spec.head_dim * tokens
-        found.append((kept, "model.remat=layer"))
+        savings.append((kept, "model.remat=layer"))
     if rows >= 2 * plan.trainer.where.num_devices:
         half = config.trainer.micro_batch_tokens // 2
-        found.append((temporaries / 2, f"trainer.micro_batch_tokens={half} (about)"))
+        savings.append((temporaries / 2, f"trainer.micro_batch_tokens={half} (about)"))
     if "optimizer" not in config.trainer.offload:
-        found.append((kinds.get("optimiser", 0.0), "trainer.offload=[optimizer], to host memory"))
+        savings.append((kinds.get("optimiser", 0.0), "trainer.offload=[optimizer], to host memory"))
     if config.model.param_dtype == "float32":
         saved = (kinds.get("parameters", 0.0) + references) / 2
         what = "model.param_dtype=bfloat16 with trainer.rounding=stochastic (no float32 masters)"
-        found.append((saved, what))
+        savings.append((saved, what))
     elif config.trainer.rounding == "masters":
         saved = kinds.get("optimiser", 0.0) / 3
-        found.append((saved, "trainer.rounding=stochastic, in place of float32 masters"))
-    return found
+        savings.append((saved, "trainer.rounding=stochastic, in place of float32 masters"))
+    return savings
 
 
 def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
@@ -70,12 +70,12 @@ def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     weights = kinds.get("weights", 0.0) + kinds.get("next weights", 0.0)
     short = memory.total_bytes - memory.usable_bytes
     pages, devices = kinds.get("KV cache", 0.0), plan.sampler.where.num_devices
-    found = [
+    savings = [
         (weights / 2, f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}, on twice the chips")
     ]
     if pages > short:
         left = (pages - short * 1.02) * devices / 2**20
-        found.append((short * 1.02, f"sampler.kv_memory_mib={int(left)} (fewer rows at once)"))
+        savings.append((short * 1.02, f"sampler.kv_memory_mib={int(left)} (fewer rows at once)"))
     if config.weights.eight_bits is None:
-        found.append((weights / 2, "weights.dtype=int8 (the matrices; a mismatch to correct)"))
-    return found
+        savings.append((weights / 2, "weights.dtype=int8 (the matrices; a mismatch to correct)"))
+    return savings

@@ -1,11 +1,11 @@
-"""What a TPU chip can do, by generation, and the slices that there are. Public numbers.
+"""TPU chips by generation, and their slices. Public numbers.
 
 Peak, HBM and ICI are the "system architecture" tables of cloud.google.com/tpu/docs (v4, v5e, v5p,
 v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a chip
 together; v4's is that of the scaling book (jax-ml.github.io/scaling-book/tpus), 45 GB/s a link and
 direction. DCN is a pod's, or a host's NICs', by its chips.
 
-`usable_bytes` is what libtpu's compiler says a program may have ("exceeds available HBM (15.75G)"),
+`usable_bytes` is what libtpu's compiler lets a program have ("exceeds available HBM (15.75G)"),
 a little less than the chip has. `clock_hz` turns the compiler's cycles into seconds: the peak,
 divided by the products that the matrix units make in a cycle.
 """
@@ -20,11 +20,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One generation. Rates are per second, of a device as JAX sees it (on tpu7x there are two a
-    chip, each with half of it)."""
+    """One generation. Rates are per second and per JAX device (a tpu7x chip is two devices)."""
 
     generation: str
-    devices: int  # a chip
+    devices: int  # per chip
     peak_flops: float  # bf16
     usable_bytes: float  # HBM that programs may have
     hbm_bytes_per_s: float
@@ -33,7 +32,7 @@ class Chip:
     clock_hz: float
     torus_dims: int
     wrap_side: int  # a side of the slice this long, or a multiple, is a ring
-    megacore: bool  # two cores are one device, which the compiler has to be told
+    megacore: bool  # two cores are one device: an option of the compiler
 
 
 def _chip(
@@ -49,7 +48,7 @@ def _chip(
     dims: int = 3,
     megacore: bool = False,
 ) -> Chip:
-    """usable_gib: of a device; all else of a chip."""
+    """Make a Chip; usable_gib is per device, all else per chip."""
     return Chip(
         generation=generation,
         devices=devices,
@@ -79,34 +78,36 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A TPU slice: so many chips of a generation, in a box."""
+    """A TPU slice: a box of chips of one generation."""
 
     chip: Chip
     shape: tuple[int, ...]  # chips on each side
 
     @property
     def num_chips(self) -> int:
-        """All of them."""
+        """Number of chips."""
         return prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """As JAX counts them."""
+        """Number of JAX devices."""
         return self.num_chips * self.chip.devices
 
     @property
     def name(self) -> str:
-        """As people say: v5e-64."""
+        """The usual name: v5e-64."""
         return f"{self.chip.generation}-{self.num_chips}"
 
     @property
     def topology(self) -> str:
-        """As libtpu wants it: v5e:8x8."""
+        """The name for libtpu: v5e:8x8."""
         return f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
 
     def link_share(self, group: int) -> float:
-        """Share of a chip's links that a collective among `group` devices can use: the sides of the
-        slice that such a group spans, half of it where a side is no ring."""
+        """Return the share of a chip's links that a collective among `group` devices can use.
+
+        These are the sides of the slice that such a group spans; one that is no ring counts half.
+        """
         sides = len(self.sides)
         spanned = max(1, ceil(log2(max(group, 2)) / log2(max(self.num_devices, 2)) * sides))
         rings = [1.0 if side % self.chip.wrap_side == 0 else 0.5 for side in self.sides]
@@ -114,19 +115,22 @@ class Slice:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Those longer than one chip; one where there is a single chip."""
+        """The sides longer than one chip; (1,) for a single chip."""
         return tuple(s for s in self.shape if s > 1) or (1,)
 
 
 def parse_slice(name: str) -> Slice:
-    """`v5e-64`, or with a shape of one's own `v5e:4x16`. The number counts chips (Google Cloud's
-    own names of v4 and v5p slices count TensorCores, two a chip). Raises ConfigError."""
+    """Parse `v5e-64`, or `v5e:4x16` with an explicit shape. Raises ConfigError.
+
+    The number counts chips (Google Cloud's own names of v4 and v5p slices count TensorCores, two
+    per chip).
+    """
     chip, sides = _parsed(name)
     return Slice(chip=chip, shape=sides if len(sides) > 1 else _box(chip, sides[0], name))
 
 
 def parse_chips(name: str) -> tuple[Chip, int]:
-    """The same for chips that need not be one slice: any number. Raises ConfigError."""
+    """Parse any number of chips, which need not be one slice. Raises ConfigError."""
     chip, sides = _parsed(name)
     return chip, prod(sides)
 
@@ -155,7 +159,7 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
-    """The most cubic box of powers of two that cloud.google.com/tpu/docs lists for so many."""
+    """Return the most cubic box of powers of two that cloud.google.com/tpu/docs lists."""
     largest = 256 if chip.torus_dims == 2 else 4096
     if count == 2:
         raise ConfigError(

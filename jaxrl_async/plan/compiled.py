@@ -1,8 +1,8 @@
-"""Compiling, once: what came out of the compiler is kept by what went in, the program's text
-included; what it costs is counted anew each time.
+"""Compiles programs once: the compiler's output, with the program's text, is cached by its input;
+the cost is counted anew each time.
 
 The key is a hash of the lowered program, the topology, the compiler's options, and the versions of
-jax and libtpu, so that a result is never taken for another program's.
+jax and libtpu, so a result is never used for another program.
 """
 
 import gzip
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler said of a program, per device. Bytes of HBM."""
+    """The compiler's numbers for a program, in bytes of HBM per device."""
 
     name: str
     side: str
-    fits: bool  # False: the compiler refused it, for its memory; all but needed_bytes is 0
+    fits: bool  # False: the compiler refused it for its memory; all but needed_bytes is 0
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
-    alias_bytes: float = 0.0  # of the output, in place of arguments
+    alias_bytes: float = 0.0  # part of the output that reuses arguments
     temp_bytes: float = 0.0
     code_bytes: float = 0.0
     needed_bytes: float = 0.0  # where it does not fit
@@ -46,31 +46,34 @@ class Compiled:
 
     @property
     def total_bytes(self) -> float:
-        """All that the program has at once, at its peak."""
+        """Memory of the program at its peak."""
         parts = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.code_bytes)
         return self.needed_bytes or sum(parts) - self.alias_bytes
 
 
 def cache_folder() -> Path:
-    """$JAXRL_ASYNC_CACHE, or jaxrl_async/plans in the user's cache folder."""
+    """Return $JAXRL_ASYNC_CACHE, or jaxrl_async/plans in the user's cache folder."""
     if folder := os.environ.get("JAXRL_ASYNC_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async/plans"
 
 
 def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
-    """Compile a program, or read what it gave the last time. Raises ConfigError for an option that
-    the compiler does not know, or a program that it refuses for more than its memory."""
+    """Compile a program, or read the cached result.
+
+    Raises ConfigError if the compiler does not know an option, or refuses the program for another
+    reason than its memory.
+    """
     file = (folder or cache_folder()) / f"{key_of(lowered)}.json.gz"
-    found, cached = _read(file), True
-    if found is None:
+    result, cached = _read(file), True
+    if result is None:
         log.info("compiling %s for %s", lowered.name, lowered.slice.name)
         start = time.perf_counter()
         record = _compile(lowered)
         record["numbers"]["compile_s"] = time.perf_counter() - start
         _write(file, record)
-        found, cached = _parsed(record), False
-    numbers, program = found
+        result, cached = _parsed(record), False
+    numbers, program = result
     cost = Cost()
     if program is not None:
         cost = cost_of(program, lowered.mesh, open_turns=lowered.open_turns)
@@ -78,8 +81,11 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
 
 
 def key_of(lowered: Lowered) -> str:
-    """Hash of all that the compiler sees, but for the order of the devices in the mesh: it is
-    always that of mesh.arranged() for the topology and the mesh, which is in the text."""
+    """Hash all that the compiler sees.
+
+    Only the order of the mesh's devices is left out: it is always that of mesh.arranged() for the
+    topology and the mesh, which is in the text.
+    """
     seen = hashlib.sha256(lowered.program.as_text().encode())
     rest = [
         lowered.slice.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),
@@ -90,7 +96,7 @@ def key_of(lowered: Lowered) -> str:
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a record atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}.tmp")
     draft.write_bytes(gzip.compress(json.dumps(record).encode()))
@@ -98,7 +104,7 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], Program | None] | None:
-    """A kept record, parsed; None where there is none, or it is not one."""
+    """Read and parse a cached record; None if it is missing or invalid."""
     try:
         record = json.loads(gzip.decompress(file.read_bytes()))
         Compiled(name="", side="", **record["numbers"])
@@ -106,17 +112,17 @@ def _read(file: Path) -> tuple[dict[str, Any], Program | None] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
-        log.warning("%s is not a result of the compiler's (%s): it is made again", file, error)
+        log.warning("%s is not a result of the compiler (%s): compiling again", file, error)
         return None
 
 
 def _parsed(record: dict[str, Any]) -> tuple[dict[str, Any], Program | None]:
-    """Numbers and program; none where the compiler refused it."""
+    """Return numbers and program; the program is None if the compiler refused it."""
     return record["numbers"], parse(record["text"]) if record["text"] else None
 
 
 def _compile(lowered: Lowered) -> dict[str, Any]:
-    """{"numbers": fields of Compiled, "text": of the program}."""
+    """Compile to {"numbers": fields of Compiled, "text": the program's text}."""
     try:
         program = lowered.program.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -143,12 +149,12 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def needed_bytes(message: str) -> float | None:
-    """What a program would need, from the compiler's refusal; None where it has another reason.
+    """Read from the compiler's refusal how much a program needs; None if the reason is another.
 
     >>> needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 1.50G of ...")
     1610612736.0
     """
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    found = re.search(r"(?:Used |temporaries \(|required[^(]{0,80}\()([\d.]+)([KMGT]?)", message)
-    return float(found[1]) * UNITS[found[2]] if found else None
+    match = re.search(r"(?:Used |temporaries \(|required[^(]{0,80}\()([\d.]+)([KMGT]?)", message)
+    return float(match[1]) * UNITS[match[2]] if match else None

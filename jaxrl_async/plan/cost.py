@@ -1,5 +1,5 @@
-"""What a compiled program costs, counted from its text: products, bytes, cycles, collectives,
-kernels. Per device. Pure functions.
+"""Counts what a compiled program costs, from its text: products, bytes, cycles, collectives and
+kernels, per device. Pure functions.
 
 Pallas kernels say nothing of their cost in the text; splash attention's is counted here from the
 shapes of its arguments (ragged attention's depends on the lengths at run time: whole.py takes the
@@ -25,7 +25,7 @@ FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional",
     "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown",
 }  # fmt: skip
-"""Opcodes that move nothing themselves."""
+"""Opcodes that move no bytes themselves."""
 ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
@@ -47,7 +47,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A Pallas kernel, by its name."""
+    """The calls of one Pallas kernel."""
 
     name: str
     times: float
@@ -56,9 +56,9 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one run of a program, on one device."""
+    """The cost of one run of a program on one device."""
 
-    flops: float = 0.0  # matrix products, kernels left out
+    flops: float = 0.0  # matrix products, without kernels
     num_bytes: float = 0.0  # to and from HBM, kernels left out
     cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
     product_cycles: float = 0.0  # of them, in instructions with a matrix product in them
@@ -67,9 +67,9 @@ class Cost:
 
 
 def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[float] = ()) -> Cost:
-    """Count a program that runs on a mesh of those axes and sizes.
+    """Count the cost of a program on a mesh with these axes and sizes.
 
-    open_turns: turns of loops whose end is decided at run time, by depth; 0 for deeper ones.
+    open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
     """
     times: dict[str, float] = defaultdict(float)
     for name, count in walk(program, open_turns):
@@ -106,7 +106,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
 
 
 def _fused(program: Program) -> Iterator[str]:
-    """Computations inside fusions: their cost to memory is their fusion's."""
+    """Find computations inside fusions: their memory traffic is that of their fusion."""
     for instructions in program.computations.values():
         for i in instructions:
             if i.opcode == "fusion" and (found := _CALLS.search(i.rest)):
@@ -123,7 +123,7 @@ def _is_product(i: Instruction) -> bool:
 
 
 def _with_products(program: Program) -> set[str]:
-    """Computations that multiply matrices, or call by a fusion one that does."""
+    """Find computations that multiply matrices, or call one that does in a fusion."""
     calls = {
         name: {c for i in instructions for c in _CALLS.findall(i.rest)}
         for name, instructions in program.computations.items()
@@ -137,7 +137,7 @@ def _with_products(program: Program) -> set[str]:
 
 
 def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
-    """Two for each multiplication of a `dot` or `convolution`; 0 for anything else."""
+    """Return two FLOPs per multiplication of a `dot` or `convolution`; 0 for anything else."""
     if not _is_product(i) or len(i.operands) < 2:
         return 0.0
     out, left, right = (
@@ -153,8 +153,11 @@ def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
 def _convolution_flops(
     out: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], rest: str
 ) -> float:
-    """The TPU compiler writes every matrix product as a convolution: batch dimensions become a
-    window as large as they are, in which one place of each is not padding."""
+    """Count the multiplications of a convolution.
+
+    The TPU compiler writes every matrix product as one: batch dimensions become a window of their
+    size, in which one position of each is not padding.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     if not labels:
         return 0.0
@@ -185,7 +188,7 @@ def _convolution_flops(
 def _valid(
     *, size: int, out: int, base: int, stride: int, low: int, base_dilation: int, dilation: int
 ) -> int:
-    """Pairs of an output place and a window place that meet a value, not padding."""
+    """Count pairs of output and window positions that meet a value, not padding."""
     last = (base - 1) * base_dilation
     places = range(-low, (out - 1) * stride - low + 1, stride)
     return sum(
@@ -199,7 +202,7 @@ def _valid(
 
 
 def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float:
-    """What an instruction moves to and from HBM."""
+    """Return the bytes that an instruction moves to and from HBM."""
     if i.opcode in FREE or i.opcode.endswith("-done") or "AllocateBuffer" in i.rest:
         return 0.0
     if _kernel_name(i) or "ConcatBitcast" in i.rest:
@@ -224,12 +227,12 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
 
 
 def _in_hbm(shape: str) -> float:
-    """Bytes of the arrays in a shape's text that lie in HBM."""
+    """Return the bytes of those arrays in a shape's text that are in HBM."""
     return sum(bytes_of(p) for p in re.findall(ARRAY, shape) if not IN_VMEM.search(p))
 
 
 def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
-    """Of a fusion's argument: all of it, or the slices of it that alone are looked at."""
+    """Return the bytes that a fusion reads of an argument: all, or only the slices it uses."""
     whole = _in_hbm(shape)
     parameter = next(
         (p for p in inside if p.opcode == "parameter" and p.rest.startswith(f"{number})")), None
@@ -253,7 +256,7 @@ def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
 
 
 def _written(inside: Sequence[Instruction], shape: str) -> float:
-    """Of a fusion's result: all of it, or what is put into an array that it passes on."""
+    """Return the bytes that a fusion writes: its result, or an update within a passed-on array."""
     whole = _in_hbm(shape)
     names = {i.name: i for i in inside}
     root = next((i for i in inside if i.is_root), None)
@@ -269,15 +272,17 @@ def _written(inside: Sequence[Instruction], shape: str) -> float:
 
 
 def _kernel_name(i: Instruction) -> str | None:
-    """A Pallas kernel's name without the number behind it."""
+    """Return a Pallas kernel's name without its trailing number; None for other instructions."""
     if i.opcode != "custom-call" or 'custom_call_target="tpu_custom_call"' not in i.rest:
         return None
     return re.sub(r"[.\d]+$", "", i.name)
 
 
 def _splash_flops(name: str, i: Instruction) -> float:
-    """2 t * T * K for each product and head, half of it for causality. Queries [heads, t, K], or
-    [rows, heads, t, K], are the first argument that is no mask's; keys [..., T, K] the second.
+    """Return the FLOPs of a splash kernel: 2 t * T * K per product and head, halved (causal).
+
+    Queries [heads, t, K] or [rows, heads, t, K] are the first argument that is not a mask, keys
+    [..., T, K] the second.
 
     Where the axis context divides the lengths t is a part of T, and half of the keys are seen on
     average all the same: a device has an early and a late part (model/layout.py).
@@ -301,9 +306,9 @@ def _collective_kind(i: Instruction, where: str) -> str | None:
 
 
 def _channel(i: Instruction) -> str:
-    """One collective appears in several parts of an asynchronous fusion, with the same channel."""
-    found = re.search(r"channel_id=(\d+)", i.rest)
-    return f"{i.opcode.removesuffix('-start')} {found[1]}" if found else i.name
+    """Return a key of a collective: parts of one asynchronous fusion share their channel."""
+    match = re.search(r"channel_id=(\d+)", i.rest)
+    return f"{i.opcode.removesuffix('-start')} {match[1]}" if match else i.name
 
 
 def _summed(
@@ -327,7 +332,7 @@ def _summed(
 
 
 def _result_bytes(i: Instruction) -> float:
-    """Of what a collective gives; a start's tuple holds what it takes, too."""
+    """Return the bytes of a collective's result; a start's tuple also holds its arguments."""
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)
     if i.opcode.endswith("-start") and len(arrays) > 1:
         return max(bytes_of(a) for a in arrays)
@@ -335,15 +340,17 @@ def _result_bytes(i: Instruction) -> float:
 
 
 def _sent(kind: str, result: float, size: int) -> float:
-    """Bytes that a device sends, in a ring; `result` is whole: of an all-gather what it gives, of a
-    reduce-scatter (written as a sum of it) what it takes."""
+    """Return the bytes that a device sends in a ring.
+
+    result: bytes of the whole array: an all-gather's result, a reduce-scatter's argument.
+    """
     if kind == "collective-permute":
         return result
     return result * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
 def parse_groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each group, from any of the three ways in which XLA writes them.
+    """Parse the devices of each group, in any of the three ways in which XLA writes them.
 
     >>> parse_groups("replica_groups={{0,1},{2,3}}, x")
     ((0, 1), (2, 3))
@@ -377,7 +384,7 @@ def parse_groups(rest: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    """0, 1, 2, ... of shape dims, transposed and read in order."""
+    """Return 0, 1, 2, ... of shape dims, transposed and read in order."""
     strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
     ids = [0]
     for d in order:
@@ -386,8 +393,10 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
-    """Names of the mesh axes along which the members of a group differ, joined by +; "" where each
-    is alone. No groups: all devices."""
+    """Return the mesh axes along which the members of a group differ, joined by +.
+
+    "" if each member is alone. No groups: all devices are one group.
+    """
     names, sizes = list(mesh), list(mesh.values())
     if not groups:
         return "+".join(n for n, s in mesh.items() if s > 1)

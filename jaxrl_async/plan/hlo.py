@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: products, collectives, kernels, loops.
+"""Reads a compiled program from its text: computations, instructions, and turns of loops.
 
 XLA's own summary (cost_analysis) counts the body of a loop once, however often it runs, and does
 not say which devices talk to which. So the text is read: each computation's instructions, times the
@@ -15,7 +15,7 @@ ITEM_BYTES = {
     "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
 MAX_NESTING = 64
-"""Computations inside one another; more is no program of ours."""
+"""Deepest nesting of computations in a program."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -39,26 +39,26 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(type, dimensions) of the result, one for each array of a tuple."""
+        """(type, dimensions) of the result, one per array of a tuple."""
         return arrays_of(self.shape)
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate, 0 where it has none."""
-        found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else 0
+        """The compiler's estimate; 0 if it gives none."""
+        match = _CYCLES.search(self.rest)
+        return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled program, as text read once."""
+    """A compiled program, parsed from its text."""
 
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
 
 
 def parse(text: str) -> Program:
-    """The text of a compiled program. ValueError where it has no entry."""
+    """Parse the text of a compiled program. Raises ValueError if it has no entry."""
     computations: dict[str, list[Instruction]] = {}
     entry, here = None, None
     for line in text.splitlines():
@@ -90,7 +90,7 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
 
 
 def _inside(rest: str) -> str:
-    """What stands before the bracket that closes one opened before `rest`."""
+    """Return the text before the bracket that closes one opened before `rest`."""
     depth = 1
     for index, sign in enumerate(rest):
         depth += (sign == "(") - (sign == ")")
@@ -100,7 +100,7 @@ def _inside(rest: str) -> str:
 
 
 def arrays_of(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(type, dimensions) of each array in a shape's text.
+    """Return (type, dimensions) of each array in a shape's text.
 
     >>> arrays_of("(bf16[2,3]{1,0}, f32[])")
     (('bf16', (2, 3)), ('f32', ()))
@@ -113,7 +113,7 @@ def arrays_of(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def bytes_of(shape: str) -> float:
-    """Bytes of all arrays in a shape's text, without the padding of tiles."""
+    """Count the bytes of all arrays in a shape's text, without the padding of tiles."""
     return sum(ITEM_BYTES[kind] * math.prod(dims) for kind, dims in arrays_of(shape))
 
 
@@ -121,8 +121,9 @@ def bytes_of(shape: str) -> float:
 
 
 def walk(program: Program, open_turns: Sequence[float] = ()) -> Iterator[tuple[str, float]]:
-    """(computation, times it runs), loops counted; a computation that is called from several places
-    comes once for each.
+    """Yield (computation, number of times it runs), counting loops.
+
+    A computation that is called from several places comes once for each.
 
     All branches of a conditional count: which one runs is decided at run time.
     open_turns: turns of the loops whose end is decided at run time, by how many such are around
@@ -155,7 +156,7 @@ def _called(instruction: Instruction) -> Iterator[str]:
 
 
 def trip_count(program: Program, loop: Instruction, where: str) -> int | None:
-    """Turns of a counting loop, from its start, step and bound; None where it is none.
+    """Return the turns of a counting loop from its start, step and bound; None if it is none.
 
     XLA's text names them as constants: `compare(counter, 36), direction=LT`, `add(counter, 1)`.
     """
@@ -193,7 +194,7 @@ def _index(element: Instruction) -> int:
 
 
 def _step(body: Sequence[Instruction], index: int) -> int | None:
-    """What a loop's body adds to its counter, over however many additions."""
+    """Return what a loop's body adds to its counter, over any number of additions."""
     names = {i.name: i for i in body}
     root = next((i for i in body if i.is_root and i.opcode == "tuple"), None)
     if root is None:
@@ -208,7 +209,7 @@ def _step(body: Sequence[Instruction], index: int) -> int | None:
 
 
 def _start(computation: Sequence[Instruction], loop: Instruction, index: int) -> int:
-    """The counter's first value: 0 where the text does not say."""
+    """Return the counter's first value; 0 if the text does not give it."""
     names = {i.name: i for i in computation}
     given = names.get(loop.operands[0])
     while given is not None and given.opcode == "copy":

@@ -1,4 +1,4 @@
-"""How long answers are: from a histogram, from a previous run, or assumed."""
+"""Lengths of answers: from a histogram, from a previous run, or assumed."""
 
 import json
 import math
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.plan.simulate import Histogram
+from jaxrl_async.plan.pipeline import Histogram
 
 ASSUMED = {0.125: 25, 0.25: 30, 0.5: 25, 0.75: 10, 1.0: 10}
-"""Share of the longest answer, and how many in a hundred answers are so long."""
+"""Length as a share of the longest answer -> percent of answers of that length."""
 MOST_VALUES = 64
-"""Different lengths that a distribution keeps."""
+"""Most distinct lengths in a distribution."""
 
 
 def assumed(longest: int) -> Histogram:
-    """A long tail, for want of anything known: mean 41 % of the longest, a tenth cut off."""
+    """Return an assumed, long-tailed distribution: mean 41 % of the longest, a tenth cut off."""
     return Histogram(
         values=tuple(float(max(1, round(longest * share))) for share in ASSUMED),
         weights=tuple(float(w) for w in ASSUMED.values()),
@@ -24,7 +24,7 @@ def assumed(longest: int) -> Histogram:
 
 
 def read_lengths(path: Path, longest: int) -> Histogram:
-    """Answers' lengths in tokens, at most `longest` (longer ones count as that).
+    """Read answers' lengths in tokens; those above `longest` count as `longest`.
 
     path: a run's folder (the lengths in its ledger.jsonl), or a JSON file: {"512": 30, "2048": 5},
     length and weight, or a list of lengths. Raises DataError.
@@ -36,7 +36,7 @@ def read_lengths(path: Path, longest: int) -> Histogram:
     return _coarser(limited)
 
 
-_FORM = 'It is to be {"LENGTH": WEIGHT, ...} or a list of lengths, in tokens from 1 on.'
+_FORM = 'Give {"LENGTH": WEIGHT, ...} or a list of lengths, in tokens from 1 on.'
 
 
 def _read(path: Path) -> Any:
@@ -48,7 +48,7 @@ def _read(path: Path) -> Any:
             '{"LENGTH": WEIGHT, ...} or of lengths.'
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"--lengths {path}: no JSON: {error}. {_FORM}") from error
+        raise DataError(f"--lengths {path}: not JSON: {error}. {_FORM}") from error
 
 
 def _of_run(folder: Path) -> dict[float, float]:
@@ -57,13 +57,13 @@ def _of_run(folder: Path) -> dict[float, float]:
         if line.get("fate") not in ("trained", "dropped") or line.get("use", 1) != 1:
             continue
         lengths = line.get("lengths", [])
-        found = [_number(n) for n in lengths] if isinstance(lengths, list) else [math.nan]
-        if not all(0 <= n < math.inf for n in found):
+        numbers = [_number(n) for n in lengths] if isinstance(lengths, list) else [math.nan]
+        if not all(0 <= n < math.inf for n in numbers):
             raise DataError(
-                f"--lengths {folder}: line {number} of {file} has lengths {str(lengths)[:80]}: it "
-                "is to be a list of numbers of tokens. Correct the line, or give a JSON file."
+                f"--lengths {folder}: line {number} of {file} has lengths {str(lengths)[:80]}: "
+                "they must be a list of numbers of tokens. Correct the line, or give a JSON file."
             )
-        for n in found:
+        for n in numbers:
             if n >= 1:
                 counts[n] = counts.get(n, 0.0) + 1
     if not counts:
@@ -75,7 +75,7 @@ def _of_run(folder: Path) -> dict[float, float]:
 
 
 def _ledger(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbers and objects of its lines; torn lines are left out."""
+    """Yield number and object of each line; torn lines are left out."""
     for number, raw in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
         try:
             line = json.loads(raw)
@@ -83,30 +83,30 @@ def _ledger(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         except RecursionError as error:
             raise DataError(
-                f"--lengths: line {number} of {file} is no line of a ledger: {error}. Correct it, "
-                "or give a JSON file."
+                f"--lengths: line {number} of {file} is not a line of a ledger: {error}. Correct "
+                "it, or give a JSON file."
             ) from error
         if isinstance(line, dict):
             yield number, line
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none."""
+    """Convert to a number; NaN if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
-def _of_json(found: Any, path: Path) -> dict[float, float]:
-    pairs = list(found.items()) if isinstance(found, dict) else [(n, 1) for n in _listed(found)]
+def _of_json(value: Any, path: Path) -> dict[float, float]:
+    pairs = list(value.items()) if isinstance(value, dict) else [(n, 1) for n in _listed(value)]
     counts: dict[float, float] = {}
     for length, weight in pairs:
         n, w = _number(length), _number(weight)
         if not (1 <= n < math.inf and 0 <= w < math.inf):
             raise DataError(
-                f"--lengths {path}: {str(length)[:80]}: {str(weight)[:80]} is no length and "
-                f"weight. {_FORM}"
+                f"--lengths {path}: {str(length)[:80]}: {str(weight)[:80]} is not a length and "
+                f"a weight. {_FORM}"
             )
         counts[n] = counts.get(n, 0.0) + w
     if not 0 < sum(counts.values()) < math.inf:
@@ -117,12 +117,12 @@ def _of_json(found: Any, path: Path) -> dict[float, float]:
     return counts
 
 
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _coarser(counts: dict[float, float]) -> Histogram:
-    """At most MOST_VALUES lengths: equal numbers of neighbours become their mean."""
+    """Merge to at most MOST_VALUES lengths: equal numbers of neighbours become their mean."""
     ordered = sorted(counts.items())
     total, size = sum(counts.values()), max(1, math.ceil(len(ordered) / MOST_VALUES))
     parts = [ordered[at : at + size] for at in range(0, len(ordered), size)]
@@ -135,7 +135,7 @@ def _coarser(counts: dict[float, float]) -> Histogram:
 
 
 def mean_context(lengths: Histogram, prompt: float) -> float:
-    """Tokens that a running sequence has, over all its decode steps: prompt + E[n^2] / (2 E[n])."""
+    """Return a running sequence's mean tokens over its decode steps: prompt + E[n^2] / (2 E[n])."""
     pairs = list(zip(lengths.values, lengths.weights, strict=True))
     first = sum(n * w for n, w in pairs)
     return prompt + sum(n * n * w for n, w in pairs) / (2 * first)

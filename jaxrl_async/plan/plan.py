@@ -1,4 +1,4 @@
-"""The plan of a run: both sides' programs, memory and times, and what they come to together."""
+"""The plan of a run: both sides' programs, memory and times, and the run as a whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from jaxrl_async.plan.chips import Chip, Slice
 from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.hbm import Memory, sampler_memory, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
 from jaxrl_async.plan.programs import (
     Held,
     Places,
@@ -21,22 +22,22 @@ from jaxrl_async.plan.programs import (
     check,
     holds_reference,
     lowered,
+    make_places,
     parameters,
     pass_columns_of,
-    places_of,
     runs_reference,
     spec_of,
 )
-from jaxrl_async.plan.simulate import Histogram, Pipeline, Samplers, SimulationResult, simulate
+from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
 from jaxrl_async.trainer.flops import flops_of_lengths
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 PACKING = 0.95
-"""Share of a packed row that is tokens."""
+"""Assumed share of a packed row that is tokens."""
 PROMPT_SHARE = 0.5
-"""Of data.max_prompt_tokens, that a prompt is taken to have."""
+"""Assumed length of a prompt, as a share of data.max_prompt_tokens."""
 BLOCK_S = 0.5e-3
 """The host's work on a decode block, seconds."""
 
@@ -47,17 +48,17 @@ class Side:
 
     where: Slice
     programs: tuple[Compiled, ...]
-    timings: Mapping[str, Timing]  # by program, those that the compiler refused left out
+    timings: Mapping[str, Timing]  # by program, without those that the compiler refused
     memory: Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLoad:
-    """What a sampler has to do in a decode step at the mean context."""
+    """The work of a sampler in a decode step at the mean context."""
 
     rows: int  # sequences that decode at once
-    context: float  # tokens that each has
-    read_bytes: float  # of KV, a device's in a step
+    context: float  # tokens of each
+    read_bytes: float  # KV that a device reads in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +69,11 @@ class Decode:
     step_s: float
     account: Mapping[str, float]  # shares of it
     prefill_token_s: float
-    tokens_per_s: float  # drawn, prompts' prefill included
+    tokens_per_s: float  # drawn; time includes the prompts' prefill
 
     @property
     def bandwidth_share(self) -> float:
-        """Of HBM's, that reading weights and KV cache once in a step comes to."""
+        """Share of HBM's bandwidth that reading weights and KV cache once per step takes."""
         return self.account["weights"] + self.account["KV cache"]
 
 
@@ -104,7 +105,7 @@ class ChipSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """What trainer and samplers come to, of programs that the compiler accepted."""
+    """Trainer and samplers together, if the compiler accepted all programs."""
 
     learning: Learning
     decode: Decode
@@ -116,7 +117,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All of it."""
+    """The whole plan."""
 
     name: str
     spec: ModelSpec
@@ -130,20 +131,27 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepts every program, and both sides' chips hold them."""
+        """Whether the compiler accepts every program and both sides' memory is enough."""
         return bool(self.together and self.trainer.memory.fits and self.sampler.memory.fits)
 
 
 def plan_run(
     config: schema.Config, trainer: Slice, chip: Chip, chips: int, lengths: Histogram
 ) -> Plan:
-    """Lower and compile a run's programs (or look them up), and make its plan.
+    """Lower and compile a run's programs (or look them up in the cache), and make its plan.
 
-    chip, chips: of all samplers together. Raises ConfigError, CheckpointError, MeshError.
+    Args:
+        config: the run.
+        trainer: the trainer's slice.
+        chip, chips: kind and number of the chips of all samplers together.
+        lengths: of answers, tokens.
+
+    Raises:
+        ConfigError, CheckpointError, MeshError: no plan can be made of the run.
     """
     check(config)
     spec = spec_of(config)
-    places = places_of(config, trainer, chip, chips)
+    places = make_places(config, trainer, chip, chips)
     programs, held = lowered(config, spec, places)
     return make_plan(config, spec, places, [compiled(one) for one in programs], held, lengths)
 
@@ -156,7 +164,7 @@ def make_plan(
     held: Held,
     lengths: Histogram,
 ) -> Plan:
-    """Put it together."""
+    """Make the plan from the compiled programs."""
     load = load_of(config, held, lengths)
     trainer = trainer_side(config, spec, places, programs, held)
     sampler = sampler_side(config, places, programs, held, load)
@@ -188,9 +196,9 @@ def together(
     load: DecodeLoad,
     lengths: Histogram,
 ) -> Together:
-    """Both sides at the mean lengths, and the run simulated."""
+    """Estimate both sides at the mean lengths, and simulate the run."""
     decode = decode_of(config, spec, sampler, held, load, lengths)
-    learning = learn(config, spec, places, trainer, lengths)
+    learning = learning_of(config, spec, places, trainer, lengths)
     transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
     return Together(
@@ -206,7 +214,7 @@ def together(
 def trainer_side(
     config: schema.Config, spec: ModelSpec, places: Places, programs: Sequence[Compiled], held: Held
 ) -> Side:
-    """Its programs with their times, and its memory."""
+    """Return the trainer's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "trainer")
     mesh, where = places.slices.trainer, places.trainer
     params = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
@@ -227,7 +235,7 @@ def trainer_side(
 
 
 def load_of(config: schema.Config, held: Held, lengths: Histogram) -> DecodeLoad:
-    """At the mean context: as many rows as there are slots, and pages for."""
+    """Return the load at the mean context, with as many rows as slots and pages allow."""
     kv = held.kv
     context = min(mean_context(lengths, prompt_tokens(config)), config.sampler.max_length)
     token_bytes = bytes_per_device(held.state.kv) / (kv.pages * kv.page_tokens)
@@ -243,7 +251,7 @@ def sampler_side(
     held: Held,
     load: DecodeLoad,
 ) -> Side:
-    """A sampler's programs with their times, and its memory."""
+    """Return a sampler's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "sampler")
     where = places.sampler
     read = {"decode": load.read_bytes * config.sampler.block}
@@ -271,7 +279,7 @@ def decode_of(
     load: DecodeLoad,
     lengths: Histogram,
 ) -> Decode:
-    """What a decode step takes, and how many tokens a sampler draws."""
+    """Estimate the time of a decode step and a sampler's rate of tokens."""
     weights = bytes_per_device(held.weights) - embedding_bytes(spec, held.weights)
     block, bandwidth = sampler.timings["decode"], sampler.where.chip.hbm_bytes_per_s
     step_s = (block.estimate_s + BLOCK_S) / config.sampler.block
@@ -293,24 +301,24 @@ def decode_of(
 
 
 def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
-    """Of the table that tokens are only looked up in: no step reads it whole."""
+    """Return the bytes of the embedding if it is only looked up: no step reads it whole."""
     return 0.0 if spec.tied else bytes_per_device(sent["embed"])
 
 
 def prompt_tokens(config: schema.Config) -> int:
-    """That a prompt is taken to have."""
+    """Return the assumed length of a prompt, tokens."""
     return max(1, round(PROMPT_SHARE * config.data.max_prompt_tokens))
 
 
-def learn(
+def learning_of(
     config: schema.Config, spec: ModelSpec, places: Places, side: Side, lengths: Histogram
 ) -> Learning:
-    """The trainer's step: so many micro-batches, an update and a cast."""
+    """Estimate the trainer's step: micro-batches, updates and a cast."""
     chip, devices = places.trainer.chip, places.slices.trainer.size
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
     tokens = sequences * (prompt_tokens(config) + lengths.mean)
     full = rows_of(config, places) * config.row_length
-    parts = config.algorithm.minibatches  # each packed, and filled up, on its own
+    parts = config.algorithm.minibatches  # each is packed and padded separately
     micro_batches = parts * -(-tokens // (parts * full * PACKING))
     gradient = side.timings["gradient"]
     step_s = (
@@ -330,14 +338,16 @@ def learn(
 
 
 def rows_of(config: schema.Config, places: Places) -> int:
-    """Rows of a micro-batch, as the trainer rounds them."""
+    """Return the rows of a micro-batch, as the trainer rounds them."""
     shards = num_shards(places.slices.trainer, TRAINER_RULES, "batch")
     return rows_per_micro_batch(config.trainer.micro_batch_tokens, config.row_length, shards)
 
 
 def model_flops(spec: ModelSpec, tokens: float, length: float) -> float:
-    """Of learning from so many tokens in sequences of that length: three forward passes
-    (rematerialisation does not count)."""
+    """Return the FLOPs of learning from tokens in sequences of one length: three forward passes.
+
+    Rematerialisation does not count.
+    """
     return 3 * flops_of_lengths(spec, tokens, tokens * length)
 
 
@@ -349,7 +359,7 @@ def pipeline_of(
     transfer_s: float,
     lengths: Histogram,
 ) -> Pipeline:
-    """What simulate() is given."""
+    """Return the pipeline for simulate()."""
     section, load = config.sampler, decode.load
     read_s = load.read_bytes / places.sampler.chip.hbm_bytes_per_s / RAGGED_SHARE  # as in timing
     return Pipeline(
@@ -378,26 +388,28 @@ def pipeline_of(
 
 
 SHARED = ("parameters", "optimiser", "gradients", "reference")
-"""Kinds of memory that more trainer chips share."""
+"""Kinds of memory that are sharded over the trainer's chips."""
 
 
 def best_splits(
     places: Places, memory: Memory, learning: Learning, decode: Decode
 ) -> tuple[ChipSplit, ...]:
-    """Divisions of the same chips, fastest first: the trainer's slice a power of two whose chips
-    hold their share of its state, the rest samplers of the size they have. Each side's speed per
-    chip is taken to stay as it is."""
+    """Return splits of the same chips, fastest first.
+
+    The trainer's slice is a power of two whose chips hold their share of its state; the rest are
+    samplers of their present size. Each side's speed per chip is assumed to stay the same.
+    """
     now, own = places.trainer.num_chips, places.sampler.num_chips
     total = now + places.num_samplers * own
     state = sum(memory.kinds.get(kind, 0.0) for kind in SHARED)
-    found = []
+    splits = []
     for chips in (2**n for n in range(total.bit_length())):
         samplers = (total - chips) // own
         needed = memory.total_bytes + state * (now / chips - 1)
         if samplers < 1 or (chips != now and needed > memory.usable_bytes):
             continue
         of_trainer = learning.tokens_per_s / now * chips
-        found.append(
+        splits.append(
             ChipSplit(
                 trainer_chips=chips,
                 samplers=samplers,
@@ -405,11 +417,11 @@ def best_splits(
                 answer_tokens_per_s=min(of_trainer, decode.tokens_per_s * samplers),
             )
         )
-    return tuple(sorted(found, key=lambda s: (-s.answer_tokens_per_s, s.trainer_chips)))
+    return tuple(sorted(splits, key=lambda s: (-s.answer_tokens_per_s, s.trainer_chips)))
 
 
 def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationResult:
-    """The pipeline of so many trainer chips simulated with the chips divided otherwise."""
+    """Simulate a pipeline planned for `trainer_chips` with another split of the chips."""
     other = replace(
         now,
         samplers=replace(now.samplers, count=split.samplers),
@@ -419,8 +431,11 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 
 
 def _transfer_s(places: Places, weights: float) -> float:
-    """From the trainer's slice to the samplers', through the network between slices, every sampler
-    its own copy: as fast as the trainer's hosts send, or a sampler's receive."""
+    """Estimate the transfer from the trainer's slice to the samplers, a copy for each.
+
+    It goes through the network between slices, as fast as the trainer's hosts send or a sampler's
+    receive.
+    """
     each = weights * places.slices.sampler.size
     chip = places.trainer.chip
     sent = each * places.num_samplers / (places.slices.trainer.size * chip.dcn_bytes_per_s)
@@ -435,7 +450,7 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:
-    """Parts of the run that the plan leaves out."""
+    """List the parts of the run that the plan leaves out."""
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",

@@ -52,18 +52,18 @@ class Lowered:
     program: Any  # jax.stages.Lowered
     slice: Slice
     mesh: Mapping[str, int]  # axes and their sizes
-    open_turns: tuple[float, ...] = ()  # of loops that end when the data says so
+    open_turns: tuple[float, ...] = ()  # turns of loops that end depending on data
     options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where a run is planned: the trainer's slice, and each sampler's."""
+    """The slices that a run is planned for: the trainer's, and each sampler's."""
 
     trainer: Slice
     sampler: Slice
     num_samplers: int
-    slices: Slices  # meshes of devices that are described, not there
+    slices: Slices  # meshes of devices that are only described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Held:
 
 
 def check(config: schema.Config) -> None:
-    """Raise ConfigError for a run that no plan can be made of."""
+    """Raise ConfigError if no plan can be made of a run."""
     if config.run.job != "rl":
         raise ConfigError(
             f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
@@ -85,12 +85,12 @@ def check(config: schema.Config) -> None:
         )
     if config.mesh.colocated:
         raise ConfigError(
-            "a plan is for a trainer and samplers on chips of their own. Set mesh.colocated=false."
+            "a plan is for a trainer and samplers on separate chips. Set mesh.colocated=false."
         )
     if config.teacher.source != "none" and config.teacher.form == "loss":
         raise ConfigError(
-            "a plan knows no teacher in the loss. Set teacher.form=advantage, whose pass lies "
-            "outside of the gradient, or teacher.source=none."
+            "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
+            "outside the gradient, or teacher.source=none."
         )
     try_own_loss(config.algorithm)
 
@@ -108,7 +108,7 @@ def spec_of(config: schema.Config) -> ModelSpec:
     return ModelSpec.from_architecture(config.model.architecture, vocab)
 
 
-def places_of(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
+def make_places(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
     """Return the meshes of the configuration, on slices of devices that are described, not there.
 
     The trainer takes the whole of its slice; each sampler has a slice of its own, of `chips` chips
@@ -337,7 +337,7 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     T = shapes.length_bucket(longest)
     B = shapes.rows_bucket(max(1, section.prefill_chunk // T))
     n = shapes.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
-    later = config.data.max_prompt_tokens > section.prefill_chunk  # behind what is prefilled
+    later = config.data.max_prompt_tokens > section.prefill_chunk  # a prompt takes several rounds
     pages = _pages(config.data.max_prompt_tokens, engine.page_tokens)
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)

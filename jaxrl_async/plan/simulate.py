@@ -1,128 +1,46 @@
-"""The pipeline as a discrete-event simulation: who will be busy, and how stale the data will be.
+"""A discrete-event simulation of the pipeline: who will be busy, and how stale the data will be.
 
     gate ──groups──> [ sampler: queue > places > blocks of K steps ] x N ──> scorers ──> ready
       ^                        ^ swap, between two blocks                                  │
       └──── slots freed ── live in all <── transfer <── publish <── update <── P groups ───┘
 
-It follows the run's own rules: the gate's bounds come from staleness.py, rows from
+It follows the same rules as a run: the gate's bounds come from staleness.py, rows from
 sampler/batch/shapes.py, a block's take-overs from sampler/device/engine.py. One event is one block
-of one sampler, and its slots are NumPy arrays. Same pipeline and seed, same outcome; lengths go
-with the group's number, so that two pipelines can be compared on the same answers.
+of one sampler, and its slots are NumPy arrays. The result depends only on pipeline and seed;
+lengths are keyed by the group's number, so two pipelines can be compared on the same answers.
 
-Not simulated: KV pages that run out, failures, evaluations, several turns, groups that are used
-twice or dropped for want of a signal; sampler.on_new_weights is "continue".
+Not simulated: running out of KV pages, failures, evaluations, several turns, groups that are
+reused or dropped for lack of a signal; sampler.on_new_weights is "continue".
 """
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from itertools import islice, pairwise
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, check_pipeline
 from jaxrl_async.sampler.batch.shapes import decode_rows
-from jaxrl_async.staleness import capacity, memory_bound, never_fills_a_step
 
 Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
-    """Values and how often each occurs."""
-
-    values: tuple[float, ...]
-    weights: tuple[float, ...]  # not negative, on any scale
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError where no value can be drawn."""
-        same = len(self.values) == len(self.weights) > 0
-        if not same or min(self.weights) < 0 or sum(self.weights) <= 0 or min(self.values) < 0:
-            raise ConfigError(
-                f"a histogram of {len(self.values)} values and {len(self.weights)} weights: it "
-                "needs as many of one as of the other, none negative, and a weight above 0."
-            )
-
-    @classmethod
-    def constant(cls, value: float) -> "Histogram":
-        """One value for all."""
-        return cls(values=(value,), weights=(1.0,))
-
-    @classmethod
-    def of(cls, samples: Iterable[float]) -> "Histogram":
-        """As often as each occurs in `samples`."""
-        values, counts = np.unique(np.asarray(list(samples), np.float64), return_counts=True)
-        return cls(values=tuple(values.tolist()), weights=tuple(counts.astype(float).tolist()))
-
-    @property
-    def mean(self) -> float:
-        """Of a value drawn."""
-        return float(np.average(self.values, weights=self.weights))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samplers:
-    """The samplers' side: what each holds, and what its programs take, in seconds."""
-
-    slots: int
-    rows: tuple[int, ...]  # rows that decode, ascending, and
-    step_s: tuple[float, ...]  # a decode step at so many; linear between, level outside
-    count: int = 1  # samplers
-    reserve: int = 0  # sequences prefilled ahead
-    block: int = 8  # decode steps in a dispatch
-    context_token_s: float = 0.0  # a step's more for each token of context of the running rows
-    block_s: float = 0.0  # a block's more, whatever its steps: dispatch and the host's work
-    prefill_s: float = 0.0  # a round in which something is prefilled, and
-    prefill_token_s: float = 0.0  # each token of it
-    prefill_chunk: int = 2048  # tokens prefilled between two blocks
-    swap_s: float = 0.0  # decoding stands still for a swap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """All that the outcome depends on. Times in seconds, lengths in tokens."""
-
-    samplers: Samplers
-    answer_tokens: Histogram
-    prompt_tokens: int = 0
-    group_size: int = 8
-    groups_per_step: int = 8
-    max_staleness: int = 1
-    lookahead: int = 0
-    when_too_old: Literal["wait", "drop"] = "wait"
-    overcommit: float = 1.5  # with drop
-    score_s: Histogram = field(default_factory=lambda: Histogram.constant(0.0))  # of a group
-    scorers: int | None = None  # groups scored at a time; None: all
-    update_s: float = 0.0  # packing, forward, backward and optimizer, whatever the tokens, and
-    update_token_s: float = 0.0  # for each token of the batch, prompts included
-    publish_s: float = 0.0  # of the trainer's time
-    transfer_s: float = 0.0  # from publish until the weights are in the samplers' memory
-    report_s: float = 0.0  # between two steps
-    save_every: int = 0  # updates between two checkpoints; 0: none
-    save_s: float = 0.0  # the trainer stands still for one
-
-    @property
-    def places(self) -> int:
-        """Groups under way at once, the gate's bound."""
-        if self.when_too_old == "drop":
-            return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)
-        return capacity(self.max_staleness, self.groups_per_step, self.lookahead)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What came of it, after the warm-up; shares as metrics.jsonl defines them."""
+    """What was measured after the warm-up; shares as metrics.jsonl defines them."""
 
     updates: int
     wall_s: float
     updates_per_s: float
     trained_tokens_per_s: float  # answers' tokens
     generated_tokens_per_s: float
-    trainer_busy_share: float  # 1 - trainer/idle_share: step time in which the trainer learnt
+    trainer_busy_share: float  # 1 - trainer/idle_share: share of step time spent learning
     sampler_busy_share: float  # sampler/busy_share, mean over samplers
     slot_occupancy: float  # sampler/slot_occupancy: decode steps x slots that drew a token
     staleness_mean: float  # staleness/mean, versions, over trained tokens
@@ -132,8 +50,8 @@ class SimulationResult:
     wait_other_share: float  # and wrote metrics and checkpoints
     sampler_idle_share: float  # of wall time: nothing to decode
     scoring_mean: float  # groups in the scorers or waiting for one, over wall time
-    ready_mean: float  # groups that wait for the trainer, over wall time
-    drawn_tokens: int  # since the start: all of trained, dropped and left
+    ready_mean: float  # groups waiting for the trainer, over wall time
+    drawn_tokens: int  # since the start: the sum of trained, dropped and left
     trained_tokens: int
     dropped_tokens: int
     left_tokens: int  # of groups under way, or waiting, at the end
@@ -143,11 +61,16 @@ class SimulationResult:
 def simulate(
     pipeline: Pipeline, *, updates: int = 60, warm_up: int = 10, seed: int = 0
 ) -> SimulationResult:
-    """Run the pipeline for so many updates; shares and rates leave out the first `warm_up`.
+    """Simulate a number of updates; shares and rates leave out the first `warm_up` of them.
 
-    Raises ConfigError where a step could never be filled or a setting has no meaning.
+    Raises ConfigError if a step could never be filled or a setting makes no sense.
     """
-    _check(pipeline, updates, warm_up)
+    if not 0 <= warm_up < updates:
+        raise ConfigError(
+            f"{updates} updates, of which the first {warm_up} are the warm-up: nothing is left to "
+            "measure. Simulate more updates than that."
+        )
+    check_pipeline(pipeline)
     run = _Run(pipeline, seed)
     before = run.to(warm_up)
     return _outcome(run, before, run.to(updates))
@@ -155,7 +78,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A split of the chips, and what comes of it."""
+    """A split of the chips, and its simulation."""
 
     trainer_chips: int
     outcome: SimulationResult
@@ -164,7 +87,10 @@ class Simulated:
 def best_split(
     pipelines: Mapping[int, Pipeline], *, updates: int = 60, warm_up: int = 10, seed: int = 0
 ) -> tuple[Simulated, ...]:
-    """Every split, by the trainer's chips, the one that trains on most tokens a second first."""
+    """Simulate every split; return the one that trains on most tokens per second first.
+
+    pipelines: by the trainer's chips.
+    """
     splits = [
         Simulated(
             trainer_chips=chips, outcome=simulate(p, updates=updates, warm_up=warm_up, seed=seed)
@@ -172,56 +98,6 @@ def best_split(
         for chips, p in sorted(pipelines.items())
     ]
     return tuple(sorted(splits, key=lambda s: -s.outcome.trained_tokens_per_s))
-
-
-def _check(p: Pipeline, updates: int, warm_up: int) -> None:
-    """Raise ConfigError for what cannot run."""
-    if not 0 <= warm_up < updates:
-        raise ConfigError(
-            f"{updates} updates, the first {warm_up} of them to warm up: nothing is left to "
-            "measure. Simulate more updates than that."
-        )
-    s = p.samplers
-    least = {
-        "group_size": (p.group_size, 1),
-        "groups_per_step": (p.groups_per_step, 1),
-        "max_staleness": (p.max_staleness, 0),
-        "lookahead": (p.lookahead, 0),
-        "overcommit": (p.overcommit, 1),
-        "prompt_tokens": (p.prompt_tokens, 0),
-        "answer_tokens": (min(p.answer_tokens.values), 1),
-        "scorers": (1 if p.scorers is None else p.scorers, 1),
-        "samplers.count": (s.count, 1),
-        "samplers.slots": (s.slots, 1),
-        "samplers.reserve": (s.reserve, 0),
-        "samplers.block": (s.block, 1),
-        "samplers.prefill_chunk": (s.prefill_chunk, 1),
-    }
-    small = [f"{name} ({v}) must be at least {low}" for name, (v, low) in least.items() if v < low]
-    if small:
-        raise ConfigError(f"{', '.join(small)}. Correct the pipeline.")
-    if p.when_too_old == "wait":
-        problem = never_fills_a_step(p.max_staleness, p.groups_per_step, p.lookahead)
-        if problem is not None:
-            raise ConfigError(problem)
-    _check_times(p, s)
-
-
-def _check_times(p: Pipeline, s: Samplers) -> None:
-    times = {f"samplers.{f.name}": getattr(s, f.name) for f in fields(s) if f.name.endswith("_s")}
-    times |= {f.name: getattr(p, f.name) for f in fields(p) if f.name.endswith("_s")}
-    steps_s = times.pop("samplers.step_s")
-    times["score_s"] = max(p.score_s.values)  # a histogram has nothing negative
-    wrong = [f"{name} ({value})" for name, value in times.items() if not 0 <= value < np.inf]
-    if wrong:
-        raise ConfigError(f"{', '.join(wrong)} must be finite and not negative, seconds.")
-    grows = all(a < b for a, b in pairwise(s.rows))
-    positive = len(steps_s) > 0 and 0 < min(steps_s) <= max(steps_s) < np.inf
-    if len(s.rows) != len(steps_s) or not (grows and positive):
-        raise ConfigError(
-            f"samplers.rows {s.rows} and samplers.step_s {steps_s}: give ascending numbers of rows "
-            "and the seconds, above 0, of a step at each."
-        )
 
 
 # ---- the state
@@ -232,36 +108,36 @@ class _Group:
     """A prompt with its answers, from the gate to the trainer."""
 
     number: int
-    left: int  # answers that are not done
+    left: int  # unfinished answers
     oldest: int = -1  # version that drew its first token; -1: none yet
-    tokens: int = 0  # of answers that are done
+    tokens: int = 0  # of finished answers
     version_tokens: int = 0  # the sum of their versions
     ready: bool = False
 
 
 class _Sampler:
-    """One sampler. A column of `seqs` is a sequence with a place, in order of admission."""
+    """One sampler. A column of `seqs` is an admitted sequence, in order of admission."""
 
-    LEFT, MINE, VERSIONS, GROUP, MARK = range(5)
-    # tokens to draw | tokens drawn | the sum of their versions | group's number | tokens of
-    # prefill that must be done before it can decode, since the start
+    LEFT, DRAWN, VERSIONS, GROUP, MARK = range(5)
+    # tokens left to draw | tokens drawn | sum of their versions | group's number | prefilled
+    # tokens, since the start, after which the sequence can decode
 
     def __init__(self, places: int) -> None:
         self.seqs: Longs = np.zeros((5, places), np.int64)
         self.held = 0  # columns in use
-        self.queue: deque[tuple[_Group, Longs]] = deque()  # lengths of the answers that wait
+        self.queue: deque[tuple[_Group, Longs]] = deque()  # lengths of the waiting answers
         self.version = 0
-        self.staged: int | None = None  # a version on its way, or there
+        self.staged: int | None = None  # a version in transfer, or arrived
         self.arrives_s = 0.0
         self.to_prefill = self.prefilled = 0  # tokens, since the start
         self.idle_since: float | None = 0.0
         self.idle_s = 0.0
-        self.called = False  # somebody has woken it already
+        self.called = False  # a wake event is pending
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Counters since the start; read the difference of two."""
+    """Counters since the start; a measurement is the difference of two."""
 
     at_s: float = 0.0
     updates: int = 0
@@ -280,13 +156,13 @@ class _Totals:
 
 
 class _Run:
-    """The pipeline at one moment, and the events to come."""
+    """The state of the pipeline, and the coming events."""
 
     def __init__(self, pipeline: Pipeline, seed: int) -> None:
         self.p, self.now, self.version = pipeline, 0.0, 0
         side = pipeline.samplers
         self.samplers = [_Sampler(side.slots + side.reserve) for _ in range(side.count)]
-        self.loads = np.zeros(side.count, np.int64)  # answers dealt to each and not done
+        self.loads = np.zeros(side.count, np.int64)  # unfinished answers of each sampler
         self.totals, self.dropped_tokens, self.dropped_groups = _Totals(), 0, 0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._next_event = 0
@@ -309,7 +185,7 @@ class _Run:
         self.admit()
 
     def to(self, updates: int) -> _Totals:
-        """Go on until so many updates are done; the counters then."""
+        """Simulate until a number of updates is done; return the counters then."""
         while self.totals.updates < updates:
             at_s, _, act, given = heapq.heappop(self._events)
             self._pass(at_s)
@@ -323,7 +199,7 @@ class _Run:
         return reading
 
     def after(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
-        """An event to come; equal times in the order of asking."""
+        """Schedule an event; events at equal times happen in the order of scheduling."""
         self._next_event += 1
         heapq.heappush(self._events, (self.now + seconds, self._next_event, act, given))
 
@@ -336,7 +212,7 @@ class _Run:
     # ---- the gate
 
     def admit(self) -> None:
-        """Groups into all free slots, each to the least loaded sampler (router.choose)."""
+        """Admit groups to all free slots, each to the least loaded sampler (router.choose)."""
         active = len(self.pending) + sum(self.taken.values())
         for _ in range(max(0, self.p.places - active)):
             group = _Group(self.next_group, self.p.group_size)
@@ -353,7 +229,7 @@ class _Run:
     # ---- a sampler
 
     def wake(self, index: int) -> None:
-        """Begin a round, where none is under way."""
+        """Begin a round if the sampler is idle."""
         sampler = self.samplers[index]
         sampler.called = False
         if sampler.idle_since is not None:
@@ -362,7 +238,7 @@ class _Run:
             self.round(index)
 
     def round(self, index: int) -> None:
-        """What happens between two blocks: a swap where weights have arrived."""
+        """Swap the weights if new ones have arrived, else start a block."""
         sampler = self.samplers[index]
         if sampler.staged is None or sampler.arrives_s > self.now:
             self.block(index)
@@ -373,7 +249,7 @@ class _Run:
         self.after(self.p.samplers.swap_s, self.swapped, index)
 
     def swapped(self, index: int) -> None:
-        """The next block starts; the slots that have become free are for the one after it."""
+        """Start the next block after a swap; slots freed by it are filled from the block after."""
         self.block(index)
         lowest = min(s.version for s in self.samplers)
         if lowest > self.live:
@@ -382,12 +258,12 @@ class _Run:
             self.admit()
 
     def block(self, index: int) -> None:
-        """Places, a round of prefill, and one decode block; or nothing to do."""
+        """Admit sequences, prefill a round and decode a block, or become idle."""
         sampler, side = self.samplers[index], self.p.samplers
         self._place(sampler)
         if not sampler.held:
             sampler.idle_since = self.now
-            if sampler.staged is not None:  # sent while the last swap was going on
+            if sampler.staged is not None:  # sent during the last swap
                 self.after(max(0.0, sampler.arrives_s - self.now), self.wake, index)
             return
         taken_s = side.block_s
@@ -399,13 +275,13 @@ class _Run:
         can = int(np.searchsorted(seqs[_Sampler.MARK, : sampler.held], sampler.prefilled, "right"))
         drawn, steps, rows = block_of(seqs[_Sampler.LEFT, :can], side.slots, side.block)
         if steps:
-            context = int(seqs[_Sampler.MINE, :rows].sum())
+            context = int(seqs[_Sampler.DRAWN, :rows].sum())
             context += rows * (self.p.prompt_tokens + steps // 2)
             taken_s += steps * (self._step(rows) + context * side.context_token_s)
         self.after(taken_s, self.block_done, index, drawn, steps)
 
     def _place(self, sampler: _Sampler) -> None:
-        """Those who waited longest into free places; members that come together share a prefill."""
+        """Move the longest waiting into free columns; members moved together share a prefill."""
         free = sampler.seqs.shape[1] - sampler.held
         while sampler.queue and free:
             group, lengths = sampler.queue[0]
@@ -426,7 +302,7 @@ class _Run:
             sampler.held, free = end, free - len(new)
 
     def _step(self, running: int) -> float:
-        """Seconds of a decode step, context aside."""
+        """Return the seconds of a decode step without those for its context."""
         side = self.p.samplers
         rows = decode_rows(running, side.slots)
         if rows not in self._step_s:
@@ -434,14 +310,14 @@ class _Run:
         return self._step_s[rows]
 
     def block_done(self, index: int, drawn: Longs, steps: int) -> None:
-        """Count what was drawn; the next block starts before the answers are handed out."""
+        """Count the drawn tokens; start the next block before handing out answers."""
         sampler, n = self.samplers[index], len(drawn)
         self.totals.drawn += int(drawn.sum())
         self.totals.slot_steps += steps * self.p.samplers.slots
         seqs = sampler.seqs
         seqs[:3, :n] += drawn * np.array([[-1], [1], [sampler.version]])
         ends = np.flatnonzero(seqs[_Sampler.LEFT, :n] == 0)
-        done = seqs[_Sampler.MINE : _Sampler.MARK, ends].T.tolist()
+        done = seqs[_Sampler.DRAWN : _Sampler.MARK, ends].T.tolist()
         if done:
             held = seqs[:, : sampler.held]
             kept = held.compress(held[_Sampler.LEFT] > 0, axis=1)
@@ -449,10 +325,10 @@ class _Run:
             seqs[:, : sampler.held] = kept
             self.loads[index] -= len(done)
         self.round(index)
-        for mine, versions, number in done:
+        for tokens, versions, number in done:
             group = self.pending[number]
             group.left -= 1
-            group.tokens += mine
+            group.tokens += tokens
             group.version_tokens += versions
             if not group.left:
                 self.num_scoring += 1
@@ -462,13 +338,13 @@ class _Run:
     # ---- scorers and buffer
 
     def score(self) -> None:
-        """Give finished groups to free scorers, first come, first served."""
+        """Start scoring finished groups while scorers are free, first come, first served."""
         most = self.p.scorers
         while self.to_score and (most is None or self.num_scoring - len(self.to_score) < most):
             self.after(float(self._scores(1)[0]), self.scored, self.to_score.popleft())
 
     def scored(self, group: _Group) -> None:
-        """A group is ready."""
+        """Make a scored group ready."""
         self.num_scoring -= 1
         group.ready = True
         self.num_ready += 1
@@ -477,7 +353,7 @@ class _Run:
         self.draw()
 
     def _advance(self) -> None:
-        """Move on to the lowest pending group that is not ready."""
+        """Advance to the lowest pending group that is not ready."""
         while self.first_unready < self.next_group:
             group = self.pending.get(self.first_unready)
             if group is not None:
@@ -487,7 +363,7 @@ class _Run:
             self.first_unready += 1
 
     def _drop_stale(self) -> None:
-        """Leave out what is too old; a fresh group takes the place."""
+        """Drop ready groups that are too stale, and admit fresh ones instead."""
         old = [
             g
             for g in self.pending.values()
@@ -507,18 +383,18 @@ class _Run:
             self.leading -= 1
 
     def selected(self) -> list[_Group]:
-        """The next step's groups (select.select with rank strict); fewer where it is not full."""
+        """Select the next step's groups (as select.select, rank strict), fewer if not full."""
         most = self.p.groups_per_step
-        found = list(islice(self.pending.values(), min(self.leading, most)))
+        groups = list(islice(self.pending.values(), min(self.leading, most)))
         blocker = self.first_unready
         window = (self.pending.get(blocker + i) for i in range(1, self.p.lookahead + 1))
-        found += [g for g in window if g is not None and g.ready]
-        return found[:most]
+        groups += [g for g in window if g is not None and g.ready]
+        return groups[:most]
 
     # ---- the trainer
 
     def draw(self) -> None:
-        """Begin an update where the trainer waits and a step's groups are ready."""
+        """Begin an update if the trainer waits and a step's groups are ready."""
         if not self.waits:
             return
         drops = self.p.when_too_old == "drop"
@@ -538,7 +414,7 @@ class _Run:
         self.totals.lag_tokens += tokens * self.version - sum(g.version_tokens for g in groups)
         self.totals.oldest = max(self.totals.oldest, lag)
         self.totals.data_s += self.now - self.step_from
-        if drops:  # their places are free
+        if drops:  # their slots are free at once
             self.admit()
         else:
             self.taken[self.version] = len(groups)
@@ -548,19 +424,19 @@ class _Run:
         self.after(update_s, self.learnt)
 
     def learnt(self) -> None:
-        """A new version."""
+        """Finish an update: a new version."""
         self.version += 1
         self.learnt_at = self.now
         self.publish()
 
     def publish(self) -> None:
-        """Send it, once every sampler has taken the one before."""
+        """Publish it once every sampler has taken the version before."""
         self.waits_to_publish = any(s.staged is not None for s in self.samplers)
         if not self.waits_to_publish:
             self.after(self.p.publish_s, self.published)
 
     def published(self) -> None:
-        """The weights are on their way; the next step begins."""
+        """Start the transfer to the samplers; the next step begins."""
         more_s = max(0.0, self.p.transfer_s - self.p.publish_s)
         for index, sampler in enumerate(self.samplers):
             sampler.staged, sampler.arrives_s = self.version, self.now + more_s
@@ -573,17 +449,17 @@ class _Run:
         self.after(self.p.report_s + (self.p.save_s if saves else 0.0), self.begin_step)
 
     def begin_step(self) -> None:
-        """The trainer wants groups."""
+        """Begin a step: wait for groups."""
         self.waits, self.step_from = True, self.now
         self.draw()
 
 
 def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
-    """One decode block: (tokens drawn by each [n], steps run, rows).
+    """Simulate one decode block; return (tokens drawn by each [n], steps run, rows).
 
     left: [n] tokens that each sequence may still draw, >= 1, oldest first. The first `slots` of
-    them have the rows; a row that ends goes to the next of the others at the next step. The block
-    ends early where no row runs.
+    them have rows; a finished row is taken over by the next of the others at the next step. The
+    block ends early if no row runs.
     """
     rows = min(len(left), slots)
     drawn = np.zeros(len(left), np.int64)
@@ -605,7 +481,7 @@ def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
 
 
 def _drawing(histogram: Histogram, rng: np.random.Generator) -> Callable[[int], Doubles]:
-    """n values at random [n]."""
+    """Return a function that draws n random values [n]."""
     values = np.asarray(histogram.values, np.float64)
     edges = np.cumsum(histogram.weights) / np.sum(histogram.weights)
     edges[-1] = 1.0
@@ -646,6 +522,6 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
 
 
 def _left(run: _Run) -> int:
-    """Tokens drawn for groups that are neither trained on nor dropped."""
-    running = sum(int(s.seqs[_Sampler.MINE, : s.held].sum()) for s in run.samplers)
+    """Count the tokens drawn for groups that are neither trained on nor dropped."""
+    running = sum(int(s.seqs[_Sampler.DRAWN, : s.held].sum()) for s in run.samplers)
     return running + sum(g.tokens for g in run.pending.values())

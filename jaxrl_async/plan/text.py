@@ -11,8 +11,8 @@ from jaxrl_async.plan.plan import Plan, Side, Together, at_split
 from jaxrl_async.plan.timing import Timing
 
 
-def text_of(plan: Plan) -> str:
-    """For people: both sides' memory and programs, then the whole run."""
+def plan_text(plan: Plan) -> str:
+    """Format a plan for people: both sides' memory and programs, then the whole run."""
     return "\n".join(
         [
             *_side("trainer", plan.trainer, plan),
@@ -24,9 +24,11 @@ def text_of(plan: Plan) -> str:
     )
 
 
-def json_of(plan: Plan) -> dict[str, Any]:
-    """For programs: all numbers, in SI units and bytes; those of the run as a whole are left out
-    where the compiler refused a program."""
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Format a plan for programs: all numbers, in SI units and bytes.
+
+    Those of the whole run are left out if the compiler refused a program.
+    """
     return {
         "name": plan.name,
         "fits": plan.fits,
@@ -147,7 +149,7 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
 
 
 def _splits(whole: Together, now: int) -> Iterable[str]:
-    """now: the trainer's chips as configured."""
+    """Describe the splits; now: the trainer's chips as configured."""
     yield "  splits of the same chips, trainer + samplers (answer tokens/s of the slower side):"
     shown = [s for n, s in enumerate(whole.splits) if n < 3 or s.trainer_chips == now]
     for number, split in enumerate(shown):

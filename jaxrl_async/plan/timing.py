@@ -1,14 +1,14 @@
-"""How long a compiled program takes, estimated. Pure functions.
+"""Estimates how long a compiled program takes. Pure functions.
 
     compute       the compiler's own cycles, times the chip's clock
-    kernels       Pallas kernels, which it does not time: their FLOPs at half of the peak (splash),
+    kernels       Pallas kernels, which it does not time: their FLOPs at half the peak (splash),
                   the bytes of the KV cache at four fifths of HBM's bandwidth (ragged)
-    hidden        gathers, scatters and permutes of weights, which it runs beside the products
+    hidden        gathers, scatters and permutes of weights, overlapped with the products
     exposed       all-reduces and all-to-alls, which the program waits for
 
     estimate = max(compute + kernels, hidden) + exposed
 
-The roofline beside it knows no compiler: max(FLOPs / peak, bytes / bandwidth, bytes sent / ICI).
+The roofline needs no compiler: max(FLOPs / peak, bytes / bandwidth, bytes sent / ICI).
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.cost import Collective
 
 SPLASH_SHARE = 0.5
-"""Of the peak, that splash attention is taken to reach."""
+"""Assumed share of the peak that splash attention reaches."""
 RAGGED_SHARE = 0.8
-"""Of HBM's bandwidth, that ragged paged attention is taken to reach."""
+"""Assumed share of HBM's bandwidth that ragged paged attention reaches."""
 HOP_S = 1e-6
-"""From a chip to the next, seconds: what a collective takes at least, half round the ring."""
+"""Latency from one chip to the next, seconds; a collective goes half around the ring."""
 EXPOSED = ("all-reduce", "all-to-all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Of one run of a program, seconds."""
+    """Times of one run of a program, seconds."""
 
     compute_s: float
     products_s: float  # of compute_s, in instructions with a matrix product in them
@@ -45,12 +45,12 @@ class Timing:
 
     @property
     def largest(self) -> str:
-        """What most of the time goes to."""
+        """The part that takes most of the time."""
         return max(self._terms, key=lambda name: self._terms[name])
 
     @property
     def largest_share(self) -> float:
-        """Of the estimate."""
+        """The largest part's share of the estimate."""
         return self._terms[self.largest] / self.estimate_s if self.estimate_s else 0.0
 
     @property
@@ -63,8 +63,10 @@ class Timing:
 
 
 def gradient_account(time: Timing, model_s: float) -> dict[str, float]:
-    """Where a gradient's time goes, as shares that sum to 1. model_s: the model's own FLOPs at the
-    chip's peak, so that the first share is the MFU."""
+    """Divide a gradient's time into shares that sum to 1.
+
+    model_s: time of the model's own FLOPs at the chip's peak, so the first share is the MFU.
+    """
     parts = {
         "model": model_s,
         "computed again": time.peak_s - model_s,
@@ -78,8 +80,15 @@ def gradient_account(time: Timing, model_s: float) -> dict[str, float]:
 def decode_account(
     block: Timing, steps: int, *, weights_s: float, cache_s: float, host_s: float
 ) -> dict[str, float]:
-    """Where a decode step's time goes, as shares that sum to 1. block: of so many steps; weights_s
-    and cache_s: of a step, to read them once at HBM's bandwidth; host_s: of a block."""
+    """Divide a decode block's time into shares that sum to 1.
+
+    Args:
+        block: the block's program.
+        steps: decode steps in the block.
+        weights_s: time per step to read the weights once at HBM's bandwidth.
+        cache_s: the same for the KV cache.
+        host_s: the host's time per block.
+    """
     compute_s, products_s, kernels_s = block.compute_s, block.products_s, block.kernels_s
     parts = {
         "weights": weights_s * steps,
@@ -94,7 +103,7 @@ def decode_account(
 
 
 def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
-    """Estimate a program on its slice; cache_bytes: of KV that its ragged kernels read in all."""
+    """Estimate a program on its slice; cache_bytes: KV that its ragged kernels read in all."""
     chip, cost = where.chip, done.cost
     flops = sum(k.flops for k in cost.kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
@@ -117,6 +126,6 @@ def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
 
 
 def collective_s(talk: Collective, where: Slice) -> float:
-    """Bytes over the links that the group has, and the way round its ring each time."""
+    """Return the seconds of a collective: bytes over the group's links, plus its ring's latency."""
     one_way = where.chip.ici_bytes_per_s / 2 * where.link_share(talk.group)
     return talk.num_bytes / one_way + talk.times * HOP_S * talk.group / 2

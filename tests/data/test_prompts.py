@@ -19,8 +19,8 @@ from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
     PromptStream,
     eval_prompts,
-    make_prompt,
     make_prompts,
+    prompt_of,
     warm_start_pairs,
 )
 from jaxrl_async.data.records import MAX_LINE_BYTES, Record, final_answer, read_jsonl
@@ -380,7 +380,7 @@ def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
 def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
     record = {**columns, "question": "q", "answer": "a"}
     (found,) = read_jsonl(one_line(tmp_path, record), section(), TOKENIZER)
-    again = loads(dumps(make_prompt(found, 0, 0)))
+    again = loads(dumps(prompt_of(found, 0, 0)))
     assert json.dumps(again.columns, sort_keys=True) == json.dumps(record, sort_keys=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
-from jaxrl_async.launch.distributed import find, from_settings, from_tpu, start
+from jaxrl_async.launch.distributed import find, from_settings, from_tpu, join_processes
 
 HERE = DistributedSection(coordinator="head:1234", num_processes=4, process_id=3)
 JAX = {
@@ -114,13 +114,13 @@ def test_one_process_starts_nothing():
     config = Config(
         distributed=DistributedSection(coordinator="a:1", num_processes=1, process_id=0)
     )
-    assert start(config) is config
+    assert join_processes(config) is config
 
 
 def test_a_run_that_several_processes_cannot_make_is_refused_before_they_meet():
     config = Config(distributed=HERE)
     with pytest.raises(ConfigError, match=r"process 3 of 4.*groups_per_step|mesh\.trainer"):
-        start(config)
+        join_processes(config)
 
 
 def test_several_hosts_of_a_slice_have_numbers_from_0():

@@ -51,7 +51,7 @@ def made(tree):
     """The manifests of a tree of values, as kubectl reads them."""
     values = gke.Values.model_validate(tree)
     config = gke.run_config(values, ROOT)
-    return list(yaml.safe_load_all(gke.write(values, gke.manifests(values, config))))
+    return list(yaml.safe_load_all(gke.as_yaml(values, gke.manifests(values, config))))
 
 
 def job_set(tree):
@@ -242,15 +242,15 @@ def test_a_topology_says_how_many_hosts_and_which(generation, topology, chips, h
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tpu": {"generation": "v6e", "topology": "4x5"}}, "no slice of v6e"),
-        ({"tpu": {"generation": "v5p", "topology": "4x4"}}, "no slice of v5p"),
+        ({"tpu": {"generation": "v6e", "topology": "4x5"}}, "not a slice of v6e"),
+        ({"tpu": {"generation": "v5p", "topology": "4x4"}}, "not a slice of v5p"),
         ({"tpu": {"generation": "v5p", "topology": "8x4x4"}}, "A <= B <= C"),
         ({"tpu": {"generation": "v4", "topology": "16x16x32"}}, "up to 4096 chips"),
         (
             {"tpu": {"generation": "v6e", "topology": "4x4", "chips_per_host": 8}},
             "hosts of a 4x4 slice of v6e have 4 chips",
         ),
-        ({"tpu": {"generation": "v5e", "topology": "2x4", "slices": 2}}, "take a larger topology"),
+        ({"tpu": {"generation": "v5e", "topology": "2x4", "slices": 2}}, "use a larger topology"),
         ({"tpu": {"generation": "v7", "topology": "4x4"}}, "tpu.generation"),
         ({"tpu": {"generation": "v6e", "topolgy": "4x4"}}, "did you mean tpu.topology?"),
         ({"imagee": "x"}, "did you mean image?"),

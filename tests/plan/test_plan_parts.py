@@ -10,7 +10,7 @@ from jaxrl_async.plan.__main__ import main
 from jaxrl_async.plan.chips import CHIPS, parse_chips, parse_slice
 from jaxrl_async.plan.cost import Collective
 from jaxrl_async.plan.lengths import assumed, mean_context, read_lengths
-from jaxrl_async.plan.simulate import Histogram
+from jaxrl_async.plan.pipeline import Histogram
 from jaxrl_async.plan.timing import Timing, decode_account, gradient_account
 
 CONFIG = "model: {architecture: {vocab: 512}, dtype: bfloat16}\nsampler: {max_length: 256}\n"
@@ -117,16 +117,16 @@ def test_many_lengths_become_few_with_the_same_mean(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "no length with a weight above 0"),
         ('"7"', "no length with a weight above 0"),
-        ('{"-3": 1}', "no length and weight"),
-        ('{"3": "many"}', "no length and weight"),
-        ("[1, null]", "no length and weight"),
-        (f'{{"3": {"9" * 400}}}', "3: 99.* is no length and weight"),
-        (f"[{'9' * 400}]", "no length and weight"),
+        ('{"-3": 1}', "not a length and a weight"),
+        ('{"3": "many"}', "not a length and a weight"),
+        ("[1, null]", "not a length and a weight"),
+        (f'{{"3": {"9" * 400}}}', "3: 99.* is not a length and a weight"),
+        (f"[{'9' * 400}]", "not a length and a weight"),
         ('{"3": 1e308, "4": 1e308}', "too large"),
-        ("[" * 100_000, "no JSON: .*recursion"),
+        ("[" * 100_000, "not JSON: .*recursion"),
     ],
 )
 def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
@@ -139,11 +139,14 @@ def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"fate": "trained", "lengths": null}', "line 2 of .* has lengths None: it is to be a li"),
+        (
+            '{"fate": "trained", "lengths": null}',
+            "line 2 of .* has lengths None: they must be",
+        ),
         ('{"fate": "trained", "lengths": ["a"]}', "line 2 of .* has lengths .'a'."),
         ('{"fate": "trained", "lengths": "12"}', "line 2"),
         (f'{{"fate": "trained", "lengths": [{"9" * 400}]}}', "line 2 of .* has lengths .9999"),
-        ("[" * 100_000, "line 2 of .* is no line of a ledger"),
+        ("[" * 100_000, "line 2 of .* is not a line of a ledger"),
     ],
 )
 def test_a_bad_line_of_a_ledger_is_named(tmp_path, line, said):

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from jaxrl_async.buffer.select import select
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan import simulate as module
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
 from jaxrl_async.plan.simulate import (
-    Histogram,
-    Pipeline,
-    Samplers,
     SimulationResult,
     best_split,
     block_of,
