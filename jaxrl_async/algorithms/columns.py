@@ -24,7 +24,7 @@ UNKNOWN_EXPERT = -1
 """Expert of a token whose routing the sampler did not report."""
 
 Columns = dict[str, NDArray[Any]]
-"""Host arrays [rows, length, ...] by column name: what is known of a batch beside the batch."""
+"""Host arrays [rows, length, ...] by column name, beside a PackedBatch."""
 
 
 class Source(Enum):
@@ -88,7 +88,7 @@ COLUMNS: dict[str, Column] = {
         _loss_only("teacher_divergence", optional=True),
     )
 }  # fmt: skip
-"""All of them by name; those of DeviceBatch in its order."""
+"""All columns by name; those of DeviceBatch in its order."""
 
 
 class DeviceBatch(NamedTuple):

@@ -106,11 +106,15 @@ NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
 """The loss has no importance weight, whatever drew the token."""
 
 
+ON_REQUEST = frozenset({"covariance_rank", "proximal_logprobs"})
+"""Fields of TokenInputs that a loss can declare to need; they cost a pass before the updates."""
+
+
 class LossFacts(NamedTuple):
     """What a token loss declares."""
 
     correction: DefaultCorrections = OPEN_RATIO
-    needs: tuple[str, ...] = ()  # fields of TokenInputs that are only made on request
+    needs: tuple[str, ...] = ()  # of ON_REQUEST
     ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
     gradient_of: Literal["token", "sequence"] = "token"
     """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""

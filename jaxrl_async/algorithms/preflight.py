@@ -26,7 +26,13 @@ from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantag
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction, correction_of, default_correction
 from jaxrl_async.algorithms.kl import is_whole
-from jaxrl_async.algorithms.losses import TokenInputs, masked_loss, token_inputs, token_loss
+from jaxrl_async.algorithms.losses import (
+    ON_REQUEST,
+    TokenInputs,
+    masked_loss,
+    token_inputs,
+    token_loss,
+)
 from jaxrl_async.algorithms.objective import make_recipe, policy_loss
 from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
@@ -43,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def with_correction(config: schema.Config) -> schema.Config:
-    """Return the configuration with algorithm.correction filled in, for whoever reads it later.
+    """Return the configuration with algorithm.correction filled in, for all later readers.
 
     Raise ConfigError on an unknown loss.
     """
@@ -159,6 +165,11 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
     if not is_own(schema.name_of(algorithm.loss)):
         return
     where = f"algorithm.loss = {schema.name_of(algorithm.loss)!r}"
+    if unknown := sorted(set(token_loss.facts(algorithm.loss).needs) - ON_REQUEST):
+        raise ConfigError(
+            f"{where} declares that it needs {unknown[0]!r}, which is not made on request (a loss "
+            f"can need: {', '.join(sorted(ON_REQUEST))}). Correct its @declare."
+        )
     function, x = token_loss.resolve(algorithm.loss), tiny_inputs(algorithm)
     try:
         result: Any = jax.eval_shape(function, x)

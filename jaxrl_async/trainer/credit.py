@@ -1,4 +1,4 @@
-"""Credit: what the passes found out about a step, and its rewards, become advantages.
+"""Credit: a step's rewards and the results of its forward passes become advantages.
 
 rewards ──less the KL──> estimator ──> advantages ──plus the teacher's──> rows
 values of a critic ────────^   └────> returns, for the critic
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.kl import KLFn, is_whole
-from jaxrl_async.algorithms.losses import token_inputs, token_loss
+from jaxrl_async.algorithms.losses import ON_REQUEST, token_inputs, token_loss
 from jaxrl_async.config import schema
 from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
@@ -21,13 +21,13 @@ from jaxrl_async.types import FloatArray, PackedBatch
 
 
 class PassResults(NamedTuple):
-    """What forward passes over the step gave; [rows, length] float32. None: not taken."""
+    """The results of forward passes over a step; [rows, length] float32. None: not run."""
 
     proximal: FloatArray | None = None  # log-probs of the weights at the start of the step
     reference: FloatArray | None = None  # log-probs of the reference
     teacher: FloatArray | None = None  # log-probs of the teacher
     values: FloatArray | None = None  # a critic's, of the state before each token
-    last_values: FloatArray | None = None  # of the state after a sequence's last token, there
+    last_values: FloatArray | None = None  # at a sequence's last token: of the state after it
     top_k: Columns | None = None  # teacher_ids and teacher_logprobs
 
     @property
@@ -42,17 +42,17 @@ def pass_columns(
 ) -> frozenset[str]:
     """Return the columns that are made by passes before the updates of a step.
 
-    The proximal log-probs are, where the weights move between them and their use. The reference's
-    are where the rewards need them, where each epoch would take them anew, and where the reference
-    is not on the devices.
+    The proximal log-probs are if the weights change before their last use. The reference's are if
+    the rewards need them, if each epoch would compute them anew, and if the reference is not on the
+    devices.
 
     Args:
         algorithm: the algorithm's settings.
         refers: whether there is a reference.
-        offloads: whether the reference lies in the host's memory.
+        offloads: whether the reference is kept in the host's memory.
     """
     in_reward = algorithm.kl_in == "reward" and refers
-    needed = {c for c in token_loss.facts(algorithm.loss).needs if COLUMNS[c].source is Source.PASS}
+    needed = set(ON_REQUEST.intersection(token_loss.facts(algorithm.loss).needs))
     if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
         needed.add("proximal_logprobs")
     several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
@@ -63,7 +63,7 @@ def pass_columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """The way from a step's rewards to what each of its tokens is to learn from."""
+    """Turns a step's rewards into advantages of its tokens."""
 
     algorithm: schema.AlgorithmSection
     teacher: schema.TeacherSection
@@ -79,8 +79,8 @@ class Credit:
 
         Args:
             step: packed and shaped, with advantages of 0.
-            results: what the passes found out about it.
-            kl_coefficient: of the KL that is taken off the rewards.
+            results: of the passes over it.
+            kl_coefficient: weight of the KL that is taken off the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
         learnt = self.advantage(data)

@@ -55,7 +55,7 @@ EMA_SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """What may learn or advise beside the policy; None: it is not there."""
+    """What learns or advises beside the policy; None: absent."""
 
     own_pass: LogprobPass | None = None  # of the policy's and the reference's architecture
     reference: Params | None = None  # at the start of the run
@@ -71,13 +71,13 @@ NO_COMPANIONS = Companions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """What a learner is to do, beside the objective of its update."""
+    """How a learner learns, beside the objective of its update."""
 
     algorithm: schema.AlgorithmSection
     row_length: int
     teacher: schema.TeacherSection = field(default_factory=schema.TeacherSection)
     reference: schema.ReferenceSection = field(default_factory=schema.ReferenceSection)
-    offload_reference: bool = False  # it lies in the host's memory: its pass comes beforehand
+    offload_reference: bool = False  # to the host's memory; its pass then precedes the updates
     critic_warmup: int = 0  # steps in which only the critic learns
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
     seed: int = 0  # of the mini-batches
@@ -347,7 +347,7 @@ class Learner:
     # ---- what follows the policy
 
     def _steer(self, report: Mapping[str, float]) -> None:
-        """Move the coefficients towards their targets, as far as the step measured them."""
+        """Move the coefficients towards their targets, if the step measured the quantities."""
         algorithm = self._algorithm
         divergence = _finite(report, "policy/kl_reference")
         if algorithm.kl_target is not None and divergence is not None:
@@ -385,11 +385,11 @@ class Learner:
             self.teacher = copied(self.params)
 
     def _stored(self, reference: Params | None) -> Params | None:
-        """Return the reference where it lies between two uses."""
+        """Return the reference in the memory that holds it between two uses."""
         return in_memory(HOST, reference) if self._settings.offload_reference else reference
 
     def _fetched(self) -> Params:
-        """Return the reference where programs can use it."""
+        """Return the reference in the memory of the devices."""
         offloads = self._settings.offload_reference
         return in_memory(DEVICE, self.reference) if offloads else self.reference
 

@@ -6,8 +6,8 @@
     rows        AAAAABBB               what programs see: [rows, length]
                 CCCCDD..
 
-The step is packed once. One index says where the tokens of each sequence lie, and everything that
-is found out about the step joins the rows as a column.
+The step is packed once. One index maps each sequence to its tokens in the rows, and everything
+computed about the step joins the rows as a column.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class StepRows(NamedTuple):
     critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic learns
 
     def at(self, places: NDArray[np.int64]) -> "StepRows":
-        """Return what lies at these flat places [rows, length]; -1 is padding."""
+        """Return the rows with the tokens at these flat indices [rows, length]; -1 is padding."""
         columns = {n: moved(c, places, COLUMNS[n].fill) for n, c in self.columns.items()}
         critic = {name: moved(column, places) for name, column in self.critic.items()}
         return StepRows(repacked(self.batch, places), columns, critic)
@@ -44,9 +44,9 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Where the tokens of each sequence lie in the rows of a batch."""
+    """The positions of each sequence's tokens in the rows of a batch."""
 
-    sequences: tuple[NDArray[np.int64], ...]  # of each its tokens' flat places, in order
+    sequences: tuple[NDArray[np.int64], ...]  # per sequence its tokens' flat indices, in order
     shape: tuple[int, ...]  # rows, length
 
     @classmethod
@@ -71,9 +71,9 @@ class RowIndex:
         return rows
 
     def places_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the flat places [rows, length] of some sequences packed into rows of their own.
+        """Return the flat indices [rows, length] of some sequences packed into rows of their own.
 
-        -1 is padding. `StepRows.at`, `repacked` and `moved` follow them.
+        -1 is padding. `StepRows.at`, `repacked` and `moved` take these.
         """
         lengths = [len(self.sequences[s]) for s in sequences]
         rows = first_fit_decreasing(lengths, self.shape[1])
@@ -185,7 +185,7 @@ def _dealt(
 
 
 def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDArray[Any]:
-    """Return the values [rows, length, ...] at flat places; `fill` where a place is -1."""
+    """Return the values [rows, length, ...] at flat indices; `fill` where an index is -1."""
     taken = values.reshape(-1, *values.shape[2:])[places]
     taken[places < 0] = fill
     return taken

@@ -41,6 +41,11 @@ def numpys(x):
     import numpy
     return numpy.asarray(x.policy_logprobs)
 number = 3
+
+from jaxrl_async.algorithms.registry import declare
+
+@declare(needs=("rank",))
+def needy(x): return bare(x)
 """
 
 
@@ -82,6 +87,7 @@ def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(ow
         ("numpys", "fails on a batch.*use jax.numpy"),
         ("number", "has no function number"),
         ("missing", "has no function missing"),
+        ("needy", "declares that it needs 'rank'.*can need: covariance_rank, proximal_logprobs"),
     ],
 )
 def test_a_wrong_one_is_refused_with_the_reason(own, name, why):

@@ -179,6 +179,23 @@ def test_tokens_that_only_the_teacher_knows_are_told_and_a_critic_is_looked_at_t
         check_advisers(config, policy.spec, policy.tokenizer)
 
 
+def test_a_users_advantage_that_declares_that_it_needs_values_gets_a_critic(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxrl_async.algorithms.advantages import gae\n"
+        "from jaxrl_async.algorithms.registry import declare\n"
+        "@declare(level='token', needs=('values',))\n"
+        "def critical(data): return gae(data)\n"
+        "def plain(data): return gae(data)\n"
+    )
+    for name in ("critical", "plain"):
+        section = schema.AlgorithmSection(advantage=f"{file}:{name}")
+        config = config_of(path="x").model_copy(update={"algorithm": section})
+        config = config.model_copy(update={"teacher": schema.TeacherSection()})
+        learner = make_learner(config, policy_of(24, 0), SLICES, TOKENIZER)
+        assert ("critic" in learner.tree()) == (name == "critical")
+
+
 # ---- the student's own top k
 
 
