@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -315,3 +316,6 @@ class _NoDeviceLock:
 
 
 NO_DEVICE_LOCK = _NoDeviceLock()
+
+AnyDeviceLock = AbstractContextManager[Any]
+"""A DeviceLock, or NO_DEVICE_LOCK."""

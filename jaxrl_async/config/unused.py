@@ -19,6 +19,7 @@ from jaxrl_async.config.schema import (
     TeacherSection,
     name_of,
 )
+from jaxrl_async.config.userfile import is_own
 
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "rl": ("sft", "preference"),
@@ -150,7 +151,9 @@ def _refers(config: Config) -> bool:
 
 
 def _has_critic(config: Config) -> bool:
-    return name_of(config.algorithm.advantage) in facts.NEEDS_VALUES
+    """Return whether the advantage may need a critic; a user's own says so in its file."""
+    name = name_of(config.algorithm.advantage)
+    return name in facts.NEEDS_VALUES or is_own(name)
 
 
 def _distils(config: Config) -> bool:

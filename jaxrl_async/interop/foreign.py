@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
-from jaxrl_async.model.decoder import Params
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import Room, checked_request

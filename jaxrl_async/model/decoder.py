@@ -31,7 +31,7 @@ from jaxrl_async.model.layers import (
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.moe import Choose, Experts, experts_on, replaying, route, run_experts
 from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.model.spec import SCALE, ModelSpec, Weight, weight_table
+from jaxrl_async.model.spec import SCALE, ModelSpec, Params, Weight, weight_table
 
 UNROLL = 4
 """Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
@@ -40,7 +40,6 @@ SMALL_LAYER = 2**22
 matter. Several larger layers in a turn only cost compile time and code (of 192 million weights: 4
 take twice as long to compile as 1, and 170 MB on a TPU instead of 50)."""
 
-Params = Any  # nested dict of arrays in the tree of weight_table
 
 Attend = Callable[[int, Array, Array, Array], Array]
 

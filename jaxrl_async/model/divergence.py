@@ -17,13 +17,12 @@ from jax.scipy.special import logsumexp
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
-    Params,
     TokenRows,
     output_head,
     token_states,
 )
 from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 
 Kind = Literal["forward", "reverse", "js"]
 Divergence = Callable[[Array, Array], Array]

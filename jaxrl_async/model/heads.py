@@ -18,17 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.decoder import (
-    ON_ONE_DEVICE,
-    DecoderSettings,
-    Params,
-    TokenRows,
-    token_states,
-)
+from jaxrl_async.model.decoder import ON_ONE_DEVICE, DecoderSettings, TokenRows, token_states
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.layers import initial
 from jaxrl_async.model.logprobs import placed
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 
 Head = Literal["value", "reward"]
 HEAD = "value_head"

@@ -16,13 +16,12 @@ from jax import Array
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
-    Params,
     TokenRows,
     output_head,
     token_states,
 )
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 
 REFUSED = -1e30
 """Logit of what could not be drawn: probability 0, and gradients stay finite (those of -inf do

@@ -34,6 +34,9 @@ SCALE = "_scale"
 """Ending of the names of the scales of 8-bit weights, see quantize.py."""
 COPY_AGAIN = "Copy the file again, or correct it."
 
+Params = Any
+"""Arrays, or their shapes, in the tree of a table of weights: nested dicts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:

@@ -265,7 +265,7 @@ def sampler_side(
             own,
             weights=bytes_per_device(held.weights),
             pages=bytes_per_device(held.state.kv),
-            state=bytes_per_device((held.state.logits, held.state.slot)),
+            state=bytes_per_device((held.state.logits, held.state.slot_params)),
             usable=where.chip.usable_bytes,
         ),
     )

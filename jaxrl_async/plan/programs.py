@@ -34,7 +34,7 @@ from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_s
 from jaxrl_async.run.builders.samplers import make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
-from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
+from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import build_engine, kv_plan
@@ -71,7 +71,7 @@ class Held:
     """What a sampler holds, as shapes with shardings, and how many tokens a prefill takes."""
 
     weights: Any
-    state: Any  # the engine's DecodeState
+    state: DecodeState
     kv: MemoryPlan
     chunk_tokens: int  # of the prefill's program
 

@@ -32,6 +32,7 @@ from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.heads import save_head, with_head
 from jaxrl_async.model.policy import Policy, speaking
+from jaxrl_async.model.spec import Params
 from jaxrl_async.run.assemble import Claim
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
@@ -52,7 +53,7 @@ from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.update import Frozen, Params, TrainState, Update
+from jaxrl_async.trainer.update import Frozen, TrainState, Update
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.model.spec import Params
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
@@ -27,7 +28,7 @@ from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
 from jaxrl_async.trainer.pack import pack_pairs
-from jaxrl_async.trainer.update import Params, Update
+from jaxrl_async.trainer.update import Update
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.sequence import Output, Running, Stage

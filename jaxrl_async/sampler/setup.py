@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
-from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.spec import ModelSpec, check_positions, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, check_positions, weight_table
 from jaxrl_async.ports import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxrl_async.mesh import NO_DEVICE_LOCK, batch_sharding, put, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put, whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import token_values
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.critic_objective import CriticObjective
 from jaxrl_async.trainer.pack import micro_batches
-from jaxrl_async.trainer.update import DeviceLock, Params, Update
+from jaxrl_async.trainer.update import Update
 from jaxrl_async.types import FloatArray, PackedBatch
 
 
@@ -31,7 +31,7 @@ class ValuePass:
         self._values = jax.jit(self._values_of, out_shardings=self._rows)
 
     def __call__(
-        self, params: Params, batch: PackedBatch, device_lock: DeviceLock = NO_DEVICE_LOCK
+        self, params: Params, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
     ) -> tuple[FloatArray, FloatArray]:
         """Return the value of the state before each token, 0 where a segment starts; and, at each
         segment's last token, of the state after it, 0 elsewhere.

@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
-    Params,
     TokenRows,
     output_head,
     token_states,
@@ -39,7 +38,7 @@ from jaxrl_async.model.divergence import (
     lumped,
 )
 from jaxrl_async.model.logprobs import after, over_chunks, placed
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 
 MIN_REST = 1e-7
 """Least mass that is left to a teacher's other tokens: what float32 can tell from 0 in 1 - sum."""

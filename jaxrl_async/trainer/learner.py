@@ -33,7 +33,8 @@ from jaxrl_async.algorithms.objective import (
 )
 from jaxrl_async.algorithms.shaping import shape, shaping
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, in_memory
+from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
+from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults, pass_columns
 from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.flops import forward_flops
@@ -44,7 +45,7 @@ from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.update import DeviceLock, Frozen, Params, TrainState, Update
+from jaxrl_async.trainer.update import Frozen, TrainState, Update
 from jaxrl_async.types import EpisodeGroup, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Learner:
         self,
         groups: Sequence[EpisodeGroup],
         version: int,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Learn from the groups, drawn for the step that makes version + 1; return the report.
 
@@ -204,7 +205,7 @@ class Learner:
         return next(pairs)
 
     def run_passes(
-        self, batch: PackedBatch, device_lock: DeviceLock = NO_DEVICE_LOCK
+        self, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
     ) -> PassResults:
         """Run the forward passes that the step needs before its update."""
         has, columns, results = self._companions, self.credit.columns, PassResults()
@@ -227,7 +228,7 @@ class Learner:
         return results
 
     def _run_top_k(
-        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: DeviceLock
+        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
     ) -> Columns:
         """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
@@ -238,7 +239,9 @@ class Learner:
             ids, logprobs = teacher_pass.top(self.teacher, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
-    def _update(self, step: PackedStep, version: int, device_lock: DeviceLock) -> dict[str, float]:
+    def _update(
+        self, step: PackedStep, version: int, device_lock: AnyDeviceLock
+    ) -> dict[str, float]:
         """Learn every mini-batch of every epoch: the policy, then the critic; return the report.
 
         While the critic warms up, the policy is measured instead.
@@ -291,7 +294,7 @@ class Learner:
         )
 
     def _update_critic(
-        self, part: StepRows, at: float, device_lock: DeviceLock
+        self, part: StepRows, at: float, device_lock: AnyDeviceLock
     ) -> dict[str, float]:
         """Learn one mini-batch's returns."""
         critic = self._companions.critic

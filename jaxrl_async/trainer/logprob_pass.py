@@ -15,14 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import for_other_models
-from jaxrl_async.mesh import NO_DEVICE_LOCK, batch_sharding, put, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put, whole
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.divergence import logprobs_at, top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import DeviceLock, Params
 from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 
@@ -57,7 +56,7 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
         *,
         replays: bool = False,
     ) -> FloatArray:
@@ -75,7 +74,7 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> tuple[IntArray, FloatArray]:
         """Return the top_k likeliest tokens at each place and their log-probs, [rows, length, k]
         each."""
@@ -87,7 +86,7 @@ class LogprobPass:
         params: Params,
         batch: PackedBatch,
         ids: IntArray,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> FloatArray:
         """Return the log-probs of ids [rows, length, k], each at its place."""
         return self._over(self._at, params, for_other_models(batch), device_lock, ids)[0]
@@ -97,7 +96,7 @@ class LogprobPass:
         program: Callable[..., Any],
         params: Params,
         batch: PackedBatch,
-        device_lock: DeviceLock,
+        device_lock: AnyDeviceLock,
         *columns: NDArray[Any],
     ) -> Sequence[NDArray[Any]]:
         """Run the program on each micro-batch. columns: [rows, length, ...], its last arguments."""

@@ -11,7 +11,6 @@ and keeps that size.
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -28,13 +27,14 @@ from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
     HOST,
     NO_DEVICE_LOCK,
+    AnyDeviceLock,
     batch_sharding,
     in_memory,
     put,
     shapes_on,
     shardings,
 )
-from jaxrl_async.model.spec import Weight
+from jaxrl_async.model.spec import Params, Weight
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
@@ -46,8 +46,6 @@ from jaxrl_async.trainer.optimizer import (
 
 log = logging.getLogger(__name__)
 
-Params = Any  # nested dict of arrays in the tree of a table of weights
-DeviceLock = AbstractContextManager[Any]
 
 ROUNDING_SEED = 0
 """Seed of trainer.rounding=stochastic; the number of the update is folded in."""
@@ -211,7 +209,7 @@ class Update(Generic[ObjectiveT]):
         data: Any,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
@@ -267,7 +265,7 @@ class Update(Generic[ObjectiveT]):
         micros: Sequence[Any],
         context: Any,
         frozen: Frozen,
-        device_lock: DeviceLock,
+        device_lock: AnyDeviceLock,
     ) -> tuple[GradSum, list[Totals]]:
         """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
         totals: list[Totals] = []
@@ -309,7 +307,7 @@ class Update(Generic[ObjectiveT]):
         data: Any,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: DeviceLock = NO_DEVICE_LOCK,
+        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Report the objective's measures of the data without learning."""
         micros, context = self._micros(data), self.objective.context(data)

@@ -24,10 +24,11 @@ from typing import Any
 import jax
 
 from jaxrl_async.errors import Closed, WeightsError
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Clock
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
-from jaxrl_async.weights.link import Link, Params
+from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxrl_async.errors import WeightsError
+from jaxrl_async.model.spec import Params
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.link import Link, Params
+from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import manifest_of
 
 

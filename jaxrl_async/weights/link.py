@@ -9,10 +9,9 @@ same devices at once: hence `cast` runs on the trainer's thread and `finish` on 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-Params = Any
-"""A pytree of jax.Array."""
+from jaxrl_async.model.spec import Params
 
 
 class Link(Protocol):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import shapes_on
-from jaxrl_async.weights.link import Params
+from jaxrl_async.model.spec import Params
 
 Shardings = Any
 """A pytree of NamedSharding, all on one mesh."""

@@ -125,7 +125,7 @@ def test_masks_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="out of order or twice"):
         sequence_bits(twice, tokens, drawn, VOCAB)
     mask[1, 5] = False
-    with pytest.raises(DataError, match="token 5 at place 2 of an episode was drawn, but its"):
+    with pytest.raises(DataError, match="token 5 at index 2 of an episode was drawn, but its"):
         sequence_bits(kept_of(mask), tokens, drawn, VOCAB)
 
 

@@ -13,10 +13,9 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.run.builders.initial_policy import check_lengths, load_policy
 from jaxrl_async.trainer.learner import copied
-from jaxrl_async.trainer.update import Params
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
-from jaxrl_async.run.builders.learning import check_routing, keeps_masks
+from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
 from jaxrl_async.run.builders.scoring import Scorers, check_reward_parts, make_scorers
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
@@ -66,6 +66,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
         count=faults.add,
     )
     check_routing(config.algorithm, config.model, spec)
+    check_critic(config.critic, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config.sampler, config.algorithm)
     check_advisers(config, spec, tokenizer)
     check_kv_fits(config, spec, slices)

@@ -13,10 +13,14 @@ from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.config.schema import (
     AlgorithmSection,
+    Choice,
     Config,
+    CriticSection,
     ModelSection,
     SamplerSection,
+    name_of,
 )
+from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
@@ -250,6 +254,26 @@ def keeps_masks(section: SamplerSection, algorithm: AlgorithmSection) -> bool:
             s.min_p,
         )
     return wanted and truncates
+
+
+def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:
+    """Raise ConfigError if the settings of a critic do not fit a user's own advantage.
+
+    The rules of the configuration check the others: they know what those need without their files.
+    """
+    if not is_own(name_of(advantage)):
+        return
+    where = f"algorithm.advantage = {name_of(advantage)!r}"
+    if not needs_critic(advantage) and critic != CriticSection():
+        raise ConfigError(
+            f"critic.* is read by nothing: {where} needs no critic. Leave it out, or declare the "
+            'need beside the function: @declare(level="token", needs=("values",)).'
+        )
+    if needs_critic(advantage) and critic.warmup_steps >= steps:
+        raise ConfigError(
+            f"critic.warmup_steps ({critic.warmup_steps}) leaves the policy none of run.steps "
+            f"({steps}) to learn in. Lower it, or raise run.steps."
+        )
 
 
 def check_routing(algorithm: AlgorithmSection, model: ModelSection, spec: ModelSpec) -> None:

@@ -13,7 +13,7 @@ from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, Weigh
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.sampler.router.router import Router
@@ -22,7 +22,6 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
-from jaxrl_async.trainer.update import Params
 from jaxrl_async.types import IntArray
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push

@@ -8,7 +8,7 @@ N KV heads, K head width, E stop tokens that a request can have, W pages of the 
 from typing import NamedTuple
 
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.model.decoder import Params
+from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
 
 

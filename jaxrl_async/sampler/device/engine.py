@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spec_for
 from jaxrl_async.model import cache
-from jaxrl_async.model.decoder import Params
+from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device import decode, insertion
 from jaxrl_async.sampler.device.arguments import (
     Block,

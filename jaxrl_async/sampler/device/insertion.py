@@ -10,9 +10,9 @@ from jax import Array
 from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.model.decoder import Params
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device.arguments import (
     DecodeState,
     EngineWeights,

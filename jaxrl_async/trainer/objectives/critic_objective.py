@@ -17,9 +17,9 @@ from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.algorithms.value_loss import explained_variance, value_loss
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import head_table, token_values
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Frozen, Params, Passes
+from jaxrl_async.trainer.update import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 

@@ -24,12 +24,12 @@ from jaxrl_async.algorithms.objective import (
 )
 from jaxrl_async.config import schema
 from jaxrl_async.model.divergence import divergence_of
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.policy_forward import PolicyForward
-from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+from jaxrl_async.trainer.update import Frozen, Passes, Update
 from jaxrl_async.types import FloatArray, PackedBatch
 
 PACKED = tuple(name for name in names_of(Source.PACK) if COLUMNS[name].on_device)

@@ -28,10 +28,10 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+from jaxrl_async.trainer.update import Frozen, Passes, Update
 
 
 class PreferenceData(NamedTuple):

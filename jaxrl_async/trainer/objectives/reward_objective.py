@@ -11,7 +11,7 @@ from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.algorithms.preference_losses import bradley_terry, summed
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import head_table, sequence_scores
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.preference_objective import (
     PairContext,
@@ -22,7 +22,7 @@ from jaxrl_async.trainer.objectives.preference_objective import (
     pair_measures,
 )
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+from jaxrl_async.trainer.update import Frozen, Passes, Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from jaxrl_async.algorithms.objective import Totals, supervised_loss
 from jaxrl_async.algorithms.segments import first_tokens, sequence_any
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Frozen, Params, Passes, Update
+from jaxrl_async.trainer.update import Frozen, Passes, Update
 from jaxrl_async.types import PackedBatch
 
 COLUMNS = ("token_ids", "positions", "segment_ids", "mask")
