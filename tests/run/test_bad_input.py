@@ -434,7 +434,7 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         ("async def reward(p, c, r): raise SystemExit", "raised SystemExit"),
         ("def reward(completion, tests): return 1", "asks for 'tests', and no record has"),
         ("def reward(completions): return 1", "must give one result for each"),
-        ("def reward(p, c, r): return {'mean': 1}", "reward/mean is a metric of its own"),
+        ("def reward(p, c, r): return {'mean': 1}", "reward/mean is another metric"),
         ("def reward(p, c, r): return {'correct': 2}", "from 0 to 1"),
         ("def reward(p, c, r): return {}", "gave {}, which has no part"),
         ("def reward(p, c, r): return 10**400", "gave a reward of 1000"),
