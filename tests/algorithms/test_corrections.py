@@ -283,7 +283,7 @@ def test_rejections_of_several_levels_need_no_weight_where_the_loss_has_one(pack
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])
 def test_two_bounds_are_refused_and_so_is_an_empty_list(anchor):
-    with pytest.raises(ConfigError, match="tis and seq_tis each say"):
+    with pytest.raises(ConfigError, match="tis and seq_tis each bound"):
         combined(["tis", "opsm", "seq_tis"], anchor)
     with pytest.raises(ConfigError, match="write none"):
         combined([], anchor)

@@ -115,7 +115,7 @@ def test_draws_of_processes_are_joined_in_the_order_of_one_process():
     assert joined.waited_s == 1
 
 
-class Together:
+class Together(Lockstep):
     """Lockstep between threads: gather waits for all."""
 
     def __init__(self, index: int, count: int, table: list, barrier: threading.Barrier) -> None:
@@ -125,11 +125,9 @@ class Together:
     def gather(self, message: bytes) -> list[bytes]:
         self._table[self.index] = message
         self._barrier.wait(10)
-        told = list(self._table)
+        messages = list(self._table)
         self._barrier.wait(10)
-        return told
-
-    gather_json = Lockstep.gather_json
+        return messages
 
 
 def lockstep(index: int, count: int) -> Together:

@@ -24,7 +24,7 @@ WAITING = Reading(trainer="waiting for groups", version=3, slots_free=2, publish
         ({"requests": 4}, "sampler", "4 requests <- 1 samplers"),
         ({"requests": 4, "living": 0}, "sampler", "no sampler is at work"),
         ({"trainer": "evaluating", "requests": 4}, "sampler", "evaluating"),
-        ({"playing": 2}, "rollouts", "2 groups that nobody works on"),
+        ({"playing": 2}, "rollouts", "2 groups without a request"),
         ({"slots_free": 0, "live": 2}, "sampler", "the gate <- version 3, live is 2"),
         ({"slots_free": 0, "ready": 1}, "gate", "shut, with 1 groups ready"),
         ({}, "rollouts", "no group begins"),
