@@ -13,6 +13,7 @@ from jaxrl_async.staleness import (
     least_limit,
     may_admit,
     memory_bound,
+    never_fills_a_step,
     split_stale,
     staleness_of,
     worst_staleness,
