@@ -35,12 +35,15 @@ def never_fills_a_step(
     least = least_limit(groups_per_step, lookahead, reuse)
     if max_staleness >= least:
         return None
-    most = max_staleness * groups_per_step
-    if lookahead > most:
+    most = (max_staleness + 1) * groups_per_step // reuse - groups_per_step
+    if lookahead > most >= 0:
+        bound = "max_staleness * groups_per_step"
+        if reuse > 1:
+            bound = "(max_staleness + 1) * groups_per_step / buffer.reuse - groups_per_step"
         return (
-            f"staleness.lookahead ({lookahead}) must be at most max_staleness * groups_per_step "
-            f"({most}): a step could never be filled. Set staleness.lookahead={most} or raise "
-            f"staleness.max_staleness to {least}."
+            f"staleness.lookahead ({lookahead}) must be at most {bound} ({most}): a step could "
+            f"never be filled. Set staleness.lookahead={most} or raise staleness.max_staleness to "
+            f"{least}."
         )
     groups = capacity(max_staleness, groups_per_step, lookahead, reuse) // reuse
     return (

@@ -1,6 +1,7 @@
 """The bound on staleness: the formula against every schedule, and what breaks it."""
 
 import random
+import re
 from collections import OrderedDict
 
 import pytest
@@ -149,4 +150,7 @@ def test_why_a_step_is_never_filled_is_said_exactly_where_it_is(s, p, lookahead,
     if problem is not None:
         least = int(problem.removesuffix(".").rpartition(" ")[2])
         assert never_fills_a_step(least, p, lookahead, reuse) is None
+        if advised := re.search(r"Set staleness.lookahead=(\d+)", problem):
+            assert never_fills_a_step(s, p, int(advised[1]), reuse) is None
+            assert never_fills_a_step(s, p, int(advised[1]) + 1, reuse) is not None
         assert least == s + 1 or never_fills_a_step(least - 1, p, lookahead, reuse) is not None

@@ -72,7 +72,7 @@ class AdvantageFacts(NamedTuple):
     Both look at token_rewards (`returns_of` adds them up), so that a KL in the rewards is taken off
     these. None: not known, and the KL is taken off the sequences' rewards.
     """
-    needs: tuple[str, ...] = ()  # "values": a critic's
+    needs: tuple[Literal["values"], ...] = ()  # a critic's
     compared_in_group: bool = False  # 0 for a group of one, whatever its tokens earned
     divided_in_group: bool = False  # by the spread or the mean of the group's rewards
     centered_in_step: bool = False  # 0 for a step of one answer, undiscounted

@@ -114,7 +114,7 @@ class LossFacts(NamedTuple):
     """What a token loss declares."""
 
     correction: DefaultCorrections = OPEN_RATIO
-    needs: tuple[str, ...] = ()  # of ON_REQUEST
+    needs: tuple[Literal["covariance_rank", "proximal_logprobs"], ...] = ()  # see ON_REQUEST
     ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
     gradient_of: Literal["token", "sequence"] = "token"
     """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""

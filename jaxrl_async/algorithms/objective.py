@@ -17,6 +17,7 @@ from jaxrl_async.algorithms.aggregate import mean_of
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.algorithms.kl import KLFn, is_whole, k3_of, kl
 from jaxrl_async.algorithms.losses import (
+    ON_REQUEST,
     TokenInputs,
     TokenLoss,
     TokenLossFn,
@@ -68,6 +69,30 @@ class Totals(NamedTuple):
     means: dict[str, tuple[Array, Array]]  # total, count
     maxima: dict[str, Array]  # -inf where nothing was looked at
     minima: dict[str, Array]  # inf where nothing was looked at
+
+
+def pass_columns(
+    algorithm: schema.AlgorithmSection, *, refers: bool, offloads: bool
+) -> frozenset[str]:
+    """Return the columns that are made by passes before the updates of a step.
+
+    The proximal log-probs are if the weights change before their last use. The reference's are if
+    the rewards need them, if each epoch would compute them anew, and if the reference is not on the
+    devices.
+
+    Args:
+        algorithm: the algorithm's settings.
+        refers: whether there is a reference.
+        offloads: whether the reference is kept in the host's memory.
+    """
+    in_reward = algorithm.kl_in == "reward" and refers
+    needed = set(ON_REQUEST.intersection(token_loss.facts(algorithm.loss).needs))
+    if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
+        needed.add("proximal_logprobs")
+    several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
+    if in_reward or (refers and (several_passes or offloads)):
+        needed.add("reference_logprobs")
+    return frozenset(needed)
 
 
 def make_recipe(

@@ -33,7 +33,7 @@ from jaxrl_async.algorithms.losses import (
     token_inputs,
     token_loss,
 )
-from jaxrl_async.algorithms.objective import make_recipe, policy_loss
+from jaxrl_async.algorithms.objective import make_recipe, pass_columns, policy_loss
 from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
@@ -165,19 +165,19 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
     if not is_own(schema.name_of(algorithm.loss)):
         return
     where = f"algorithm.loss = {schema.name_of(algorithm.loss)!r}"
-    if unknown := sorted(set(token_loss.facts(algorithm.loss).needs) - ON_REQUEST):
-        raise ConfigError(
-            f"{where} declares that it needs {unknown[0]!r}, which is not made on request (a loss "
-            f"can need: {', '.join(sorted(ON_REQUEST))}). Correct its @declare."
-        )
+    made = pass_columns(algorithm, refers=algorithm.kl_coefficient > 0, offloads=False)
+    absent = sorted(ON_REQUEST - made)
     function, x = token_loss.resolve(algorithm.loss), tiny_inputs(algorithm)
+    none: dict[str, Any] = dict.fromkeys(absent)
+    x = x._replace(**none)
+    missing = "".join(f" x.{name} is made for a loss that declares its need." for name in absent)
     try:
         result: Any = jax.eval_shape(function, x)
     except Exception as error:
         raise ConfigError(
             f"{where} fails on a batch of {list(SHAPE)} tokens: {_first_line(error)}. It is "
             "called as loss(x) inside jit, x being an algorithms.losses.TokenInputs: use "
-            "jax.numpy."
+            f"jax.numpy.{missing}"
         ) from error
     _check_loss_shape(where, result[0] if isinstance(result, tuple) and result else result)
 
@@ -270,6 +270,13 @@ def try_advantage(choice: schema.Choice, *, group_size: int) -> None:
             f"{where} must give one number per token of each episode of each group: shapes {wanted}"
             f" here, not {shapes}."
         )
+    if needs_critic(choice):
+        returns = [[np.shape(a) for a in of_group] for of_group in given.returns or ()]
+        if returns != wanted:
+            raise ConfigError(
+                f"{where} declares that it needs a critic's values, and must give returns for the "
+                f"critic to learn, in the shapes of the advantages: {wanted} here, not {returns}."
+            )
     if not all(np.isfinite(a).all() for of_group in given.advantages for a in of_group):
         raise ConfigError(f"{where} gives numbers that are not finite on two small groups.")
 

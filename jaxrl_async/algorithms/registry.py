@@ -32,10 +32,11 @@ from typing import (
     TypeVar,
     get_args,
     get_origin,
+    get_type_hints,
     overload,
 )
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
@@ -150,8 +151,8 @@ class Registry(Generic[F, Facts]):
     def facts(self, choice: Choice) -> Facts:
         """Return what the chosen function declares.
 
-        If it is a user's and declares nothing, or its file is not on this machine, return what is
-        assumed. Raise ConfigError on an unknown name or fact.
+        What a user's function does not declare is assumed, and all of it if its file is not on
+        this machine. Raise ConfigError on an unknown name or fact.
         """
         return self._assumed if is_absent(choice) else self.facts_of(self[name_of(choice)])
 
@@ -167,7 +168,16 @@ class Registry(Generic[F, Facts]):
                 f"{self.setting}: {self.kind} {bare.__name__!r} declares {wrong[0]!r}"
                 f"{_nearest(wrong[0], known)} (it can declare: {', '.join(known) or 'nothing'})."
             )
-        return self._make_facts(**declared)
+        if self._functions.get(bare.__name__) is bare:
+            return self._make_facts(**declared)
+        types = get_type_hints(self._make_facts)
+        for fact, value in declared.items():
+            if not _is_of(types[fact], value):
+                raise ConfigError(
+                    f"{self.setting}: {self.kind} {bare.__name__!r} declares {fact}={value!r}, "
+                    f"which must be {range_of(types[fact])}."
+                )
+        return self._assumed._replace(**declared)  # type: ignore[attr-defined]
 
     def check_known(self, names: Collection[str], fact: Callable[[Facts], bool]) -> None:
         """Raise TypeError unless the fact holds for exactly these of the registered functions."""
@@ -332,6 +342,15 @@ def _as(kind: Any, value: Any) -> Any:
     except PydanticUserError:
         return value
     return value if isinstance(value, int | float) else converted
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Return whether a Python value is of a type."""
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

@@ -56,6 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = Config.model_validate(known)
     except ValidationError as error:
         draft.problems.extend(_translate(draft, error))
+        _complain_of_whole_sections(draft, known, error)
     else:
         for violation in RULES.violations(config):
             draft.complain(violation.rule.section, violation.sentence)
@@ -64,6 +65,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
                 log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _complain_of_whole_sections(draft: "_Draft", known: Tree, error: ValidationError) -> None:
+    """Note the broken rules of single sections beside fields that are wrong in other sections."""
+    wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
+    try:
+        config = Config.model_validate({k: v for k, v in known.items() if k not in wrong})
+    except ValidationError:
+        return
+    for violation in RULES.violations(config):
+        section = violation.rule.section
+        if section and section[0] not in wrong:
+            draft.complain(section, violation.sentence)
 
 
 def _listed(problems: list[str]) -> str:

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
-from jaxrl_async.algorithms.objective import Coefficients
+from jaxrl_async.algorithms.objective import Coefficients, pass_columns
 from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
@@ -38,7 +38,6 @@ from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, Prefil
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import build_engine, kv_plan
-from jaxrl_async.trainer.credit import pass_columns
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.update import Frozen, Update
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
-from jaxrl_async.algorithms.kl import KLFn, is_whole
-from jaxrl_async.algorithms.losses import ON_REQUEST, token_inputs, token_loss
+from jaxrl_async.algorithms.kl import KLFn
+from jaxrl_async.algorithms.losses import token_inputs
 from jaxrl_async.config import schema
 from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
@@ -35,30 +35,6 @@ class PassResults(NamedTuple):
         """How many passes count in the report's FLOPs: last values come with the values."""
         counted = (self.proximal, self.reference, self.teacher, self.values)
         return sum(result is not None for result in counted)
-
-
-def pass_columns(
-    algorithm: schema.AlgorithmSection, *, refers: bool, offloads: bool
-) -> frozenset[str]:
-    """Return the columns that are made by passes before the updates of a step.
-
-    The proximal log-probs are if the weights change before their last use. The reference's are if
-    the rewards need them, if each epoch would compute them anew, and if the reference is not on the
-    devices.
-
-    Args:
-        algorithm: the algorithm's settings.
-        refers: whether there is a reference.
-        offloads: whether the reference is kept in the host's memory.
-    """
-    in_reward = algorithm.kl_in == "reward" and refers
-    needed = set(ON_REQUEST.intersection(token_loss.facts(algorithm.loss).needs))
-    if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
-        needed.add("proximal_logprobs")
-    several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
-    if in_reward or (refers and (several_passes or offloads)):
-        needed.add("reference_logprobs")
-    return frozenset(needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,13 @@ from jaxrl_async.algorithms.objective import (
     active_entropy_coefficient,
     mean_report,
     next_entropy_coefficient,
+    pass_columns,
 )
 from jaxrl_async.algorithms.shaping import shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
 from jaxrl_async.model.spec import Params
-from jaxrl_async.trainer.credit import Credit, PassResults, pass_columns
+from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass

@@ -46,6 +46,9 @@ from jaxrl_async.algorithms.registry import declare
 
 @declare(needs=("rank",))
 def needy(x): return bare(x)
+
+@declare(needs=())
+def frugal(x): return jnp.where(x.covariance_rank > 0.1, bare(x), 0.0)
 """
 
 
@@ -87,7 +90,11 @@ def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(ow
         ("numpys", "fails on a batch.*use jax.numpy"),
         ("number", "has no function number"),
         ("missing", "has no function missing"),
-        ("needy", "declares that it needs 'rank'.*can need: covariance_rank, proximal_logprobs"),
+        ("frugal", r"x\.covariance_rank is made for a loss that declares its need"),
+        (
+            "needy",
+            r"declares needs=\('rank',\), which must be .*covariance_rank, proximal_logprobs",
+        ),
     ],
 )
 def test_a_wrong_one_is_refused_with_the_reason(own, name, why):
@@ -105,11 +112,15 @@ def test_an_unknown_argument_or_file_is_refused(own):
 def test_a_users_advantage_is_tried_too(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from jaxrl_async.algorithms.advantages import StepAdvantages, group_mean\n"
+        "from jaxrl_async.algorithms.advantages import StepAdvantages, gae, group_mean\n"
         "from jaxrl_async.algorithms.registry import declare\n"
         "def right(data): return group_mean(data)\n"
         "@declare(level='token', needs=('values',))\n"
-        "def critical(data): return group_mean(data) if data.values else None\n"
+        "def critical(data): return gae(data) if data.values else None\n"
+        "@declare(needs=('values',))\n"
+        "def blind(data): return group_mean(data)\n"
+        "@declare(level='tokn')\n"
+        "def misspelt(data): return group_mean(data)\n"
         "def short(data): return StepAdvantages(advantages=group_mean(data).advantages[:1])\n"
         "def number(data): return 1.0\n"
     )
@@ -117,7 +128,13 @@ def test_a_users_advantage_is_tried_too(tmp_path):
         try_advantage(f"{file}:{name}", group_size=8)
     assert advantage.facts(f"{file}:right") == AdvantageFacts(level=None)
     assert advantage.facts(f"{file}:critical") == AdvantageFacts(level="token", needs=("values",))
-    for name, why in (("short", "one number per token"), ("number", "StepAdvantages, not float")):
+    assert advantage.facts(f"{file}:blind").level is None, "what is not declared is assumed"
+    for name, why in (
+        ("short", "one number per token"),
+        ("number", "StepAdvantages, not float"),
+        ("blind", "must give returns"),
+        ("misspelt", "declares level='tokn', which must be one of token, sequence or null"),
+    ):
         with pytest.raises(ConfigError, match=why):
             try_advantage(f"{file}:{name}", group_size=8)
 

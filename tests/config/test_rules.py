@@ -158,6 +158,11 @@ def test_settings_with_which_nothing_or_noise_is_learnt_are_refused(overrides, t
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
+def test_a_broken_rule_of_one_section_is_told_beside_a_wrong_field_of_another(write, refusal):
+    message = refusal(write("run: {steps: 0}\nreward: {function: [exact, exact]}\n"))
+    assert message.startswith("2 problems:") and "run.steps" in message and "reward" in message
+
+
 def test_all_broken_rules_are_told_at_once(write, refusal):
     path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
     message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
