@@ -84,12 +84,12 @@ def assemble(
         closing: closes what was opened, whatever happens.
     """
     config = with_correction(config)
-    inputs = check_inputs(config, lockstep)
+    inputs, pairs = check_inputs(config, lockstep)
     config, paths = claim(config)
     checkpoints = closing.enter_context(open_checkpoints(config.checkpoint, paths))
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)
-    slices, tokenizer, pairs = inputs.slices, inputs.tokenizer, inputs.pairs
+    slices, tokenizer = inputs.slices, inputs.tokenizer
     policy = make_policy(config, inputs.spec, tokenizer, slices)
     if not config.run.resume and pairs is not None:
         policy, warm_metrics = warm_started(

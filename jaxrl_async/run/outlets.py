@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 class MetricsWriter(Protocol):
     """What a run's numbers and samples are written to."""
 
+    writes: bool  # False: nothing that it is given is kept
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write what a step measured."""
         ...
@@ -47,6 +49,8 @@ class MetricsWriter(Protocol):
 
 class NoRecorder:
     """The MetricsWriter of a process that leaves writing to another one."""
+
+    writes = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Do nothing."""
@@ -86,6 +90,8 @@ class StepReporter:
     ) -> None:
         """Report the step that made this version. groups: trained on in it."""
         values = self.observer.complete(values)
+        if not self.recorder.writes:
+            return
         if groups:
             values |= self.prompts.measures(1 + max(g.ticket.group for g in groups))
         self.recorder.log(version, values)

@@ -8,7 +8,6 @@ Any thread may use the Inbox; futures of an event loop are set on that loop. Pur
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -57,9 +56,12 @@ class Inbox:
     """What other threads ask of the sampler's thread: requests, and commands to run between two
     blocks."""
 
-    def __init__(self, lifetime: Lifetime, room: Room, clock: Clock) -> None:
+    def __init__(
+        self, lifetime: Lifetime, room: Room, clock: Clock, fresh_keys: Iterator[int]
+    ) -> None:
+        """fresh_keys: numbers for requests that come without a key."""
         self._lifetime, self._room, self._clock = lifetime, room, clock
-        self._keys = itertools.count()  # of requests that came without one
+        self._keys = fresh_keys
         self._requests: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
 

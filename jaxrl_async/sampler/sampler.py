@@ -290,7 +290,7 @@ class DecodeLoop:
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
         self._clock, self._device_lock = settings.clock, settings.device_lock
-        self.inbox = Inbox(lifetime, setup.room, settings.clock)
+        self.inbox = Inbox(lifetime, setup.room, settings.clock, setup.fresh_keys)
         self.weights = SwappedWeights(
             setup.engine,
             SwapCheck(setup.spec, settings.dtype, settings.probe, settings.device_lock),

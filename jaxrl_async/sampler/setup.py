@@ -1,8 +1,10 @@
 """What a sampler is set up with: from a policy and its settings to an engine with limits."""
 
+import itertools
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,7 +45,7 @@ class SamplerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSetup:
-    """All of a sampler that never changes. Its successors share it."""
+    """What a sampler and its successors share. Nothing changes but fresh_keys, which count on."""
 
     spec: ModelSpec
     section: schema.SamplerSection
@@ -52,6 +54,7 @@ class SamplerSetup:
     room: Room
     seed: int
     settings: SamplerSettings
+    fresh_keys: Iterator[int] = field(default_factory=itertools.count)  # no successor repeats one
 
 
 def set_up(

@@ -1,5 +1,6 @@
 """What is taken in between two blocks: live whatever has come, in a replay what was recorded."""
 
+import itertools
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -50,7 +51,7 @@ def lifetime():
 
 @pytest.fixture
 def inbox(lifetime):
-    return Inbox(lifetime, Room(max_length=64), lambda: 0.0)
+    return Inbox(lifetime, Room(max_length=64), lambda: 0.0, itertools.count())
 
 
 def empty_batch() -> SimpleNamespace:

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -191,3 +192,15 @@ def test_cancelled_requests_far_back_in_the_queue_go_as_soon_as_they_matter() ->
         assert all(f.result(30) for f in first)
         assert within(10, lambda: not sampler.loop.busy)
         assert sampler.stats().requests_done == 5
+
+
+def test_no_successor_gives_a_key_that_was_given_before():
+    """Else samples of one prompt would be the same before and after a restart."""
+    old = make_sampler()
+    wanted = [replace(request(n), key=None) for n in range(3)]
+    keys = [r.key for r in old.checked(wanted)]
+    old.abandon()
+    successor = old.successor()
+    keys += [r.key for r in successor.checked(wanted)]
+    assert len(set(keys)) == 6
+    successor.close()

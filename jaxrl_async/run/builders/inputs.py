@@ -41,11 +41,12 @@ class Inputs:
     envs: GuardedEnvs
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
-    pairs: FittingPairs | None  # of the warm start; None: no warm start
 
 
-def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
+def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPairs | None]:
     """Read and check all that a run of rl begins with; no weight of the policy is read.
+
+    The pairs are those of the warm start, which are not needed after it; None: no warm start.
 
     Raises JaxrlError kinds that name the setting.
     """
@@ -72,7 +73,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
     check_kv_fits(config, spec, slices)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer)
     check_shares(held_out, lockstep)
-    return Inputs(
+    inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
         slices=slices,
@@ -86,8 +87,8 @@ def check_inputs(config: Config, lockstep: Lockstep) -> Inputs:
         prompts=make_stream(
             config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count
         ),
-        pairs=warm_pairs(config, tokenizer) if config.warm_start.steps else None,
     )
+    return inputs, warm_pairs(config, tokenizer) if config.warm_start.steps else None
 
 
 def recorded_schedule(config: Config) -> Recorded | None:
