@@ -1,7 +1,7 @@
 """The sampler: one thread that decodes without ever stopping while there is work.
 
         submit ──> queue ──admit──> prefill ──> [ decode block ] ──> finished ──> futures
-                                                  ^      │ 12 bytes a token
+                                                  ^      │ 13 bytes a token
         WeightSource.poll ──between two blocks────┘      v
                                           host work while the next block runs
 

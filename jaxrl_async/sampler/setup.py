@@ -30,7 +30,7 @@ LONGEST = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """What few callers of a Sampler change."""
+    """Settings of a Sampler that few callers change."""
 
     dtype: Any = jnp.float32  # that it computes in, and of its KV
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only
@@ -44,7 +44,7 @@ class SamplerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSetup:
-    """All of a sampler that never changes. Its successors share it."""
+    """The parts of a sampler that never change. Its successors share them."""
 
     spec: ModelSpec
     section: schema.SamplerSection

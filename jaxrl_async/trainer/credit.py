@@ -80,7 +80,7 @@ class Credit:
         Args:
             step: packed and shaped, with advantages of 0.
             results: of the passes over it.
-            kl_coefficient: weight of the KL that is taken off the rewards.
+            kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
         learnt = self.advantage(data)
@@ -105,7 +105,7 @@ class Credit:
     def rewarded(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
     ) -> tuple[StepData, dict[str, float]]:
-        """Return the step's data with the critic's values and less the KL; a report."""
+        """Add the critic's values to the step's data and subtract the KL; return it and a report."""
         data = step.data
         if results.values is not None and results.last_values is not None:
             last = _last_of_each(step.to_groups(results.last_values))

@@ -368,7 +368,7 @@ class Learner:
             self.coefficients = self.coefficients._replace(entropy=active)
 
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
-        """Report and steer the coefficients; let reference and teacher follow the policy."""
+        """Report and adapt the coefficients; update reference and teacher from the policy."""
         moves = self._settings.reference
         if self.reference is not None:
             report["policy/kl_coefficient"] = float(self.coefficients.kl)

@@ -104,7 +104,7 @@ class Batch:
         self._failed: list[tuple[LiveRequest, Exception]] = []
         self._block: _StartedBlock | None = None
 
-    # ---- what there is
+    # ---- queries
 
     @property
     def prefilling(self) -> list[Prefilling]:
@@ -117,7 +117,7 @@ class Batch:
         return bool(self.placed) or bool(self._admission.begun(self.version))
 
     def guarded(self, stage: Stage, work: Callable[..., T]) -> T | None:
-        """Do host work for one request; an exception ends that request alone, and gives None."""
+        """Do host work for one request; if it raises, end that request and return None."""
         live = live_of(stage)
         try:
             return work(stage)

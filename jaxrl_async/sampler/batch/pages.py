@@ -42,7 +42,7 @@ class Pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove a holder from each page; without holders it is free."""
+        """Remove a holder from each page; free the pages that have none left."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free"
             self._holders[page] -= 1

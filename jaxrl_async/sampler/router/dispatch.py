@@ -73,7 +73,7 @@ class Dispatcher:
     def _deal(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
         """Give each job to a replica at work; it waits if none can take it.
 
-        Raises what a replica raises that is well.
+        Raises whatever a healthy replica raises.
         """
         fleet = self._fleet
         deal = self._dealer.deal(

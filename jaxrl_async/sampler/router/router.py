@@ -39,7 +39,7 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Time between two looks at the replicas, seconds; a death is noticed at once."""
+"""Time between two checks of the replicas, seconds; a death is noticed at once."""
 JOIN_S = 10.0
 """Longest wait for the thread that looks after the replicas, seconds."""
 
