@@ -36,7 +36,7 @@ class PairInputs(NamedTuple):
 
 
 class PairLoss(NamedTuple):
-    """What a preference loss gives."""
+    """The output of a preference loss."""
 
     loss: Array  # [pairs] float32
     chosen_rewards: Array  # [pairs] float32, the reward that the loss is about

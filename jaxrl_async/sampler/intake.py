@@ -32,7 +32,7 @@ class Receiver:
         """Queue new requests in the batch, run commands, drop cancelled requests, poll for weights,
         and record all that.
 
-        NotYet, in a replay: what was recorded has not all come; only commands have been run.
+        Return NotYet in a replay if something recorded has not arrived; then only commands ran.
 
         Args:
             batch: of the sampler.
@@ -68,7 +68,7 @@ class Receiver:
         return Taken(num_cancelled=len(cancelled), update=update, prescribed=due is not None)
 
     def _has_come(self, batch: Batch, due: Intake) -> bool:
-        """Return whether everything that was recorded for this moment is here."""
+        """Return whether everything that was recorded for this moment has arrived."""
         incoming = {s.request.request_id: s for s in self._inbox.requests()}
         if not incoming.keys() >= {*due.requests}:
             return False

@@ -80,8 +80,8 @@ class Batch:
             seed: of the run; random numbers are keyed by it and the request's key.
             prefill_chunk: tokens prefilled in a round at most.
             prefix_cache: keep the KV of finished requests for prompts that begin alike.
-            one_version: discard what a request drew from other weights than those that it is
-                admitted under.
+            one_version: discard a request's tokens if they were drawn by other weights than it is
+                admitted with.
         """
         self.engine, self.spec = engine, engine.spec
         self._seed, self._chunk, self._one_version = seed, prefill_chunk, one_version

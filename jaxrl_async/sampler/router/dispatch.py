@@ -115,8 +115,8 @@ class Dispatcher:
     def _checked(
         self, seat: Seat, job: RouterJob, completion: Completion
     ) -> Completion | RolloutError | None:
-        """Return a completion whose log-probs are finite. Return None for the first that is not,
-        which is drawn again elsewhere, and an error for the second."""
+        """Return the completion if its log-probs are finite. Else return None the first time (it is
+        drawn again elsewhere), and an error the second time."""
         if not seat.replica.has_logprobs or np.isfinite(completion.logprobs).all():
             self._fleet.draws_well(seat)
             return completion
