@@ -59,7 +59,7 @@ class ReplicaStats(Protocol):
         ...
 
     def after(self, earlier: Self) -> Self:
-        """Return these statistics with those of the replica that this one replaced added."""
+        """Return these statistics plus those of the replica that this one replaced."""
         ...
 
     def ended(self) -> Self:

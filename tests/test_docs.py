@@ -1,5 +1,7 @@
 """README, docs, CI and the configurations agree with the code wherever that can be checked."""
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -86,6 +88,24 @@ def test_readme_leads_to_every_page_of_docs():
     assert [
         p.name for p in PAGES if p.parent.name == "docs" and f"(docs/{p.name})" not in README
     ] == []
+
+
+def test_what_examples_in_python_import_is_there():
+    code = [c for page in PAGES for c in blocks("python", page.read_text("utf-8"))]
+    for notebook in NOTEBOOKS:
+        cells = json.loads(notebook.read_text("utf-8"))["cells"]
+        lines = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+        code += [c for c in lines if not c.startswith(("%", "!"))]
+    imports = [
+        node
+        for text in code
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxrl_async")
+    ]
+    assert len(imports) > 5
+    for node in imports:
+        for name in node.names:
+            assert hasattr(importlib.import_module(node.module), name.name), ast.unparse(node)
 
 
 def test_the_glossary_is_short_and_names_files_that_exist():

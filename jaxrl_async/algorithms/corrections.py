@@ -46,7 +46,7 @@ from jaxrl_async.algorithms.registry import (
     Share,
     defaults_of,
 )
-from jaxrl_async.algorithms.segments import sequence_any, sequence_mean, sequence_sum
+from jaxrl_async.algorithms.segments import any_in_sequence, mean_over_sequence, sum_over_sequence
 from jaxrl_async.config.schema import AlgorithmSection, Choice, Choices, each_of, name_of
 from jaxrl_async.errors import ConfigError
 
@@ -216,7 +216,7 @@ def reject(
     sequences by their geometric mean: Liu et al. 2025 (see mask).
     """
     logs = level_log_ratio(x, level)
-    broken = sequence_any(_outside(logs, low, high), x.mask, x.segment_ids)
+    broken = any_in_sequence(_outside(logs, low, high), x.mask, x.segment_ids)
     return _correct(x, jnp.where(broken, 0.0, 1.0), broken, logs)
 
 
@@ -284,7 +284,7 @@ def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     nothing. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
     """
     away = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
-    far = sequence_mean(away, x.mask, x.segment_ids) > delta
+    far = mean_over_sequence(away, x.mask, x.segment_ids) > delta
     return _filter(x, jnp.where(far & (x.advantages < 0), 0.0, 1.0))
 
 
@@ -307,10 +307,10 @@ def level_log_ratio(x: TokenInputs, level: Level) -> Array:
     """Return log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
     logs = mismatch(x)
     if level == "sequence":
-        total = sequence_sum(logs, x.mask, x.segment_ids)
+        total = sum_over_sequence(logs, x.mask, x.segment_ids)
         logs = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     elif level == "geometric":
-        logs = sequence_mean(logs, x.mask, x.segment_ids)
+        logs = mean_over_sequence(logs, x.mask, x.segment_ids)
     return jnp.where(x.mask, logs, 0.0)
 
 

@@ -29,7 +29,7 @@ from jaxrl_async.algorithms.registry import (
     UpTo1,
     rule,
 )
-from jaxrl_async.algorithms.segments import sequence_mean, sequence_sum
+from jaxrl_async.algorithms.segments import mean_over_sequence, sum_over_sequence
 from jaxrl_async.config import function_facts
 
 MAX_LOG_RATIO = 40.0
@@ -157,7 +157,7 @@ def mismatch(x: TokenInputs) -> Array:
 
 def sequence_log_ratio(x: TokenInputs) -> Array:
     """Return log(policy / anchor) of each token's whole sequence, within MAX_LOG_RATIO."""
-    total = sequence_sum(log_ratio(x), x.mask, x.segment_ids)
+    total = sum_over_sequence(log_ratio(x), x.mask, x.segment_ids)
     return jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -198,9 +198,9 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     Each token has its sequence's ratio s, so a sequence is clipped as a whole. The gradient of the
     sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, if A is constant over
     the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
-    aggregate=sequence_mean it is the paper's objective.
+    aggregate=mean_over_sequence it is the paper's objective.
     """
-    ratio = jnp.exp(sequence_mean(log_ratio(x), x.mask, x.segment_ids))
+    ratio = jnp.exp(mean_over_sequence(log_ratio(x), x.mask, x.segment_ids))
     objective, clipped = _surrogate(ratio, _advantages(x), clip_low, clip_high)
     return _masked(x, -objective, clipped)
 
@@ -214,7 +214,7 @@ def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e
     """
     logprobs = jnp.where(x.mask, x.policy_logprobs, 0.0)
     own = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
-    mean = jax.lax.stop_gradient(sequence_mean(log_ratio(x), x.mask, x.segment_ids))
+    mean = jax.lax.stop_gradient(mean_over_sequence(log_ratio(x), x.mask, x.segment_ids))
     objective, clipped = _surrogate(jnp.exp(mean) * own, _advantages(x), clip_low, clip_high)
     return _masked(x, -objective, clipped)
 
@@ -229,7 +229,7 @@ def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4)
     """
     advantages, logs = _advantages(x), log_ratio(x)
     bounded = jnp.where(advantages > 0, jnp.minimum(logs, clip_high), jnp.maximum(logs, -clip_low))
-    ratio = jnp.exp(sequence_mean(bounded, x.mask, x.segment_ids))
+    ratio = jnp.exp(mean_over_sequence(bounded, x.mask, x.segment_ids))
     return _masked(x, -ratio * advantages, bounded != logs)
 
 

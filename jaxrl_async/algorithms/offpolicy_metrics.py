@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxrl_async.algorithms.kl import k3_of
 from jaxrl_async.algorithms.losses import MAX_LOG_RATIO, TokenInputs, mismatch
-from jaxrl_async.algorithms.segments import first_tokens, sequence_mean, sequence_sum
+from jaxrl_async.algorithms.segments import first_tokens, mean_over_sequence, sum_over_sequence
 
 OF_SEQUENCES = (
     "offpolicy/geometric_ratio_mean",
@@ -30,8 +30,8 @@ def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array
     logs = mismatch(x)
     fresh = x.mask & (x.versions == version)
     heads = first_tokens(x.mask, x.segment_ids)
-    geometric = sequence_mean(logs, x.mask, x.segment_ids)
-    whole = jnp.clip(sequence_sum(logs, x.mask, x.segment_ids), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    geometric = mean_over_sequence(logs, x.mask, x.segment_ids)
+    whole = jnp.clip(sum_over_sequence(logs, x.mask, x.segment_ids), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "offpolicy/weight_mean": _mean(x.mask, jnp.exp(logs)),
         "offpolicy/weight_square_mean": _mean(x.mask, jnp.exp(2 * logs)),

@@ -19,7 +19,7 @@ from jaxrl_async.config import function_facts
 from jaxrl_async.errors import ConfigError
 
 MAX_MEAN_LOGPROB = -1e-6
-"""Mean log-probs above it count as this in orpo: the odds p / (1 - p) stay finite."""
+"""Upper bound on mean log-probs in orpo, so that the odds p / (1 - p) stay finite."""
 
 
 class PairInputs(NamedTuple):
@@ -36,7 +36,7 @@ class PairInputs(NamedTuple):
 
 
 class PairLoss(NamedTuple):
-    """What a preference loss gives."""
+    """The output of a preference loss."""
 
     loss: Array  # [pairs] float32
     chosen_rewards: Array  # [pairs] float32, the reward that the loss is about

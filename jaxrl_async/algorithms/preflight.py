@@ -8,7 +8,7 @@ A user's own functions are tried harder, for shapes, dtypes and gradients:
         ratio = jnp.exp(log_ratio(x))
         return -strength * ratio * x.advantages
 
-What it gives outside x.mask is thrown away, and algorithm.aggregate averages. It may return a
+Its values outside x.mask are discarded, and algorithm.aggregate averages. It may return a
 TokenLoss instead, which also says which tokens were clipped. The fields of TokenInputs are
 documented at the class (algorithms/losses.py).
 """

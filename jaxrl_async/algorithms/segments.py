@@ -1,9 +1,11 @@
 """Sums over the sequences of packed rows, given to each of their tokens.
 
-    segment_ids   1 1 1 2 2 0      (0 is padding)
-    mask          0 1 1 1 1 0
-    values        9 2 3 4 6 9
-    sequence_sum  5 5 5 10 10 0    sequence_mean  2.5 2.5 2.5 5 5 0    first_tokens  0 1 0 1 0 0
+    segment_ids         1   1   1   2  2  0      (0 is padding)
+    mask                0   1   1   1  1  0
+    values              9   2   3   4  6  9
+    sum_over_sequence   5   5   5  10 10  0
+    mean_over_sequence  2.5 2.5 2.5 5  5  0
+    first_tokens        0   1   0   1  0  0
 
 A sequence lies in one row, so its sum does not depend on its neighbours in the row, on the order of
 rows or on the cut into micro-batches. `segment_ids=None`: each row is one sequence.
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def sequence_sum(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
+def sum_over_sequence(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
     """Sum the values over the learnt tokens of each token's sequence; [rows, length].
 
     0 for a sequence without any. Outside the mask values [rows, length] may be anything, even NaN.
@@ -25,15 +27,16 @@ def sequence_sum(values: Array, mask: Array, segment_ids: Array | None = None) -
     return _over_sequences(jax.ops.segment_sum, jnp.where(mask, values, 0), segment_ids)
 
 
-def sequence_mean(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Average the values over the learnt tokens of each token's sequence; as `sequence_sum`."""
-    counts = sequence_sum(jnp.ones_like(mask, jnp.float32), mask, segment_ids)
-    return sequence_sum(values, mask, segment_ids) / jnp.maximum(counts, 1)
+def mean_over_sequence(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
+    """Average the values over the learnt tokens of each token's sequence, as
+    `sum_over_sequence`."""
+    counts = sum_over_sequence(jnp.ones_like(mask, jnp.float32), mask, segment_ids)
+    return sum_over_sequence(values, mask, segment_ids) / jnp.maximum(counts, 1)
 
 
-def sequence_any(flags: Array, mask: Array, segment_ids: Array | None = None) -> Array:
+def any_in_sequence(flags: Array, mask: Array, segment_ids: Array | None = None) -> Array:
     """Return whether any learnt token of each token's sequence has the flag; [rows, length]."""
-    return sequence_sum(flags.astype(jnp.int32), mask, segment_ids) > 0
+    return sum_over_sequence(flags.astype(jnp.int32), mask, segment_ids) > 0
 
 
 def first_tokens(mask: Array, segment_ids: Array | None = None) -> Array:

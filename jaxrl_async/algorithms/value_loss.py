@@ -10,7 +10,7 @@ from jaxrl_async.types import BoolArray, FloatArray
 
 
 class ValueLoss(NamedTuple):
-    """What value_loss gives."""
+    """The output of value_loss."""
 
     loss: Array  # [rows, length] float32, 0 outside the mask
     clipped: Array  # [rows, length] bool, tokens whose gradient the bound cut off

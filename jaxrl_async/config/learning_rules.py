@@ -94,7 +94,7 @@ def a_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
-    """Require that no KL in the reward is divided by a spread made of that KL alone."""
+    """Require that a KL in the reward is not divided by a spread that consists of that KL alone."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     floor = arguments_of(a.advantage).get("floor", 0)
     divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)

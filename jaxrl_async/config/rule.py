@@ -55,7 +55,7 @@ class RuleBook(dict[str, ConfigRule]):
         return register
 
     def violations(self, config: Config) -> list[Violation]:
-        """List all that a configuration does against the rules, in their order."""
+        """List every way in which a configuration breaks the rules, in their order."""
         rules = (rule for rule in self.values() if rule.job in (None, config.run.job))
         return [Violation(rule, sentence) for rule in rules for sentence in rule.broken(config)]
 

@@ -170,8 +170,8 @@ class ForeignSampler:
         self.weights.leave()
 
     def successor(self) -> "ForeignSampler":
-        """Return a sampler in the place of this one, which was abandoned: the same engine, the
-        newest weights, no requests. Waits for weights that are on their way.
+        """Return a replacement for this abandoned sampler: the same engine, the newest weights, no
+        requests. Waits for weights in transfer.
 
         Raises Closed and WeightsError, as the weight source does.
         """

@@ -2,7 +2,7 @@
 kernels, per device. Pure functions.
 
 Pallas kernels say nothing of their cost in the text; splash attention's is counted here from the
-shapes of its arguments (ragged attention's depends on the lengths at run time: whole.py takes the
+shapes of its arguments (ragged attention's depends on the lengths at run time: plan.py takes the
 mean).
 """
 

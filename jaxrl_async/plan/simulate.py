@@ -5,7 +5,7 @@
       └──── slots freed ── live in all <── transfer <── publish <── update <── P groups ───┘
 
 It follows the same rules as a run: the gate's bounds come from staleness.py, rows from
-sampler/batch/shapes.py, a block's take-overs from sampler/device/engine.py. One event is one block
+sampler/batch/shapes.py, a block's take-overs from sampler/device/decode.py. One event is one block
 of one sampler, and its slots are NumPy arrays. The result depends only on pipeline and seed;
 lengths are keyed by the group's number, so two pipelines can be compared on the same answers.
 

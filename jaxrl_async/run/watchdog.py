@@ -1,4 +1,4 @@
-"""The watchdog: a thread that reads every part's counters and finds the part that stands still.
+"""The watchdog: a thread that reads every part's counters and finds the part that is stuck.
 
     trainer <─groups─ buffer <─scores─ scorer <─episodes─ environment <─completions─ sampler
        └──weights──> channel ──live──> gate ──tickets──> rollouts ──requests──────────^
@@ -59,7 +59,7 @@ class Reading:
 
 
 def culprit(r: Reading) -> tuple[str, str]:
-    """Return the part that stands still, and the chain of waiting parts that leads to it."""
+    """Return the part that is stuck, and the chain of waiting parts that leads to it."""
     if r.trainer in ("learning", "saving", "starting"):
         return "trainer", f"the trainer has been {r.trainer} for {r.trainer_s:.0f} s"
     of_weights = r.trainer in ("publishing", "waiting for live weights")

@@ -32,7 +32,7 @@ class Receiver:
         """Queue new requests in the batch, run commands, drop cancelled requests, poll for weights,
         and record all that.
 
-        NotYet, in a replay: what was recorded has not all come; only commands have been run.
+        Return NotYet in a replay if something recorded has not arrived; then only commands ran.
 
         Args:
             batch: of the sampler.
@@ -68,7 +68,7 @@ class Receiver:
         return Taken(num_cancelled=len(cancelled), update=update, prescribed=due is not None)
 
     def _has_come(self, batch: Batch, due: Intake) -> bool:
-        """Return whether everything that was recorded for this moment is here."""
+        """Return whether everything that was recorded for this moment has arrived."""
         incoming = {s.request.request_id: s for s in self._inbox.requests()}
         if not incoming.keys() >= {*due.requests}:
             return False
@@ -82,8 +82,9 @@ class Receiver:
 
 
 def _cancelled(batch: Batch) -> list[Stage]:
-    """Return the requests whose callers gave up: all that have a place, and those at the head of
-    the queue, up to as many others as there are places. A long queue is not searched each round."""
+    """Return the requests whose callers gave up: all with a slot, and those at the head of
+    the queue, until as many live ones were seen as there are slots: a long queue is not searched
+    in every round."""
     cancelled: list[Stage] = [s for s in batch.placed.values() if s.owner.gave_up]
     wanted = 0
     for sequence in batch.queue:

@@ -310,7 +310,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
 
 def _check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
-    token but the last, which has been through none."""
+    token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids
     if ids is None or room.experts is None or not len(saved.token_ids):
         return

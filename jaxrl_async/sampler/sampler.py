@@ -1,7 +1,7 @@
 """The sampler: one thread that decodes without ever stopping while there is work.
 
         submit ──> queue ──admit──> prefill ──> [ decode block ] ──> finished ──> futures
-                                                  ^      │ 12 bytes a token
+                                                  ^      │ 13 bytes a token
         WeightSource.poll ──between two blocks────┘      v
                                           host work while the next block runs
 
@@ -170,8 +170,8 @@ class Sampler:
         self._inbox.fail_commands(self.error or Closed("the sampler was taken out: it hangs"))
 
     def successor(self) -> "Sampler":
-        """Return a sampler in the place of this one, which was abandoned: the same setup, the
-        newest weights, no requests. Waits for weights that are on their way.
+        """Return a replacement for this abandoned sampler: the same setup, the newest weights, no
+        requests. Waits for weights in transfer.
 
         Raises Closed and WeightsError, as the weight source does.
         """

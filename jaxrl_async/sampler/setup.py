@@ -31,7 +31,7 @@ LONGEST = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """What few callers of a Sampler change."""
+    """Settings of a Sampler that few callers change."""
 
     dtype: Any = jnp.float32  # that it computes in, and of its KV
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only

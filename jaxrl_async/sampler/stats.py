@@ -39,7 +39,7 @@ def _is(kind: Kind, start: float = 0) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerStats:
-    """Counters since the start, of which to read the difference of two; gauges, which hold now."""
+    """Counters since the start (subtract two readings) and gauges, which hold at the moment."""
 
     busy_s: float = _is(SECONDS, 0.0)  # the thread at work
     idle_s: float = _is(SECONDS, 0.0)  # nothing to decode
@@ -89,7 +89,7 @@ class SamplerStats:
         return replace(self, **values)
 
     def after(self, earlier: "SamplerStats") -> "SamplerStats":
-        """Return these statistics with those of the sampler that this one replaced added."""
+        """Return these statistics plus those of the sampler that this one replaced."""
         return _merged([earlier, self], lambda kind: kind.over_time)
 
     def ended(self) -> Self:

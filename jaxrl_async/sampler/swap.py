@@ -67,7 +67,7 @@ class SwapCheck:
 
 
 class SwappedWeights:
-    """The weights that a sampler draws from, and those that wait to be. Used by its thread."""
+    """The weights in use, and those that wait to be swapped in. Used by its thread."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Credit:
         Args:
             step: packed and shaped, with advantages of 0.
             results: of the passes over it.
-            kl_coefficient: weight of the KL that is taken off the rewards.
+            kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
         learnt = self.advantage(data)
@@ -81,7 +81,7 @@ class Credit:
     def rewarded(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
     ) -> tuple[StepData, dict[str, float]]:
-        """Return the step's data with the critic's values and less the KL; a report."""
+        """Return the data with the critic's values, the KL subtracted; and a report."""
         data = step.data
         if results.values is not None and results.last_values is not None:
             last = _last_of_each(step.to_groups(results.last_values))
@@ -127,10 +127,10 @@ class Credit:
 def less_penalty(
     data: StepData, penalties: ByGroup, choice: schema.Choice
 ) -> tuple[StepData, dict[str, float]]:
-    """Take a penalty per token off the rewards, once; return the mean of each sequence's sum, too.
+    """Subtract a penalty per token from the rewards; also report the mean of the sequences' sums.
 
-    It is taken off the tokens' rewards, which every estimator looks at that declares its level, and
-    off the sequences' for any other, which may look at these alone.
+    For an estimator that declares its level, the tokens' rewards are reduced. Any other may look
+    only at the sequences' rewards: then these are.
     """
     sums = [np.array([p.sum(dtype=np.float64) for p in of_group]) for of_group in penalties]
     flat = np.concatenate(sums)

@@ -8,9 +8,10 @@ from jaxrl_async.types import PackedBatch
 
 
 def num_matmul_params(spec: ModelSpec) -> int:
-    """Count the weights that a token is multiplied with.
+    """Count the weights in each token's matrix products.
 
-    Not an embedding that is only looked up; of experts those that a token goes through.
+    An embedding that is only looked up does not count; of the experts, only those do that a token
+    is routed to.
     """
     leaves = jax.tree.leaves(weight_table(spec), is_leaf=lambda w: isinstance(w, Weight))
     total = sum(int(np.prod(w.shape)) for w in leaves)

@@ -309,7 +309,7 @@ class Learner:
 
     @property
     def _first_step(self) -> int:
-        """The step in which the policy's learning rate begins its course."""
+        """The step in which the policy's learning rate schedule begins."""
         return self._settings.critic_warmup if self._companions.critic is not None else 0
 
     def _updates_in(self, steps: int) -> int:
@@ -372,7 +372,7 @@ class Learner:
             self.coefficients = self.coefficients._replace(entropy=active)
 
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
-        """Report and steer the coefficients; let reference and teacher follow the policy."""
+        """Report and adapt the coefficients; update reference and teacher from the policy."""
         moves = self._settings.reference
         if self.reference is not None:
             report["policy/kl_coefficient"] = float(self.coefficients.kl)

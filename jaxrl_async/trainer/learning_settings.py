@@ -1,4 +1,4 @@
-"""What everything that learns on one slice has in common, made once."""
+"""The settings shared by everything that learns on one slice, made once."""
 
 from dataclasses import dataclass, field
 from typing import Any

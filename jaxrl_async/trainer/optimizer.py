@@ -13,7 +13,7 @@ from jaxrl_async.config import schema
 def make_schedule(
     section: schema.TrainerSection, *, learning_rate: float, total_steps: int
 ) -> optax.Schedule:
-    """Return the learning rate at place 0, 1, ...: a linear warm-up to the peak, then the course.
+    """Return the learning rate at update 0, 1, ...: a linear warm-up to the peak, then the decay.
 
     Update n of the warm-up (from 1) has n / warmup_steps of the peak, so that no update is wasted
     on rate 0; linear and cosine would reach 0 one update after the last. total_steps: updates that
@@ -24,12 +24,12 @@ def make_schedule(
     def schedule(step: Any) -> Array:
         rise = jnp.minimum((step + 1) / max(warmup, 1), 1.0)
         progress = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
-        return jnp.asarray(learning_rate * rise * _course(section.schedule, progress))
+        return jnp.asarray(learning_rate * rise * _decay(section.schedule, progress))
 
     return schedule
 
 
-def _course(name: str, progress: Array) -> Array:
+def _decay(name: str, progress: Array) -> Array:
     if name == "linear":
         return 1.0 - progress
     if name == "cosine":

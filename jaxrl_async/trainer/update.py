@@ -146,7 +146,7 @@ class Update(Generic[ObjectiveT]):
         learning_rate: float,
         total_steps: int,
     ) -> None:
-        """learning_rate: its peak; total_steps: updates that its course is planned for."""
+        """learning_rate: its peak; total_steps: length of its schedule, in updates."""
         self.objective, self.settings = objective, settings
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
         self.micro_rows = settings.micro_rows(objective.rows_are_independent)
@@ -219,7 +219,7 @@ class Update(Generic[ObjectiveT]):
 
         Args:
             device_lock: held for each program until it has run, if a sampler shares the devices.
-            at: place on the learning rate's course, in updates; None: as many as were made.
+            at: index in the learning rate's schedule, in updates; None: as many as were made.
 
         Raises:
             TrainingError: memory runs out with one row on each device; the state is as it was.

@@ -33,7 +33,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("jnp.exp2(-_ages(x) / half_life)", "jnp.exp(-_ages(x) / half_life)"),
         ("jnp.maximum(ages, 0)", "jnp.maximum(ages, 1)"),
         ('cap=cap, level="geometric")', 'cap=cap, level="sequence")'),
-        ("logs = sequence_mean(logs", "logs = sequence_sum(logs"),
+        ("logs = mean_over_sequence(logs", "logs = sum_over_sequence(logs"),
     ],
     "losses": [
         ("dual_clip * jnp.minimum(advantages, 0.0)", "dual_clip * jnp.maximum(advantages, 0.0)"),

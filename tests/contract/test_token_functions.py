@@ -8,7 +8,7 @@ import pytest
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
 from jaxrl_async.algorithms.losses import NO_RATIO, TokenInputs, supervised_loss, token_loss
-from jaxrl_async.algorithms.segments import sequence_mean
+from jaxrl_async.algorithms.segments import mean_over_sequence
 
 POLICY = sorted(token_loss)
 ANY_LOSS = [
@@ -88,7 +88,7 @@ def test_on_policy_gradient_is_the_policy_gradient(function):
     x = inputs(on_policy=True)
     advantages = np.asarray(x.advantages, np.float64)
     if token_loss.facts_of(function).gradient_of == "sequence":
-        advantages = np.array(sequence_mean(x.advantages, x.mask, x.segment_ids))
+        advantages = np.array(mean_over_sequence(x.advantages, x.mask, x.segment_ids))
     expected = np.where(x.mask, -advantages, 0.0)
     np.testing.assert_allclose(gradient(lambda y: function(y).loss, x), expected, atol=1e-6)
     assert not np.asarray(function(x).clipped).any()

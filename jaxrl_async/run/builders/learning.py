@@ -73,7 +73,7 @@ def make_step(
 
 
 def learning(config: Config, slices: Slices) -> LearningSettings:
-    """Return what everything that learns on the trainer's slice has in common."""
+    """Return the settings shared by everything that learns on the trainer's slice."""
     return LearningSettings(
         mesh=slices.trainer,
         rules=TRAINER_RULES,

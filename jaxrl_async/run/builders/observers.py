@@ -13,7 +13,7 @@ from jaxrl_async.trainer.trainer import Trainer
 
 
 def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep) -> Observer:
-    """Make what turns the parts' counters into rates of a step."""
+    """Make the observer, which turns the parts' counters into rates of a step."""
     router, rollouts, faults = side.sampling.router, side.rollouts, side.inputs.faults
     trainer_mesh = side.inputs.slices.trainer
 
@@ -35,7 +35,7 @@ def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep
 def make_watchdog(
     section: FaultsSection, side: RolloutSide, trainer: Trainer, paths: Paths
 ) -> Watchdog:
-    """Make what stops a run in which nothing gets on."""
+    """Make the watchdog, which stops a run that makes no progress."""
     return Watchdog(
         lambda: reading(side, trainer),
         limit_s=section.watchdog_s,

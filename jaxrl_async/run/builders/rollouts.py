@@ -142,7 +142,7 @@ def make_rollout_side(
 def ordered(
     prompts: PromptStream | Curriculum, schedule: RunSchedule
 ) -> PromptStream | OrderedPrompts:
-    """Return the prompts in an order that a replay repeats: a curriculum's hangs on the groups."""
+    """Return the prompts in an order that a replay repeats; a curriculum's depends on groups."""
     return OrderedPrompts(prompts, schedule) if isinstance(prompts, Curriculum) else prompts
 
 

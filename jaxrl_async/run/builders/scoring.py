@@ -45,7 +45,7 @@ def make_scorers(
     lock: Lock,
     faults: FaultCounts,
 ) -> Scorers:
-    """Make the configured scorers, each with a time limit, retries and a check of its scores.
+    """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
     Args:
         config: reward, its model, and what bounds the sequences.

@@ -361,8 +361,9 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _on_host(tree: Any) -> Any:
-    """Copies in the host memory of the arrays' devices, under way when it returns: unlike a copy on
-    the device they need no memory there."""
+    """Copy the arrays to the host memory of their devices; copies are still under way on return.
+
+    Unlike copies on the devices they need no device memory."""
     return jax.tree.map(
         lambda x: (
             jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)

@@ -162,7 +162,7 @@ class Replay:
                 self._run_later()
 
     def later(self, name: str, number: int, act: Callable[[], object]) -> None:
-        """Call `act` when the turn of this event comes, on any thread; at once if that is now.
+        """Call `act` when this event's turn comes, on any thread; at once if that is now.
 
         Args:
             name: of the event, such as put.

@@ -91,11 +91,11 @@ class Recording:
 
     @contextmanager
     def turn(self, *names: str) -> Iterator[None]:
-        """Do something that is recorded inside: at once."""
+        """Run the body at once."""
         yield
 
     def later(self, name: str, number: int, act: Callable[[], object]) -> None:
-        """Do something that is recorded when its turn comes: now."""
+        """Call `act` at once."""
         act()
 
     def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> ReplayBuffer:

@@ -20,7 +20,7 @@ class Admission:
         self._preempted_seen = 0
 
     def begun(self, version: int) -> list[LiveRequest]:
-        """Return the waiting requests whose last saved token weights of `version` drew."""
+        """Return the waiting requests whose last saved token was drawn by `version`."""
         return [
             live
             for live in self.queue
@@ -73,7 +73,7 @@ class Admission:
     def adjust(self, in_flight: int, preempted: int) -> None:
         """Allow fewer requests in flight if pages ran out, more if there are plenty.
 
-        preempted: requests that gave their pages up, since the start.
+        preempted: requests preempted since the start.
         """
         load = SamplerLoad(
             running=in_flight,

@@ -80,8 +80,8 @@ class Batch:
             seed: of the run; random numbers are keyed by it and the request's key.
             prefill_chunk: tokens prefilled in a round at most.
             prefix_cache: keep the KV of finished requests for prompts that begin alike.
-            one_version: discard what a request drew from other weights than those that it is
-                admitted under.
+            one_version: discard a request's tokens if they were drawn by other weights than it is
+                admitted with.
         """
         self.engine, self.spec = engine, engine.spec
         self._seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
@@ -104,7 +104,7 @@ class Batch:
         self._failed: list[tuple[LiveRequest, Exception]] = []
         self._block: _StartedBlock | None = None
 
-    # ---- what there is
+    # ---- queries
 
     @property
     def prefilling(self) -> list[Prefilling]:
@@ -117,7 +117,7 @@ class Batch:
         return bool(self.placed) or bool(self._admission.begun(self.version))
 
     def guarded(self, stage: Stage, work: Callable[..., T]) -> T | None:
-        """Do host work for one request; an exception ends that request alone, and gives None."""
+        """Do host work for one request; if it raises, end that request and return None."""
         live = live_of(stage)
         try:
             return work(stage)
@@ -244,8 +244,9 @@ class Batch:
         self._block = _StartedBlock(block, self.version, running)
 
     def _with_pages(self, steps: int) -> tuple[list[Running], list[Running]]:
-        """Return the requests that decode now and those that take over; all have the pages for
-        `steps` more tokens. The youngest requests give way if pages run out."""
+        """Return the rows and the reserve of the next block, with pages for `steps` more tokens.
+
+        If pages run out, the youngest requests are preempted."""
 
         def has_pages(running: Running) -> bool:
             slot = running.slot_index
@@ -370,7 +371,7 @@ class Batch:
             self.queue.remove(live)
 
     def new_version(self, version: int) -> None:
-        """Note that other weights are used from now on: KV of earlier ones is no longer shared."""
+        """Use this version from now on; KV of earlier versions is no longer shared."""
         self.store.clear()
         self.version = version
         for placed in self.placed.values():

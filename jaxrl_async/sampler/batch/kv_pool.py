@@ -22,7 +22,7 @@ class KvPool:
 
     def take_for_prompt(self, token_ids: IntArray, *, spare: int) -> tuple[list[int] | None, int]:
         """Return the pages of a prompt, those found in the prefix store first, and how many of its
-        tokens they hold already. No pages as for `take`."""
+        tokens they hold already. None as for `take`."""
         matched = self.store.match(token_ids)
         needed = -(-len(token_ids) // self._page_tokens) - len(matched)
         new = self.take(needed, spare=spare)

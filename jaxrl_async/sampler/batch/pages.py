@@ -42,7 +42,7 @@ class Pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove a holder from each page; without holders it is free."""
+        """Remove a holder from each page; free the pages that have none left."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free"
             self._holders[page] -= 1
@@ -54,7 +54,7 @@ class Pages:
         return self._holders[page]
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless counts and free list are as the holders' pages say."""
+        """Raise AssertionError unless the counts and the free list match the holders' pages."""
         expected = [0] * self.count
         for pages in held:
             for page in pages:

@@ -96,12 +96,12 @@ class Prefilling:
 
     @property
     def request(self) -> Request:
-        """The live request's."""
+        """The request of `live`."""
         return self.live.request
 
     @property
     def owner(self) -> Any:
-        """The live request's."""
+        """The owner of `live`."""
         return self.live.owner
 
 
@@ -118,12 +118,12 @@ class Running:
 
     @property
     def request(self) -> Request:
-        """The live request's."""
+        """The request of `live`."""
         return self.live.request
 
     @property
     def owner(self) -> Any:
-        """The live request's."""
+        """The owner of `live`."""
         return self.live.owner
 
 

@@ -41,7 +41,8 @@ def plan_pieces(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece,
 
 
 def by_bucket(pieces: Sequence[Piece]) -> list[tuple[int, tuple[Piece, ...]]]:
-    """Group pieces of similar length, each group with the length that its program has."""
+    """Group pieces of similar length, each group with the length that its program is
+    compiled for."""
     buckets: dict[int, list[Piece]] = {}
     for piece in pieces:
         buckets.setdefault(length_bucket(piece.count), []).append(piece)

@@ -74,7 +74,8 @@ class Dealer:
     """Deals requests to seats and remembers which seat had which prefix last."""
 
     def __init__(self, recorded: Callable[[str], int | None] = unrecorded) -> None:
-        """recorded: in a replay, returns the seat of a request; None of it: choose."""
+        """recorded: in a replay, returns the seat of a request; if it returns None, one
+        is chosen."""
         self._recorded = recorded
         self._homes: dict[bytes, int] = {}
 

@@ -73,7 +73,7 @@ class Dispatcher:
     def _deal(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
         """Give each job to a replica at work; it waits if none can take it.
 
-        Raises what a replica raises that is well.
+        Raises whatever a healthy replica raises.
         """
         fleet = self._fleet
         deal = self._dealer.deal(
@@ -115,8 +115,8 @@ class Dispatcher:
     def _checked(
         self, seat: Seat, job: RouterJob, completion: Completion
     ) -> Completion | RolloutError | None:
-        """Return a completion whose log-probs are finite. Return None for the first that is not,
-        which is drawn again elsewhere, and an error for the second."""
+        """Return the completion if its log-probs are finite. Else return None the first time (it is
+        drawn again elsewhere), and an error the second time."""
         if not seat.replica.has_logprobs or np.isfinite(completion.logprobs).all():
             self._fleet.draws_well(seat)
             return completion

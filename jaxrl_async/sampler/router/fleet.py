@@ -3,7 +3,7 @@
     [ seat: replica ] ──dead, hangs, draws NaN──> out ──backoff──> [ seat: its successor ]
                                                    └── too often ──> lost
 
-What to do when is decided in supervise.py. The router's threads share all of it under `lock`; a
+supervise.py decides what to do, and when. The router's threads share all of it under `lock`; a
 replica is never called while the lock is held, except to hand it requests.
 """
 
@@ -120,7 +120,7 @@ class Fleet:
     def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
 
-        Raises what a replica raises that is well.
+        Raises whatever a healthy replica raises.
         """
         try:
             inners = seat.replica.start_many([job.begun or job.request for job in jobs])
@@ -137,11 +137,11 @@ class Fleet:
         return True
 
     def draws_well(self, seat: Seat) -> None:
-        """Take note of a completion that is passed on."""
+        """Reset the count of refused completions: one was passed on."""
         seat.nonfinite = self._blamed_in_a_row = 0
 
     def draws_nonfinite(self, seat: Seat) -> None:
-        """Take note of a completion that is refused."""
+        """Count a refused completion."""
         seat.nonfinite += 1
         self._count("nonfinite_completions", 1)
 

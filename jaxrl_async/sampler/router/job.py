@@ -1,4 +1,4 @@
-"""A request on its way through the router, and the caller who waits for it. Pure host code."""
+"""A request inside the router, and the caller that waits for it. Pure host code."""
 
 import asyncio
 import contextlib

@@ -14,8 +14,8 @@ by identity, so the same weights draw the same tokens. A request that was on the
 replicas when they died is then tried alone: if that replica dies too, the request is to blame and
 is refused. If one request after another is blamed and none is answered, the replicas fail whatever
 they are given, and are given up. Each caller gets exactly one answer; what a replica answers after
-it was taken out is ignored. One thread looks after the replicas; what it does when is decided in
-supervise.py.
+it was taken out is ignored. One thread looks after the replicas; supervise.py decides what it does,
+and when.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Time between two looks at the replicas, seconds; a death is noticed at once."""
+"""Time between two checks of the replicas, seconds; a death is noticed at once."""
 JOIN_S = 10.0
 """Longest wait for the thread that looks after the replicas, seconds."""
 
@@ -69,8 +69,8 @@ class Router:
             limits: When a replica is taken out, and when it is given up. None: the defaults.
             count: Called with the name of each fault and how often (metrics.fault_counts).
             clock: Seconds, monotone.
-            recorded: In a replay, returns the number of the replica for a request; None of it, or
-                no function: choose one.
+            recorded: In a replay, returns the number of the replica for a request; if it returns
+                None, or there is no function, one is chosen.
         """
         self.fleet = Fleet(samplers, limits=limits or RestartLimits(), count=count, clock=clock)
         self._lifetime = Lifetime(self, Router.look_after, name="router")

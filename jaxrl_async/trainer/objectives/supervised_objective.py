@@ -14,7 +14,7 @@ from jax import Array
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import Totals, supervised_loss
-from jaxrl_async.algorithms.segments import first_tokens, sequence_any
+from jaxrl_async.algorithms.segments import any_in_sequence, first_tokens
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
@@ -79,7 +79,7 @@ class SupervisedObjective:
         forward = replace(self.decoder, remat="none")
         matches = greedy_matches(self.spec, trainable, TokenRows.of(micro), forward)
         ends = first_tokens(mask, segments)  # one token of each answer
-        right = ends & ~sequence_any(~matches, mask, segments)
+        right = ends & ~any_in_sequence(~matches, mask, segments)
         means = {
             "sft/accuracy": (jnp.sum(right), jnp.sum(ends)),
             "sft/token_accuracy": (jnp.sum(matches & mask), jnp.sum(mask)),
