@@ -422,8 +422,9 @@ def test_a_rank_chooses_within_the_lookahead():
 def test_a_reuse_that_could_never_fill_a_step_is_refused():
     with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*room for 1 .*max_staleness to 1"):
         buffer(2, 0, reuse=2)
-    with pytest.raises(ConfigError, match=r"buffer\.reuse \(2\).*room for 1 .*max_staleness to 2"):
+    with pytest.raises(ConfigError, match=r"lookahead \(1\).*lookahead=0 or .*max_staleness to 2"):
         buffer(2, 1, reuse=2, lookahead=1)
+    buffer(2, 1, reuse=2, lookahead=0)
 
 
 def test_where_the_too_old_are_dropped_rollouts_run_ahead_and_the_trainer_skips_them(tmp_path):
