@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.advantages import AdvantageFn, StepData, advantage
+from jaxrl_async.algorithms.advantages import AdvantageFn, StepData
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.kl import KLFn
 from jaxrl_async.algorithms.losses import token_inputs
@@ -44,6 +44,7 @@ class Credit:
     algorithm: schema.AlgorithmSection
     teacher: schema.TeacherSection
     advantage: AdvantageFn
+    level: str | None  # that the advantage declares
     kl: KLFn  # of algorithm.kl
     columns: frozenset[str]  # as pass_columns
     teacher_vocab: int | None = None  # tokens that the teacher knows; None: all
@@ -91,7 +92,7 @@ class Credit:
         assert results.proximal is not None, "a KL in the rewards needs the policy's log-probs"
         kl = self.divergence(step.batch, results.proximal, results.reference)
         penalties = step.to_groups(kl_coefficient * kl)
-        return less_penalty(data, penalties, self.algorithm.advantage)
+        return less_penalty(data, penalties, self.level)
 
     def divergence(
         self, batch: PackedBatch, proximal: FloatArray, reference: FloatArray
@@ -125,7 +126,7 @@ class Credit:
 
 
 def less_penalty(
-    data: StepData, penalties: ByGroup, choice: schema.Choice
+    data: StepData, penalties: ByGroup, level: str | None
 ) -> tuple[StepData, dict[str, float]]:
     """Subtract a penalty per token from the rewards; also report the mean of the sequences' sums.
 
@@ -135,7 +136,7 @@ def less_penalty(
     sums = [np.array([p.sum(dtype=np.float64) for p in of_group]) for of_group in penalties]
     flat = np.concatenate(sums)
     report = {"reward/kl": float(flat.mean()) if len(flat) else 0.0}
-    if advantage.facts(choice).level is None:
+    if level is None:
         rewards = tuple(r - s for r, s in zip(data.rewards, sums, strict=True))
         return replace(data, rewards=rewards), report
     before = data.token_rewards or tuple((None,) * len(g) for g in penalties)

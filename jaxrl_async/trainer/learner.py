@@ -109,10 +109,12 @@ class Learner:
             offloads=settings.offload_reference,
         )
         teacher_pass = companions.teacher_pass
+        estimator = advantage.resolve(self._algorithm.advantage)
         self.credit = Credit(
             algorithm=self._algorithm,
             teacher=self._teacher,
-            advantage=advantage.resolve(self._algorithm.advantage),
+            advantage=estimator,
+            level=advantage.facts_of(estimator).level,
             kl=self._objective.recipe.kl,
             columns=columns,
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,

@@ -264,12 +264,13 @@ def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:
     if not is_own(name_of(advantage)):
         return
     where = f"algorithm.advantage = {name_of(advantage)!r}"
-    if not needs_critic(advantage) and critic != CriticSection():
+    needed = needs_critic(advantage)
+    if not needed and critic != CriticSection():
         raise ConfigError(
             f"critic.* is read by nothing: {where} needs no critic. Leave it out, or declare the "
             'need beside the function: @declare(level="token", needs=("values",)).'
         )
-    if needs_critic(advantage) and critic.warmup_steps >= steps:
+    if needed and critic.warmup_steps >= steps:
         raise ConfigError(
             f"critic.warmup_steps ({critic.warmup_steps}) leaves the policy none of run.steps "
             f"({steps}) to learn in. Lower it, or raise run.steps."
