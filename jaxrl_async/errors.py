@@ -81,6 +81,14 @@ class ReplayError(JaxrlError, RuntimeError):
     """A run cannot be replayed from a recorded schedule, or has diverged from it."""
 
 
+class Disconnected(JaxrlError, ConnectionError):
+    """The session with another process has ended; the message says why."""
+
+
+class JoinRefused(JaxrlError, ConnectionRefusedError):
+    """The other side does not let this process join: secret, protocol or model do not fit."""
+
+
 class Closed(JaxrlError, RuntimeError):
     """The part was closed while a caller waited for it: the run is stopping."""
 

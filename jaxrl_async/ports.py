@@ -3,11 +3,11 @@ for what a part can do without."""
 
 import threading
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from jaxrl_async.types import (
     Completion,
@@ -23,6 +23,43 @@ from jaxrl_async.types import (
     Ticket,
     VersionedParams,
 )
+
+Message = TypeVar("Message")
+
+
+class Session(Protocol):
+    """A two-way stream of messages (wire.messages) with one other process: in order, bounded, and
+    checked where it comes in. Any thread may use it."""
+
+    @property
+    def peer(self) -> str:
+        """Name of the other side, for people."""
+        ...
+
+    @property
+    def ended(self) -> str | None:
+        """Why it ended; None: it is open."""
+        ...
+
+    def send(self, message: Any) -> None:
+        """Queue a message; block while too many bytes are queued. Raises Disconnected once it has
+        ended."""
+        ...
+
+    def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
+        """Call a function with each message of a kind, on the session's own thread, in the order of
+        sending. A message without a handler waits for one, and later ones behind it. A handler must
+        return soon; if it raises, the session ends with that reason."""
+        ...
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        """Call a function once with the reason when the session has ended, or now if it has. After
+        it no handler is called."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Send what is queued, tell the other side the reason, and close. Idempotent."""
+        ...
 
 
 class Generate(Protocol):

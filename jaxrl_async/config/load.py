@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxrl_async.config.rules import RULES
-from jaxrl_async.config.schema import MAX_WHOLE, Choice, Choices, Config, Section
+from jaxrl_async.config.schema import Choice, Choices, Config
+from jaxrl_async.config.section import MAX_WHOLE, Section
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 

@@ -6,16 +6,12 @@ together is checked by config/rules.py. Needs no JAX.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 from jaxrl_async.staleness import least_limit
 
-MAX_WHOLE = 2**31 - 1
-"""Largest integer of a setting."""
-Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
-NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
-Count = Annotated[int, Field(ge=1, le=65_536)]
-"""Number of things that are made one by one."""
 Choice = str | dict[str, dict[str, Any]]
 """A registered function by name, or {name: {argument: value}}."""
 Choices = Choice | list[Choice]
@@ -37,19 +33,6 @@ def each_of(choices: Choices | None) -> list[Choice]:
 def arguments_of(choice: Choice) -> dict[str, Any]:
     """Return the function's arguments in a choice."""
     return {} if isinstance(choice, str) else next(iter(choice.values()), {})
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, refuses unknown keys, takes help texts from docstrings."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    def is_set(self, name: str) -> bool:
-        """Return whether a setting differs from its default, written down or not."""
-        default = type(self).model_fields[name].get_default(call_default_factory=True)
-        return bool(getattr(self, name) != default)
 
 
 class RunSection(Section):
@@ -126,10 +109,22 @@ class MeshSection(Section):
     sampler."""
     colocated: bool = False
     """Run trainer and sampler on the same devices, in turns, still asynchronously."""
+    samplers_in: Literal["threads", "processes", "elsewhere"] = "threads"
+    """Where the samplers run: in threads of this process, on slices of its devices; in processes of
+    their own, which the run starts on this machine; or elsewhere: in processes that join the run
+    (python -m jaxrl_async.sample --join HOST:PORT)."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether the samplers run in processes of their own, so that the mesh is the trainer's."""
+        return self.samplers_in != "threads"
 
     @property
     def num_devices(self) -> int:
-        """Devices that the run needs: the larger slice if colocated, else all slices."""
+        """Devices that the run's own process needs: the larger slice if colocated, else all slices;
+        the trainer's alone if the samplers are processes of their own."""
+        if self.remote:
+            return self.trainer.num_devices
         both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
         return max(both) if self.colocated else sum(both)
 
@@ -494,7 +489,7 @@ class TrainerSection(Section):
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """What stays in host memory while not in use: AdamW's moments and master weights (optimizer),
     loaded for each update; the reference policy, loaded for a pass of its own."""
-    compiler_options: dict[str, str] = {}
+    compiler_options: dict[str, str] = Field({})
     """XLA compiler options for the update, by name; TPU options are refused on other platforms."""
     max_skipped_steps: Positive = 3
     """Consecutive non-finite steps that stop the run."""
@@ -607,6 +602,7 @@ class Config(Section):
     run: RunSection = RunSection()
     distributed: DistributedSection = DistributedSection()
     mesh: MeshSection = MeshSection()
+    remote: RemoteSection = RemoteSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     warm_start: WarmStartSection = WarmStartSection()

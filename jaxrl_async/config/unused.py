@@ -15,10 +15,10 @@ from jaxrl_async.config.schema import (
     Config,
     CriticSection,
     ReferenceSection,
-    Section,
     TeacherSection,
     name_of,
 )
+from jaxrl_async.config.section import Section
 from jaxrl_async.config.userfile import is_own
 
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {

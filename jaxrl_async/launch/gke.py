@@ -24,7 +24,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.processes import run_devices_per_process
-from jaxrl_async.config.schema import Config, Positive, Section
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.section import Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.run.signals import PREEMPTED_CODE

@@ -1,0 +1,88 @@
+"""The seam between what weights travel over and who sends which version to whom.
+
+    trainer's side      Offering.offer ──where──> Offer ──session──> Fetching.fetch      sampler's side
+                            ^                                            │
+                            └─────────── pieces, from the first source that has them
+
+Transports know arrays, shards and addresses; outbox.py and source.py know versions and samplers.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxrl_async.model.spec import Params
+
+
+class Offering(Protocol):
+    """The trainer's side of a transport."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT from which the pieces can be fetched; "": there is none (folder)."""
+        ...
+
+    def offer(self, version: int, params: Params) -> Mapping[str, Any]:
+        """Make weights available until they are withdrawn; return what a Fetching needs, as JSON.
+
+        params: a private copy, on the trainer's devices, of which this process holds its part.
+        Waits for the arrays. Called on one thread, never the trainer's.
+        """
+        ...
+
+    def withdraw(self, version: int) -> None:
+        """Let go of a version: nobody fetches it any more. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        ...
+
+
+class Fetching(Protocol):
+    """The sampler's side of a transport; it passes on what it has fetched, too."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT at which it passes weights on; "": it does not."""
+        ...
+
+    def fetch(
+        self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
+    ) -> "Fetched":
+        """Fetch the pieces that this process's devices need, into arrays in the sampler's
+        shardings, and compare their checksums with the trainer's.
+
+        Args:
+            version: of the weights.
+            where: what `Offering.offer` returned.
+            sources: addresses to fetch from, the best first; a source that fails is left for the
+                next, and pieces that have come are kept.
+            abort: set when a newer version is offered.
+
+        Raises WeightsError if no source has them, if a checksum differs or if it was aborted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop passing on, and let go of everything. Idempotent."""
+        ...
+
+
+class Fetched(Protocol):
+    """Weights that have come."""
+
+    @property
+    def params(self) -> Params:
+        """The arrays, complete, in the sampler's shardings."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were fetched."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where most of them came from."""
+        ...
