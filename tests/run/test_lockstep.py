@@ -120,6 +120,7 @@ class Together(Lockstep):
 
     def __init__(self, index: int, count: int, table: list, barrier: threading.Barrier) -> None:
         self.index, self.count, self.writes = index, count, index == 0
+        self.players, self.plays, self.player = count, True, index
         self._table, self._barrier = table, barrier
 
     def gather(self, message: bytes) -> list[bytes]:
