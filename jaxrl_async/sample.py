@@ -70,8 +70,8 @@ def axes_of(text: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdigit() or not int(size):
             raise ConfigError(
-                f"--mesh {text}: {part!r} is no axis. Give AXIS=SIZE, separated by commas, with the "
-                f"axes {', '.join(AXES)}: for example --mesh tensor=4."
+                f"--mesh {text}: {part!r} is no axis. Give AXIS=SIZE, separated by commas, of "
+                f"{', '.join(AXES)}: for example --mesh tensor=4."
             )
         axes[name] = int(size)
     return axes

@@ -48,19 +48,23 @@ class Lockstep:
 
     def __init__(self, *, first_plays: bool = False) -> None:
         """first_plays: only the first process plays rollouts."""
-        self.count, self.index = 1, 0
+        index, count = 0, 1
         if jax.distributed.is_initialized():
-            self.count, self.index = jax.process_count(), jax.process_index()
-        self.writes = self.index == 0  # logs, metrics, ledger, report
-        self.players = 1 if first_plays else self.count  # processes with rollouts, the first ones
-        self.plays = self.index < self.players
-        self.player = self.index if self.plays else 0  # whose share of the data this one reads
+            index, count = jax.process_index(), jax.process_count()
+        self._place(index, count, first_plays=first_plays)
         if self.count > 1:
             first = {d.process_index: d for d in reversed(jax.devices())}
             mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
             self._by_process = NamedSharding(mesh, PartitionSpec("process"))
             everywhere = NamedSharding(mesh, PartitionSpec())
             self._share = jax.jit(lambda x: x, out_shardings=everywhere)
+
+    def _place(self, index: int, count: int, *, first_plays: bool) -> None:
+        self.index, self.count = index, count
+        self.writes = index == 0  # logs, metrics, ledger, report
+        self.players = 1 if first_plays else count  # processes with rollouts, the first ones
+        self.plays = index < self.players
+        self.player = index if self.plays else 0  # whose share of the data this one reads
 
     # ---- what differs between one process and several
 
