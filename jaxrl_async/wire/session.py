@@ -39,6 +39,7 @@ class WireLimits:
     queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
     join_s: float = 10.0  # for the handshake, before the secret is proved
     max_joining: int = 64  # connections at once that have not proved it yet
+    max_sessions: int = 1024  # at once
 
     @classmethod
     def of(cls, remote: RemoteSection) -> "WireLimits":
