@@ -34,81 +34,26 @@ from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelStats:
-    """The last transfer's times and size; `published` counts all."""
-
-    published: int = 0  # updates since the start
-    transfer_bytes: int = 0  # moved to one sampler
-    publish_s: float = 0.0  # the trainer's time in publish, waiting included, seconds
-    wait_s: float = 0.0  # of that, until the update before was taken, seconds
-    transfer_s: float = 0.0  # from publish to complete, as the samplers' polls saw it, seconds
-    live_s: float = 0.0  # from publish to live in every sampler, seconds
-
-
-@dataclass(slots=True, kw_only=True)
-class _End:
-    """One sampler's place at the channel. Changed under the channel's lock."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _End(Standing):
+    """One local sampler's place at the channel. Changed under the channel's lock."""
 
     link: Link
-    live_version: int
     staged: Delivery | None = None
     taken: Delivery | None = None  # polled, but not live yet
     holder: int = 0  # number of the subscription that holds it; older ones are ignored
-    away: bool = False  # no sampler draws here now
     wake: threading.Event = field(default_factory=threading.Event)  # a placeholder before `attach`
 
     @property
     def pending(self) -> bool:
         """Whether a sampler has yet to take its update."""
-        return self.staged is not None and not self.away
-
-
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
-    """What the trainer's and the samplers' threads share; `changed` guards it."""
-
-    ends: tuple[_End, ...]
-    live_version: int  # every sampler draws from it, or from something newer
-    on_live: Callable[[int], None]
-    count: Callable[[str], None]
-    clock: Clock
-    published_at: dict[int, float] = field(default_factory=dict)  # of versions not live everywhere
-    stats: ChannelStats = field(default_factory=ChannelStats)
-    closed: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def all_taken(self) -> bool:
-        """Whether no sampler has yet to take its update."""
-        return not any(end.pending for end in self.ends)
-
-    def seconds_since_publish(self, version: int) -> float:
-        """Return the age of a version that is not live everywhere; 0 for any other."""
-        now = self.clock()
-        return now - self.published_at.get(version, now)
-
-    def raise_live(self) -> int | None:
-        """Move `live_version` up to the lowest of all samplers; return it if it rose."""
-        lowest = min((e.live_version for e in self.ends if not e.away), default=self.live_version)
-        if lowest <= self.live_version:
-            return None
-        self.live_version = lowest
-        self.stats = replace(self.stats, live_s=self.seconds_since_publish(lowest))
-        self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
-        self.changed.notify_all()
-        return lowest
-
-    def raise_if_closed(self) -> None:
-        """Raise Closed once the channel is closed."""
-        if self.closed:
-            raise Closed("the weight channel is closed: the run is stopping")
+        return self.staged is not None and self.counts
 
 
 class Subscription:
     """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
 
-    def __init__(self, exchange: _Exchange, end: _End) -> None:
+    def __init__(self, exchange: Exchange, end: _End) -> None:
         self._exchange, self._end, self._number = exchange, end, end.holder
 
     @property
@@ -152,9 +97,8 @@ class Subscription:
             if not self.holds:
                 return
             self._end.live_version, self._end.taken = version, None
-            lowest = self._exchange.raise_live()
-        if lowest is not None:
-            self._exchange.on_live(lowest)
+            self._exchange.raise_live()
+        self._exchange.tell()
 
     def attach(self, wake: threading.Event) -> None:
         """Set this event at every publish and at close, and now if either has happened."""
@@ -173,12 +117,11 @@ class Subscription:
                 return
             end = self._end
             end.holder += 1
-            end.away = True
+            end.counts = False
             end.staged, end.taken = end.staged or end.taken, None
-            lowest = self._exchange.raise_live()
+            self._exchange.raise_live()
             self._exchange.changed.notify_all()
-        if lowest is not None:
-            self._exchange.on_live(lowest)
+        self._exchange.tell()
 
     def rejoin(self) -> "Subscription":
         """Return the end for the replacement of this sampler, which has left.
@@ -189,8 +132,8 @@ class Subscription:
         with self._exchange.changed:
             self._exchange.raise_if_closed()
             end = self._end
-            assert end.away and end.holder == self._number + 1, "it left, and nobody came since"
-            end.away, end.wake = False, threading.Event()
+            assert not end.counts and end.holder == self._number + 1, "it left, and nobody came since"
+            end.counts, end.wake = True, threading.Event()
             return Subscription(self._exchange, end)
 
     def _take(self, delivery: Delivery) -> bool:
@@ -262,7 +205,7 @@ class WeightChannel:
         """
         self.links = tuple(links)
         self._expected, self._checksum = expected, checksum
-        self._exchange = _Exchange(
+        self._exchange = Exchange(
             ends=tuple(_End(link=link, live_version=version) for link in self.links),
             live_version=version,
             on_live=on_live,
