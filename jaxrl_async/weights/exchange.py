@@ -27,7 +27,7 @@ class ChannelStats:
     wait_s: float = 0.0  # of that, until the update before was taken, seconds
     transfer_s: float = 0.0  # from publish to complete, in the last sampler so far, seconds
     live_s: float = 0.0  # from publish to live in every sampler, seconds
-    remote: Traffic = Traffic()  # to samplers in processes of their own
+    remote: Traffic = field(default_factory=Traffic)  # to samplers in processes of their own
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,6 +73,12 @@ class Exchange:
         """Return the age of a version that is not live everywhere; 0 for any other."""
         now = self.clock()
         return now - self.published_at.get(version, now)
+
+    def arrived(self, version: int) -> None:
+        """Take note that a remote sampler has every byte of a version: the last so far."""
+        with self.changed:
+            since_s = self.seconds_since_publish(version)
+            self.stats = replace(self.stats, transfer_s=since_s)
 
     def raise_live(self) -> None:
         """Move `live_version` up to the lowest of all that count. Under the lock; call `tell`
