@@ -121,8 +121,8 @@ class RemoteEnd:
             self._outbox.live(self._taker, _checked(message.version), self._enter)
         self._exchange.tell()
         with self._exchange.changed:
-            entered = self._entered and not self._left
-            callbacks, self._callbacks = (self._callbacks if entered else []), []
+            callbacks = list(self._callbacks) if self.entered else []
+            del self._callbacks[: len(callbacks)]
         for callback in callbacks:
             callback()
 
