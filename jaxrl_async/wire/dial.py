@@ -118,7 +118,7 @@ class _Call:
                     raise Disconnected(f"{self._place.address} hung up")
                 frame = steps.send(answer)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]  # a generator's return value
+            return done.value
         except ValueError as error:
             raise JoinRefused(
                 f"{self._place.address} is no trainer of this kind: {error}"

@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 from jaxrl_async import __version__, codec
 from jaxrl_async.errors import JoinRefused
+from jaxrl_async.wire.fitting import check_fits
 from jaxrl_async.wire.frames import FRAME_BYTES, REASON_BYTES
 from jaxrl_async.wire.messages import PROTOCOL, Hello, Welcome
 from jaxrl_async.wire.secret import (
@@ -58,6 +59,7 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
     hello = codec.loads(memoryview(_content(frame, HELLO, HELLO_BYTES)), (Hello,))
     if not isinstance(hello, Hello):
         raise ValueError("no Hello")
+    check_fits(hello)
     return hello
 
 
@@ -74,6 +76,7 @@ def ask_to_join(secret: bytes, hello: Hello) -> Generator[bytes, bytes, Welcome]
     welcome = codec.loads(memoryview(_content(frame, WELCOME, FRAME_BYTES)), (Welcome,))
     if not isinstance(welcome, Welcome):
         raise ValueError("no Welcome")
+    check_fits(welcome)
     return welcome
 
 

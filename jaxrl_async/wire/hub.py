@@ -7,7 +7,7 @@ gRPC without the secret gets a few bytes read within join_s, in one of max_joini
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -100,7 +100,7 @@ class Hub:
         if hello is not None:
             yield from self._joined(hello, incoming, context)
 
-    def _admit(self, incoming: Iterator[bytes], peer: str) -> Iterator[bytes]:
+    def _admit(self, incoming: Iterator[bytes], peer: str) -> Generator[bytes, None, Hello | None]:
         """Yield the frames of the handshake; return the Hello, or None."""
         steps = admit_sampler(self._secret)
         next(steps)

@@ -1,12 +1,17 @@
 """What both sides of a gRPC connection share. Frames travel as they are: one call, streamed both
 ways, without protocol buffers."""
 
+import os
 from collections.abc import Iterator
 
 import grpc
 
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
+
+# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No forked child
+# of this package uses it. It reads this with the first channel or server.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 SERVICE = "jaxrl_async.Wire"
 METHOD = "Session"
