@@ -167,13 +167,15 @@ class Members:
         with self._changed:
             if self._closing:
                 raise JoinRefused("the run is about to end")
-            if hello.name in self._sessions:
+            earlier = self._sessions.get(hello.name)
+            if earlier is not None and not hello.rejoins:
                 raise JoinRefused(
-                    f"a sampler called {hello.name!r} is there already. Give each its own --name; "
-                    "if this one was cut off, the other is forgotten after remote.silence_s."
+                    f"a sampler called {hello.name!r} is there already: give each its own --name."
                 )
             self._sessions[hello.name] = session
-        session.on_end(lambda reason: self._gone(hello.name, reason))
+        if earlier is not None:
+            earlier.begin_end("it has joined anew over another connection")
+        session.on_end(lambda reason: self._gone(hello.name, session, reason))
         replica = RemoteReplica(
             session,
             self._check,
@@ -193,8 +195,9 @@ class Members:
             self._entered += 1
             self._changed.notify_all()
 
-    def _gone(self, name: str, reason: str) -> None:
+    def _gone(self, name: str, session: WireSession, reason: str) -> None:
         with self._changed:
-            self._sessions.pop(name, None)
+            if self._sessions.get(name) is session:
+                del self._sessions[name]
             self._changed.notify_all()
         log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)

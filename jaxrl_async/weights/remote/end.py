@@ -86,6 +86,13 @@ class RemoteEnd:
                 self._standing.live_version, self._standing.counts = version, True
                 self._exchange.raise_live()
 
+    def release(self) -> None:
+        """See outbox.Recipient."""
+        with self._exchange.changed:
+            if not self._entered:
+                self._standing.counts = False
+                self._exchange.raise_live()
+
     def settle(self) -> None:
         """See outbox.Recipient."""
         self._exchange.tell()
@@ -121,8 +128,8 @@ class RemoteEnd:
             self._outbox.live(self._taker, _checked(message.version), self._enter)
         self._exchange.tell()
         with self._exchange.changed:
-            entered = self._entered and not self._left
-            callbacks, self._callbacks = (self._callbacks if entered else []), []
+            callbacks = list(self._callbacks) if self.entered else []
+            del self._callbacks[: len(callbacks)]
         for callback in callbacks:
             callback()
 
@@ -133,8 +140,10 @@ class RemoteEnd:
                 return True
             if not self._exchange.enter(self._standing, version):
                 return False
-            self._entered = True
-            return True
+            joins, self._entered = not self._entered, True
+        if joins:
+            self._outbox.joined()
+        return True
 
 
 def _checked(version: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxrl_async.config.remote_section import RemoteSection
@@ -45,6 +46,10 @@ class Recipient(Protocol):
 
     def hold(self, version: int) -> None:
         """Keep the live version from rising past this one until the sampler has joined."""
+        ...
+
+    def release(self) -> None:
+        """Undo `hold`."""
         ...
 
     def settle(self) -> None:
@@ -83,7 +88,9 @@ class WeightOutbox:
             copy: makes a private copy in the trainer's shardings (conversion.PrivateCopy).
             offering: the transport.
             section: fanout, transfer_timeout_s and wait_s.
-            checksum: send the arrays' checksums, with which samplers compare what they have.
+            checksum: send the arrays' checksums, with which samplers compare what is on their
+                devices, too; every transport compares what has come to the host. Not done for
+                arrays that span several processes.
             count: called with the name of each fault (metrics.fault_counts).
             clock: seconds, monotone.
         """
@@ -182,14 +189,15 @@ class WeightOutbox:
         Then it is offered a newer one, and the live version waits for it.
         """
         with self._changed:
-            first = taker.live is None or taker.late
-            self._transfers.live(taker, version)
-            taker.late = not enter(version)
+            self._transfers.live(taker, version, enter)
             if taker.late:
                 self._traffic = replace(self._traffic, late=self._traffic.late + 1)
-            elif first:
-                self._traffic = replace(self._traffic, joins=self._traffic.joins + 1)
             self._look()
+
+    def joined(self) -> None:
+        """Count a sampler that has entered."""
+        with self._changed:
+            self._traffic = replace(self._traffic, joins=self._traffic.joins + 1)
 
     def traffic(self) -> Traffic:
         """Return a consistent reading."""
@@ -228,10 +236,15 @@ class WeightOutbox:
         with self._changed:
             for taker in self._transfers.expired(self._clock()):
                 self._repeat(taker, f"not done within {self.section.transfer_timeout_s:g} s")
+            released = [self._recipients[taker] for taker in self._transfers.unheld(self._clock())]
+            for recipient in released:
+                recipient.release()
             withdrawn = self._transfers.outdated()
             self._transfers.drop(withdrawn)
             update, before = self._next_kept()
             self._transfers.drop(before)
+        for recipient in released:
+            recipient.settle()
         for version in (*withdrawn, *before):
             self._kept.pop(version, None)
             self._offering.withdraw(version)
@@ -242,7 +255,7 @@ class WeightOutbox:
             recipients = [self._recipients[offer.taker] for offer in offers]
             for offer, recipient in zip(offers, recipients, strict=True):
                 offer.taker.sending = True
-                if offer.taker.late:
+                if offer.taker.held_until_s is not None:
                     recipient.hold(offer.version)
             self._news = self._news or bool(offers) or update is not None
         for offer, recipient in zip(offers, recipients, strict=True):
@@ -284,14 +297,15 @@ class WeightOutbox:
             self._transfers.keep(update.version)
 
     def _offered(self, update: VersionedParams) -> _Kept:
-        sums = Sums(update.params) if self._checksum else None
+        whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(update.params))
+        sums = Sums(update.params) if self._checksum and whole else None
         where = dict(self._offering.offer(update.version, update.params))
         where["layout"] = self.manifest.layout_hash
         if sums is not None:
-            whole = sums.read()
-            if whole is None:
+            numbers = sums.read()
+            if numbers is None:
                 raise WeightsError("copies of one array differ between the trainer's devices")
-            where["sums"] = whole.tolist()
+            where["sums"] = numbers.tolist()
         probe = update.probe_logprobs
         return _Kept(
             where=where,

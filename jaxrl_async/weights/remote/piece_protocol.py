@@ -1,7 +1,7 @@
 """What a piece server and its clients say to each other over a socket.
 
     client                                       server
-      │ greeting, 8 bytes ─────────────────────> │   then the guard: secret, TLS
+      │ greeting, 8 bytes ─────────────────────> │   then TLS, and the secret's proof
       │ request: kind, version, array, box ────> │   several may be under way
       │ <──────────────── answer: status, size, checksum │ the piece's bytes
       │ <──────────────── WAIT: it is to come, 10 a second
@@ -32,19 +32,6 @@ SLICE_S = 0.2
 
 class PeerError(WeightsError):
     """The other side of a connection broke it, was silent, or said what makes no sense."""
-
-
-def _unguarded(connection: socket.socket) -> socket.socket:
-    return connection
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """What both sides do with a new connection before any request: prove that they know the
-    shared secret, encrypt. Both raise an OSError or a WeightsError to refuse it."""
-
-    client: Callable[[socket.socket], socket.socket] = _unguarded
-    server: Callable[[socket.socket], socket.socket] = _unguarded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +136,3 @@ class Line:
             raise PeerError(reason)
         if time.monotonic() - heard > self._silence_s:
             raise PeerError(f"nothing came or went for {self._silence_s:g} s")
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split HOST:PORT. Raises PeerError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) < 65536:
-        raise PeerError(f"{address!r} is no address of the form HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_async.errors import WeightsError
+from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.weights.remote.assembly import Assembly
+from jaxrl_async.weights.remote.guard import Guard
 from jaxrl_async.weights.remote.piece_protocol import (
     GREETING,
-    Guard,
     Line,
     PeerError,
     PieceRequest,
-    host_and_port,
 )
 from jaxrl_async.weights.remote.pieces import Piece
+from jaxrl_async.wire.address import parse_address
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""Longest wait for a connection, and for the secret's exchange, seconds."""
+"""Longest wait for a connection, seconds."""
 REQUESTS_AHEAD = 8
 """Requests that a connection has under way, so that a piece's bytes follow those before."""
 STREAMS = 2
@@ -100,7 +100,7 @@ def _stream(
     """Pull pieces over one connection until none is left."""
     try:
         connection = _connect(address, settings.guard)
-    except (OSError, WeightsError) as error:
+    except (OSError, ConfigError) as error:
         with result.lock:
             result.errors.append(f"{address}: {error}")
         return
@@ -159,12 +159,13 @@ def _next(left: deque[Piece]) -> Piece | None:
 
 
 def _connect(address: str, guard: Guard) -> socket.socket:
-    connection = socket.create_connection(host_and_port(address), timeout=CONNECT_S)
+    at = parse_address(address)
+    connection = socket.create_connection((at.host, at.port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
         connection.sendall(GREETING)
-        return guard.client(connection)
+        return guard.as_client(connection)
     except BaseException:
         connection.close()
         raise

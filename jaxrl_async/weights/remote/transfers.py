@@ -7,9 +7,13 @@
 A sampler fetches one version at a time and is offered the next, the newest then, once it draws from
 that. So a slow one skips versions, and nobody waits for it. At most two versions are kept: the
 newest, for whoever joins, and the one that a slow sampler still fetches.
+
+One that comes to join with weights older than the live ones is held for at its next transfer: the
+live version does not rise past that offer until it has joined. Otherwise a sampler that fetches
+more slowly than the others could be too late each time, for ever.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jaxrl_async.errors import WeightsError
@@ -35,6 +39,7 @@ class Taker:
     staged: int | None = None  # the newest version that it has
     live: int | None = None  # the version that it draws from
     late: bool = False  # it came to join with a version older than the live one
+    held_until_s: float | None = None  # until then the live version waits for it to join
     sending: bool = False  # its last offer waits until the session has room
     due_s: float = 0.0  # when its transfer must be done, or when it may be offered one again
     failures: int = 0  # transfers in a row
@@ -134,14 +139,19 @@ class Transfers:
             taker.fetching, taker.due_s = None, 0.0
         return True
 
-    def live(self, taker: Taker, version: int) -> None:
-        """Take note that a sampler draws from a version. Raises WeightsError if it cannot."""
+    def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:
+        """Take note that a sampler draws from a version. Raises WeightsError if it cannot.
+
+        enter: lets it join with this version; returns False if that is too old.
+        """
         if taker.staged is None or not (taker.live or 0) <= version <= taker.staged:
             raise WeightsError(
                 f"{taker.name} says that it draws from version {version}, but has "
                 f"{'nothing' if taker.staged is None else f'version {taker.staged}'}"
             )
         taker.live = version
+        taker.late = not enter(version)
+        taker.held_until_s = None if not taker.late else taker.held_until_s
 
     def torn(self, taker: Taker, version: int, now_s: float) -> bool:
         """Take note that a transfer has failed; return whether it was under way."""
@@ -157,14 +167,23 @@ class Transfers:
             self._fail(taker, now_s)
         return late
 
+    def unheld(self, now_s: float) -> list[Taker]:
+        """Return the samplers that were held for long enough: the live version waits no more."""
+        unheld = [t for t in self.takers if t.held_until_s is not None and now_s >= t.held_until_s]
+        for taker in unheld:
+            taker.late, taker.held_until_s = False, None
+        return unheld
+
     def next_s(self, now_s: float) -> float | None:
         """Return when something becomes due by itself; None: nothing does."""
         times = [t.due_s for t in self.takers if t.fetching is not None or t.due_s > now_s]
+        times += [t.held_until_s for t in self.takers if t.held_until_s is not None]
         return min(times, default=None)
 
     def _offer(self, taker: Taker, version: int, now_s: float, trainer: str) -> DueOffer:
         taker.offered = taker.fetching = version
         taker.due_s = now_s + self.timeout_s
+        taker.held_until_s = taker.due_s if taker.late else None
         holders = self.holders.setdefault(version, [])
         holders.append(taker)
         sources = tree.sources([t.address for t in holders], self.fanout, trainer)[-1]
@@ -174,6 +193,8 @@ class Transfers:
         self._stop(taker)
         taker.due_s = now_s + backoff_s(RETRY_S, taker.failures)
         taker.failures += 1
+        if taker.held_until_s is not None:
+            taker.held_until_s = now_s
 
     def _stop(self, taker: Taker) -> None:
         """End the transfer to a sampler, which passes nothing of it on."""

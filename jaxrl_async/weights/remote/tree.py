@@ -1,25 +1,20 @@
-"""The tree along which samplers pass weights on: who fetches from whom, and what comes next.
+"""The tree along which samplers pass weights on: who fetches from whom, and from whom next.
 
-    fanout 2, members in order of joining:        trainer
-                                                 ┌───┴───┐
-                                                 0       1
-                                               ┌─┴─┐   ┌─┴─┐
-                                               2   3   4   5
+    fanout 2, members in order of joining:      trainer
+                                              ┌────┴────┐
+                                              0         1
+                                            ┌─┴─┐     ┌─┴─┐
+                                            2   3     4   5      sources of 5:  1, 0, trainer
 
-Each member's sources are its ancestors, nearest first, then the other members above it, the
-trainer last. A source that has died is left for the next one at once: nobody needs to be told. No
-member is a source of one that is above it, so that none waits for itself in a circle.
+A member's sources are its parent, its parent's siblings, its grandparent and so on; the trainer is
+the last. A source that has died is left for the next one at once: nobody needs to be told. All of a
+member's sources joined before it, so that nobody waits for himself in a circle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 MOST_SOURCES = 8
 """Sources of one member: enough for several deaths at once."""
-
-
-def parent_of(place: int, fanout: int) -> int:
-    """Return the place of a member's parent; -1: the trainer."""
-    return place // fanout - 1
 
 
 def sources(members: Sequence[str], fanout: int, trainer: str) -> tuple[tuple[str, ...], ...]:
@@ -27,29 +22,31 @@ def sources(members: Sequence[str], fanout: int, trainer: str) -> tuple[tuple[st
 
     Args:
         members: Their addresses in the order in which they joined; "": one that passes nothing
-            on, which is nobody's source. Appending one changes nothing for the others.
+            on, and is nobody's source. Appending one changes nothing for the others.
         fanout: To how many the trainer, and each member, sends the weights itself.
-        trainer: Its address; "": it has none and is left out.
+        trainer: Its address; "": it has none, and is left out.
     """
-    passing = [n for n, address in enumerate(members) if address]
-    places = {n: place for place, n in enumerate(passing)}
     last = (trainer,) if trainer else ()
+    passing: list[str] = []
     found = []
-    for number in range(len(members)):
-        place = places.get(number, sum(n < number for n in passing))
-        chain = []
-        above = parent_of(place, fanout)
-        while above >= 0:
-            chain.append(above)
-            above = parent_of(above, fanout)
-        others = [p for p in _nearby(place, fanout) if p not in chain]
-        chosen = [members[passing[p]] for p in [*chain, *others][: MOST_SOURCES - 1]]
-        found.append((*chosen, *last))
+    for member in members:
+        above = [passing[place] for place in _places_above(len(passing), fanout)]
+        found.append((*above[: MOST_SOURCES - len(last)], *last))
+        if member:
+            passing.append(member)
     return tuple(found)
 
 
-def _nearby(place: int, fanout: int) -> range:
-    """Return the places of the parent's level that are before the member's own level, rotated so
-    that the children of one dead member go to different ones."""
-    parent = parent_of(place, fanout)
-    return range(max(parent - 1, -1), max(parent - MOST_SOURCES, -1), -1)
+def _places_above(place: int, fanout: int) -> Iterator[int]:
+    """Yield parent and its siblings, grandparent and its siblings, and so on; all before `place`.
+
+    Children of one parent begin at different siblings of it, so that they part when it dies.
+    """
+    parent, turn = place // fanout - 1, place % fanout
+    while parent >= 0:
+        yield parent
+        eldest = parent // fanout * fanout
+        siblings = [p for p in range(eldest, eldest + fanout) if p != parent and p < place]
+        turned = turn % max(len(siblings), 1)
+        yield from siblings[turned:] + siblings[:turned]
+        parent = parent // fanout - 1
