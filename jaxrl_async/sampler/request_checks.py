@@ -6,7 +6,7 @@ sampler works with: nothing that the caller does to its arrays later reaches the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ LARGEST = float(np.finfo(np.float32).max)
 """Largest number of float32, which the device works with."""
 INT32_END = 2**31
 """One more than the largest int32: keys, branches and counts stay below it."""
+FRESH = -1
+"""First number of the keys that requests without one get: no prompt has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,31 @@ class Room:
     kv_shape: tuple[int, int, int] | None = None  # layers, kv_heads, head_dim
     kv_dtype: str | None = None
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
+
+
+class RequestCheck:
+    """Checks requests where they come in, whichever sampler will serve them, and gives those
+    without a key a fresh one."""
+
+    def __init__(self, room: Room, fresh_keys: Iterator[int]) -> None:
+        """fresh_keys: numbers for requests that come without a key."""
+        self.room, self._keys = room, fresh_keys
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as a sampler will serve them. Raises RolloutError for one that cannot
+        be served, which names the field."""
+        return [
+            checked_partial(r, self.room)
+            if isinstance(r, Partial)
+            else self._keyed(checked_request(r, self.room))
+            for r in requests
+        ]
+
+    def _keyed(self, request: Request) -> Request:
+        """Give a request without a key a fresh one."""
+        if request.key is not None:
+            return request
+        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
 
 
 def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:

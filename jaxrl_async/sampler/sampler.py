@@ -64,6 +64,8 @@ class Sampler:
     """
 
     has_logprobs: bool = True  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
 
     def __init__(
         self,
