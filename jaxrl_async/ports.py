@@ -3,9 +3,9 @@ for what a part can do without."""
 
 import threading
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -117,7 +117,8 @@ class Departure:
     """How a replica left on its own accord."""
 
     reason: str
-    partials: tuple[Partial, ...] = ()  # its running requests that had drawn a token
+    # of its running requests: what they had drawn, by the future of each; others had drawn nothing
+    partials: Mapping["ThreadFuture[Completion]", Partial] = field(default_factory=dict)
 
 
 class Replica(Protocol):

@@ -116,7 +116,7 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
         )
     if request.key is None:
         raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
-    drawn = _ids(saved.token_ids, room.vocab)
+    drawn = checked_ids(saved.token_ids, room.vocab)
     if isinstance(drawn, str):
         raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
     count, wanted = len(drawn), num_wanted(request)
@@ -137,9 +137,9 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
                 f"{name}: {field} is not one number for each of its {count} tokens. Give what a "
                 "sampler saved."
             )
-    _check_masks(name, saved, request, count)
+    check_masks(name, saved, request, count)
     _check_kv(name, saved, len(request.token_ids) + count, room)
-    _check_experts(name, saved, len(request.token_ids) + count - 1, room)
+    check_experts(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **columns)
 
 
@@ -165,7 +165,7 @@ def _whole(request: Request, field: str, value: Any, least: int, end: int) -> in
     return int(value)
 
 
-def _ids(values: Any, vocab: int | None) -> IntArray | str:
+def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
     """Return token ids as a new array, or a text that says what is wrong with them."""
     try:
         given = np.asarray(values)
@@ -183,7 +183,7 @@ def _ids(values: Any, vocab: int | None) -> IntArray | str:
 
 
 def _prompt(request: Request, room: Room) -> IntArray:
-    ids = _ids(request.token_ids, room.vocab)
+    ids = checked_ids(request.token_ids, room.vocab)
     if isinstance(ids, str):
         raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
     if not len(ids):
@@ -287,7 +287,7 @@ def _row(values: Any, count: int, dtype: type) -> Any:
     return values.astype(dtype)
 
 
-def _check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
+def check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
     """Raise RolloutError unless the columns that `extras` asks for cover every drawn token."""
     kept = saved.kept
     if request.extras and count and (saved.full_logprobs is None or kept is None):
@@ -335,7 +335,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         )
 
 
-def _check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids

@@ -115,7 +115,11 @@ class ScriptedReplica:
 
     def leave(self, partials: Sequence[Partial] = ()) -> None:
         """Hand back these requests, and end."""
-        self.departure = Departure(reason="told to", partials=tuple(partials))
+        drawn = {p.request.request_id: p for p in partials}
+        held = [(_request(given).request_id, future) for given, future in self.held]
+        self.departure = Departure(
+            reason="told to", partials={f: drawn[i] for i, f in held if i in drawn}
+        )
         self.error = Disconnected("told to")
         self._fail(self.error)
 

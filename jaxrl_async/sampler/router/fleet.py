@@ -333,9 +333,9 @@ class Fleet:
             seat.out_at = self._clock()
             jobs = list(seat.jobs)
             seat.jobs.clear()
+            moved = self._judge(seat, kind, jobs)
             for job in jobs:
                 job.inner = None
-            moved = self._judge(seat, kind, jobs)
             guilty = jobs if self._is_to_blame(jobs) else []
             self._blamed_in_a_row += len(guilty)
             back = [job for job in jobs if job not in guilty]
@@ -373,17 +373,19 @@ class Fleet:
     def _judge(seat: Seat, kind: Trouble, jobs: Sequence[RouterJob]) -> int:
         """Note in the requests what the end of their replica says about them; return how many
         continue from what it handed back."""
-        left, blamed = seat.replica.departure, seat.replica.blamed
-        partials = {} if left is None else {p.request.request_id: p for p in left.partials}
+        departure, blamed, moved = seat.replica.departure, seat.replica.blamed, 0
         for job in jobs:
-            request_id = job.request.request_id
-            if kind is Trouble.LEFT:
-                job.moved(partials.get(request_id))
-            elif kind is Trouble.DEAD and request_id in blamed:
+            if departure is not None:
+                partial = departure.partials.get(job.inner) if job.inner is not None else None
+                job.moved(partial)
+                moved += partial is not None
+            elif job.request.request_id not in blamed:
+                continue
+            elif kind is Trouble.DEAD:
                 job.died.append(seat.number)
-            elif kind is Trouble.CUT_OFF and request_id in blamed:
+            elif kind is Trouble.CUT_OFF:
                 job.cut_off += 1
-        return sum(job.request.request_id in partials for job in jobs)
+        return moved
 
     def _is_to_blame(self, jobs: Sequence[RouterJob]) -> bool:
         """Return whether the only request of a replica caused its death.

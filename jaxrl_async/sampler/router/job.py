@@ -52,10 +52,10 @@ class RouterJob:
     def settle(self, result: Completion | BaseException) -> None:
         """Set the result of the caller's future, on the caller's own loop."""
         if self.loop is None:
-            _set(self.future, result)
+            fulfil(self.future, result)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-                self.loop.call_soon_threadsafe(_set, self.future, result)
+                self.loop.call_soon_threadsafe(fulfil, self.future, result)
 
 
 def job_for_thread(given: Request | Partial) -> RouterJob:
@@ -89,7 +89,8 @@ def _job(
     return RouterJob(request=given, future=future, loop=loop)
 
 
-def _set(future: Any, result: Completion | BaseException) -> None:
+def fulfil(future: Any, result: Any) -> None:
+    """Set a future's result, or the exception given in its place, unless it is cancelled."""
     try:
         if isinstance(result, BaseException):
             future.set_exception(result)
