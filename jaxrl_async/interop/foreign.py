@@ -78,6 +78,8 @@ class ForeignSampler:
 
     seed: int | None = None  # it continues no Partial
     has_logprobs: bool = False  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
 
     def __init__(
         self,

@@ -422,7 +422,24 @@ METRICS: tuple[Metric, ...] = (
         (
             "faults/redone_requests",
             "requests",
-            "Requests restarted in another sampler, from the prompt.",
+            "Requests restarted in another sampler, from where they were handed to the last.",
+        ),
+        (
+            "faults/moved_requests",
+            "requests",
+            "Requests that a leaving sampler handed back; another continued them.",
+        ),
+        ("faults/samplers_joined", "samplers", "Samplers that joined while the run went on."),
+        ("faults/samplers_left", "samplers", "Samplers that left and handed back their requests."),
+        (
+            "faults/samplers_cut_off",
+            "samplers",
+            "Samplers whose connection was lost, by a kill or a network cut.",
+        ),
+        (
+            "faults/refused_answers",
+            "messages",
+            "Messages of samplers that could not be true; each ended its connection.",
         ),
         (
             "faults/nonfinite_completions",

@@ -64,7 +64,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A request that failed, alone."""
+    """A request that failed, alone, or was cancelled."""
 
     request_id: str
     error: str
@@ -102,6 +102,7 @@ class Beat:
     """The sampler lives: its statistics, at least four times in remote.silence_s."""
 
     stats: Mapping[str, float]  # fields of SamplerStats
+    places: int  # requests that it holds at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
