@@ -2,19 +2,20 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.sampler.router.router import Router
@@ -25,6 +26,7 @@ from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
 from jaxrl_async.types import IntArray
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
 
 PROBE_LENGTH = 16
@@ -48,20 +50,30 @@ class SentWeights:
     """The weights as they are sent to a sampler."""
 
     table: Any  # tree of Weight: names, shapes and logical axes
-    dtype: Any  # of floating-point weights
-    convert: Callable[[Params], Params] | None  # makes them from the trainer's; None: by a cast
+    conversion: Conversion  # makes them from the trainer's
+    lowered: Any  # as ShapeDtypeStructs
+
+    def on(self, mesh: Mesh, rules: Rules) -> Any:
+        """Return the arrays as ShapeDtypeStructs with the shardings of a role on a mesh."""
+        return shapes_on(self.lowered, shardings(self.table, mesh, rules))
 
 
 def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
     """Return what of the policy is sent to samplers, and in which types."""
     dtype, table = jnp.dtype(model.dtype), weight_table(spec)
+    whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     if section.eight_bits is None:
-        return SentWeights(table=table, dtype=jnp.dtype(section.dtype or dtype), convert=None)
+        sent, conversion = table, Conversion(dtype=jnp.dtype(section.dtype or dtype))
+    else:
+        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+        sent, conversion = quantized_table(table), Conversion(dtype=dtype, convert=convert)
     return SentWeights(
-        table=quantized_table(table),
-        dtype=dtype,
-        convert=functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype),
+        table=sent, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
     )
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, Weight)
 
 
 def make_push(
@@ -72,8 +84,8 @@ def make_push(
     return Push(
         shardings(sent.table, trainer, TRAINER_RULES),
         shardings(sent.table, sampler, SAMPLER_RULES),
-        dtype=sent.dtype,
-        convert=sent.convert,
+        dtype=sent.conversion.dtype,
+        convert=sent.conversion.convert,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxrl_async.config.schema import AxesSection, Config
@@ -25,7 +25,7 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.wire.address import Address, advertised_address, write_join_file
 from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.messages import Hello, Leave, Welcome
+from jaxrl_async.wire.messages import Hello, Leave, Prepared, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
 
@@ -39,7 +39,7 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What every sampler of a run is told, and checked against."""
+    """What every sampler of a run is told, and what its slice is checked against."""
 
     config: Config
     spec: ModelSpec
@@ -183,10 +183,16 @@ class Members:
             newest=lambda: self._channel.published_version,
             count=self._count,
         )
-        end = self._channel.admit(session, hello)
-        end.on_entered(lambda: self._seat(hello, replica))
+        session.on(Prepared, lambda prepared: self._admit(session, hello, prepared, replica))
         log.info("%s joins (process %d on %s)", hello.name, hello.process, hello.host or "?")
         return welcome
+
+    def _admit(
+        self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
+    ) -> None:
+        """Offer the weights to a sampler that can take them."""
+        end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
+        end.on_entered(lambda: self._seat(hello, replica))
 
     def _seat(self, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)

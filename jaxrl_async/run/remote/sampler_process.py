@@ -26,11 +26,10 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import ConfigError, Disconnected, MeshError
-from jaxrl_async.mesh import SAMPLER_RULES, make_mesh, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, make_mesh
 from jaxrl_async.model.spec import ModelSpec, RopeScaling
 from jaxrl_async.run.builders.initial_policy import check_experts
 from jaxrl_async.run.builders.samplers import sampler_settings, sent_weights, uses_one_thread
-from jaxrl_async.run.remote.guards import make_guard
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.remote.server import ReplicaServer
@@ -38,10 +37,10 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.weights.manifest import manifest_of
 from jaxrl_async.weights.remote.receiver import WeightReceiver
 from jaxrl_async.weights.remote.source import RemoteSource
-from jaxrl_async.weights.remote.transports import Served, make_fetching, serve_pieces
+from jaxrl_async.weights.remote.transports import make_fetching
 from jaxrl_async.wire.address import locate_trainer
 from jaxrl_async.wire.dial import dial
-from jaxrl_async.wire.messages import Hello, Welcome
+from jaxrl_async.wire.messages import Hello, Prepared, Welcome
 from jaxrl_async.wire.secret import read_secret
 from jaxrl_async.wire.session import BEATS, WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles, read_tls
@@ -50,6 +49,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """How often a sampler looks whether it was asked to stop, seconds."""
+TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
+"""Settings of a connection that each side has its own of."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Says whether two processes are on one machine."""
 
@@ -108,16 +109,11 @@ def run_sampler(joining: Joining) -> int:
 def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: bool) -> Outcome:
     """Join, serve until the session ends, and tell how that was."""
     with ExitStack() as closing:
-        served = serve_pieces(
-            own_address(joining.address), make_guard(shown.secret, shown.tls), WireLimits().silence_s
-        )
-        closing.callback(served.close)
         hello = Hello(
             name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
             package=jaxrl_async.__version__,
             host=boot_id(),
             process=os.getpid(),
-            data_address=served.address,
             mesh=joining.axes,
             rejoins=rejoins,
         )
@@ -126,7 +122,7 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
             return Outcome.STOPPED
         closing.callback(session.end, "the sampler has ended")
         try:
-            return _serve(session, welcome, served, stop, closing)
+            return _serve(joining, shown, session, welcome, stop, closing)
         except Disconnected as error:
             log.warning("%s", error)
             return Outcome.STOPPED if stop.is_set() else Outcome.LOST
@@ -155,19 +151,31 @@ def _dialled(
 
 
 def _serve(
-    session: WireSession, welcome: Welcome, served: Served, stop: Stop, closing: ExitStack
+    joining: Joining,
+    shown: Credentials,
+    session: WireSession,
+    welcome: Welcome,
+    stop: Stop,
+    closing: ExitStack,
 ) -> Outcome:
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
     config, spec = _config_of(welcome), spec_of(welcome.spec)
     mesh = sampler_mesh(welcome.mesh)
     check_experts(spec, mesh, "--mesh")
     sent = sent_weights(config.weights, config.model, spec)
-    target = sent.shapes(shardings(sent.table, mesh, SAMPLER_RULES))
-    fetching = make_fetching(config.remote, target, served)
-    receiver = WeightReceiver(
-        session, fetching, layout_hash=manifest_of(target).layout_hash
+    target = sent.on(mesh, SAMPLER_RULES)
+    files = joining.remote.model_dump(include=TLS_FILES)
+    host = own_host(joining.address)
+    fetching = make_fetching(
+        config.remote.model_copy(update=files),
+        target,
+        listen=f"{host}:0",
+        advertise=host,
+        secret=shown.secret,
     )
+    receiver = WeightReceiver(session, fetching, layout_hash=manifest_of(target).layout_hash)
     closing.callback(receiver.close)
+    session.send(Prepared(data_address=fetching.address))
     first = receiver.first(config.remote.wait_s)
     settings = replace(
         sampler_settings(config, spec), one_thread=uses_one_thread(mesh, colocated=False)
@@ -241,17 +249,18 @@ def _other_version(error: Exception) -> ConfigError:
     )
 
 
-def own_address(trainer: str) -> str:
-    """Return the host of this machine that others reach, HOST:0: the interface that leads to the
-    trainer."""
+def own_host(trainer: str) -> str:
+    """Return the address of this machine that other samplers reach: of the interface that leads to
+    the trainer."""
     try:
         host = locate_trainer(trainer).address.host
         family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only chooses the interface
-            return f"{probe.getsockname()[0]}:0"
+            host = str(probe.getsockname()[0])
+            return f"[{host}]" if ":" in host else host
     except (OSError, Disconnected):
-        return "127.0.0.1:0"
+        return "127.0.0.1"
 
 
 def boot_id() -> str:
