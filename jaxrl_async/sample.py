@@ -85,7 +85,7 @@ def cores_of(text: str) -> set[int]:
     parts = text.split(",")
     if not all(part.isdigit() and int(part) in allowed for part in parts):
         raise ConfigError(
-            f"--cores {text}: give numbers of cores that this process may use, separated by commas: "
+            f"--cores {text}: give numbers of cores that this process may use, by commas: "
             f"{', '.join(map(str, sorted(allowed)))}."
         )
     return {int(part) for part in parts}
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--join",
         required=True,
         metavar="ADDRESS",
-        help="where the trainer listens: HOST:PORT, the run's folder, or file:PATH of its join.json",
+        help="where the trainer listens: HOST:PORT, the run's folder or file:PATH of its join.json",
     )
     add("--mesh", default="", metavar="AXES", help="its slice (default: mesh.sampler of the run)")
     add("--name", default="", help="for logs (default: the machine's name and the process id)")

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,11 @@ from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.remote.local_samplers import LocalSamplers
+from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
-from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
@@ -43,6 +46,20 @@ class Sampling:
     router: Router
     channel: WeightChannel
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
+    members: Members | None = None  # who joins from other processes; None: all are threads here
+    processes: LocalSamplers | None = None  # those that the run starts itself; None: none
+
+    def wait_for_samplers(self, stop: Stop) -> None:
+        """Wait until as many draw as the run begins with. Raises RolloutError."""
+        if self.members is not None:
+            self.members.wait_for_least(stop)
+
+    def dismiss(self) -> None:
+        """Tell samplers in processes of their own that the run has ended. Idempotent."""
+        if self.members is not None:
+            self.members.close()
+        if self.processes is not None:
+            self.processes.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +172,7 @@ def make_sampling(
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
-    router = make_router(config.faults, samplers, schedule, inputs.faults)
+    router = make_router(config.faults, samplers, inputs.faults, recorded=schedule.home)
     probe = None if settings.probe is None else settings.probe.token_ids
     return Sampling(router=router, channel=channel, probe=probe)
 
@@ -163,10 +180,20 @@ def make_sampling(
 def make_router(
     section: FaultsSection,
     samplers: Sequence[Sampler],
-    schedule: RunSchedule,
     faults: FaultCounts,
+    *,
+    recorded: Callable[[str], int | None] | None = None,
+    elastic: Elastic | None = None,
 ) -> Router:
-    """Put the samplers behind a router, which restarts those that fail."""
+    """Put the samplers behind a router, which restarts those that fail.
+
+    Args:
+        section: when one has failed, and how often it may.
+        samplers: those that are there from the start.
+        faults: counts what is survived.
+        recorded: in a replay, returns the number of the sampler for a request.
+        elastic: for samplers that join and leave; None: there are none.
+    """
     limits = RestartLimits(
         restarts=section.sampler_restarts,
         backoff_s=section.backoff_s,
@@ -174,4 +201,11 @@ def make_router(
         nonfinite_in_a_row=section.nonfinite_in_a_row,
     )
     awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
-    return Router(samplers, limits=limits, count=faults.add, clock=awake, recorded=schedule.home)
+    return Router(
+        samplers,
+        limits=limits,
+        count=faults.add,
+        clock=awake,
+        recorded=recorded,
+        elastic=elastic,
+    )

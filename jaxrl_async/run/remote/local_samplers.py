@@ -21,7 +21,7 @@ from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.run.remote.pinning import Place
-from jaxrl_async.wire.secret import SECRET
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 LOOK_S = 0.2
 """Time between two looks at the processes, seconds."""
@@ -112,7 +112,7 @@ class LocalSamplers:
                 return
             child.process = subprocess.Popen(
                 command,
-                env={**environment, SECRET: self.secret},
+                env={**environment, SECRET_VARIABLE: self.secret},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

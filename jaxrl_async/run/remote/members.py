@@ -1,8 +1,8 @@
 """The trainer's side of samplers in processes of their own: who joins, and what they are told.
 
     Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a seat of the router
-      ^                                   │                                        │
-      └── refused, with the reason        └── the session ends: the end leaves ────┴─ its seat is gone
+      ^                                   │                                      │
+      └── refused, with the reason        └── the session ends: the end leaves ──┴─ the seat is gone
 
 The hub listens from the start of the run to its end; its address is in the run's folder.
 """
@@ -142,8 +142,8 @@ class Members:
             if time.monotonic() > end:
                 raise RolloutError(
                     f"{entered} samplers joined within remote.wait_s ({remote.wait_s:g} s), and "
-                    f"remote.least is {remote.least}. Start them with `python -m jaxrl_async.sample "
-                    f"--join {self.address}`, or look at their output."
+                    f"remote.least is {remote.least}. Start them with `python -m "
+                    f"jaxrl_async.sample --join {self.address}`, or look at their output."
                 )
 
     def close(self) -> None:
