@@ -162,6 +162,12 @@ class Replica(Protocol):
         `error`."""
         ...
 
+    @property
+    def unsent(self) -> "Sequence[ThreadFuture[Completion]]":
+        """Futures of the requests that it has not begun and can give to another replica, oldest
+        first; cancelling one takes it back."""
+        ...
+
     def start(self) -> None:
         """Start its thread unless that was done before."""
         ...

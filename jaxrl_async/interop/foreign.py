@@ -80,6 +80,7 @@ class ForeignSampler:
     has_logprobs: bool = False  # see ports.Replica
     replaceable: bool = True
     departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,

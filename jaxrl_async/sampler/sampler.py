@@ -66,6 +66,7 @@ class Sampler:
     has_logprobs: bool = True  # see ports.Replica
     replaceable: bool = True
     departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,

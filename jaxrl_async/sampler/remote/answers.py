@@ -78,7 +78,7 @@ def checked_drawn(partial: Any, request: Request, room: Room, *, newest: int) ->
 def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
     """Return statistics that came as a mapping. Raises RolloutError unless each is a known field
     with a finite number from 0 on."""
-    kinds = {f.name: type(f.default) for f in fields(SamplerStats)}
+    kinds: dict[str, type] = {f.name: type(f.default) for f in fields(SamplerStats)}
     if not isinstance(values, Mapping) or not kinds.keys() >= values.keys():
         raise RolloutError("a sampler's statistics have a name that nobody knows.")
     wrong = [name for name, value in values.items() if not _is_count(value)]

@@ -1,8 +1,8 @@
 """A sampler in another process as one of the router's replicas: the trainer's side.
 
-    start_many ──> unsent ──one Start for all──> │ wire │ ──Answers──> checked ──> futures
-    cancelled futures ──────────one Cancel────> │      │
-    progress, save ────────────────────Ask────> │      │ ──Reply──> whoever asked
+    start_many ──> unsent ──Start, as it has room──> │ wire │ ──Answers──> checked ──> futures
+    cancelled futures ──────────────one Cancel────> │      │
+    progress, save ────────────────────────Ask────> │      │ ──Reply──> whoever asked
 
 A thread of its own sends, so that nobody waits for the wire; the session's thread takes in.
 Requests go under ids of the wire's own: a caller may use an id twice. What cannot be true ends the
@@ -52,6 +52,9 @@ PROGRESS_WAIT_S = 10.0
 """Longest wait for a sampler's report of what it is drawing, seconds; then the last one counts."""
 SAVE_WAIT_S = 60.0
 """Longest wait for a request as data, seconds: a decode block, and the wire."""
+WIRE_PLACES = 3
+"""Most requests that the sampler is sent, as a multiple of its places: its queue never runs dry
+while there are more, and those that wait here can go to a sampler that joins."""
 CLOSE_WAIT_S = 10.0
 """Longest wait for the sending thread at the end, seconds."""
 
@@ -120,7 +123,7 @@ class RemoteReplica:
         self._lifetime = Lifetime(self, RemoteReplica.send_queued, name=f"replica {session.peer}")
         self._lock = threading.Lock()  # guards all below, and the three above as they are set
         self._outstanding: dict[str, Outstanding] = {}  # by wire id, in the order of sending
-        self._unsent: list[Outstanding] = []
+        self._unsent: dict[str, Outstanding] = {}  # of the outstanding, in order
         self._to_send: list[Any] = []  # other messages
         self._asked: dict[int, Future[tuple[Partial, ...]]] = {}
         self._numbers = itertools.count()
@@ -138,6 +141,12 @@ class RemoteReplica:
 
     def __str__(self) -> str:
         return self._session.peer
+
+    @property
+    def unsent(self) -> list[Future[Completion]]:
+        """See ports.Replica: those beyond what the sampler is sent at a time."""
+        with self._lock:
+            return [out.future for out in self._unsent.values()]
 
     @property
     def seed(self) -> int | None:
@@ -206,7 +215,7 @@ class RemoteReplica:
         ]
         with self._lock:
             self._check_open()
-            self._unsent += new
+            self._unsent |= {out.wire_id: out for out in new}
             self._outstanding |= {out.wire_id: out for out in new}
         for out in new:
             out.future.add_done_callback(partial(self._done, out))
@@ -232,7 +241,7 @@ class RemoteReplica:
             found = [
                 out
                 for out in self._outstanding.values()
-                if out.request.request_id == request_id and not out.future.done()
+                if out.request.request_id == request_id and out.sent and not out.future.done()
             ]
             if found:
                 found[-1].stopped |= stop
@@ -273,8 +282,8 @@ class RemoteReplica:
         if not future.cancelled():
             return
         with self._lock:
-            if not out.sent:
-                self._outstanding.pop(out.wire_id, None)
+            if self._unsent.pop(out.wire_id, None) is not None:
+                del self._outstanding[out.wire_id]
             if out.wire_id not in self._outstanding:
                 return
         self._send(Cancel(request_ids=(out.wire_id,)))
@@ -304,10 +313,7 @@ class RemoteReplica:
         on failure    the session has ended: whoever watches it (_cut_off) fails the requests
         """
         with self._lock:
-            starts = [out for out in self._unsent if not out.future.cancelled()]
-            self._unsent = []
-            for out in starts:
-                out.sent = True
+            starts = self._next_starts()
             others, self._to_send = self._to_send, []
             ending = self._ending
         try:
@@ -320,6 +326,16 @@ class RemoteReplica:
         except Disconnected as error:
             log.debug("%s: %s", self, error)
         return None
+
+    def _next_starts(self) -> list[Outstanding]:
+        """Take as many of the unsent requests as the sampler has room for. Under the lock."""
+        room = WIRE_PLACES * self.places - (len(self._outstanding) - len(self._unsent))
+        starts: list[Outstanding] = []
+        while self._unsent and len(starts) < room:
+            out = self._unsent.pop(next(iter(self._unsent)))
+            out.sent = True
+            starts.append(out)
+        return starts
 
     def _send_starts(self, starts: Sequence[Outstanding]) -> None:
         requests = [out.on_wire for out in starts]
@@ -336,6 +352,7 @@ class RemoteReplica:
         results = self._checked("an answer", lambda: self._results(message))
         with self._lock:
             done = [(self._outstanding.pop(wire_id, None), r) for wire_id, r in results.items()]
+        self._wake()  # there is room for more
         for out, result in done:
             if out is not None:  # else it was closed meanwhile
                 fulfil(out.future, result)
@@ -349,7 +366,8 @@ class RemoteReplica:
         ):
             raise RolloutError("Answers must hold completions and failures.")
         results: dict[str, Completion | RolloutError] = {}
-        for answer in (*message.completions, *message.failures):
+        answers: list[Completion | Failure] = [*message.completions, *message.failures]
+        for answer in answers:
             if answer.request_id in results:
                 raise RolloutError(f"request {answer.request_id!r} is answered twice.")
             out = self._found(answer.request_id)
@@ -391,7 +409,9 @@ class RemoteReplica:
                 gone = self._reported.keys() - self._outstanding.keys()
                 for wire_id in gone:
                     del self._reported[wire_id]
-            result = tuple(drawn.values())
+                given = {i: out.given for i, out in self._outstanding.items()}
+            waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # or queued there
+            result = tuple((waiting | drawn).values())
         if answer is not None:  # else nobody waits any more
             fulfil(answer, result)
 
@@ -463,7 +483,7 @@ class RemoteReplica:
                 self.error = None if self._closed else error
             outs, self._outstanding = list(self._outstanding.values()), {}
             asked, self._asked = list(self._asked.values()), {}
-            self._unsent = []
+            self._unsent.clear()
         for future in (*(out.future for out in outs), *asked):
             fulfil(future, error)
 

@@ -2,8 +2,6 @@
 
 All members of a group (equal prompts, one after another) go to one replica, where they share a
 prefill: to the one that had their prefix last, unless it is much busier than the least loaded.
-A replica in a process of its own is dealt at most a few times what it holds (`Candidate.limit`);
-the rest waits, for whichever replica has room first, or joins.
 Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
 """
 
@@ -28,7 +26,6 @@ class Candidate:
     places: int  # requests that it holds at once
     seat: int = 0  # number of its seat
     tries_suspect: bool = False  # whether one of its requests is under suspicion
-    limit: int | None = None  # in_flight from which on it is dealt no more; None: there is none
 
     @property
     def load(self) -> float:
@@ -110,26 +107,21 @@ class Dealer:
         if not free:
             deal.waiting.extend(others)
             return deal
-        dealt = 0
         for group in [others] if together and others else _groups(others):
-            now = [
-                replace(c, in_flight=c.in_flight + len(deal.shares.get(c.seat, ()))) for c in free
-            ]
-            roomy = [c for c in now if c.limit is None or c.in_flight < c.limit]
-            if not roomy:
-                break
-            deal.shares.setdefault(self._seat_of(group, roomy), []).extend(group)
-            dealt += len(group)
-        deal.waiting.extend(others[dealt:])
+            share = deal.shares.setdefault(self._seat_of(group, free, deal), [])
+            share.extend(group)
         return deal
 
-    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
+    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate], deal: Deal) -> int:
         """Return the seat for jobs that stay together."""
         job = group[0]
         recorded = self._recorded(job.request.request_id)
         if recorded is not None:
             return recorded
-        candidates = [c for c in free if c.seat != job.avoid] or free
+        candidates = [
+            replace(c, in_flight=c.in_flight + len(deal.shares.get(c.seat, ())))
+            for c in [c for c in free if c.seat != job.avoid] or free
+        ]
         seats = [c.seat for c in candidates]
         prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
         home = self._homes.get(prefix)

@@ -27,16 +27,12 @@ class Dispatcher:
         self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
 
     def submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
-        """Deal new jobs: all of them, or none if it raises. Jobs that wait for room go first.
+        """Deal new jobs: all of them, or none if it raises.
 
         Raises Closed, and the error that ended the router.
         """
         with self._fleet.lock:
             self._lifetime.check_open("the samplers are closed")
-            if self._fleet.is_full:
-                self._fleet.waiting += jobs
-                self._lifetime.wake.set()
-                return
             try:
                 self._deal(jobs, together=together)
             except BaseException:
@@ -111,8 +107,8 @@ class Dispatcher:
                 return
             del seat.jobs[job]
             job.inner = None
-            if fleet.can_deal(seat):
-                self._lifetime.wake.set()
+            if not seat.jobs and any(waits.suspect for waits in fleet.waiting):
+                self._lifetime.wake.set()  # the seat is free for it
             if inner.cancelled():
                 return
             result = self._checked(seat, job, inner.result()) if error is None else error

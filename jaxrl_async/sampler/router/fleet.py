@@ -31,10 +31,6 @@ from jaxrl_async.sampler.router.totals import Totals
 
 log = logging.getLogger(__name__)
 
-DEALT_PLACES = 3
-"""Most requests that are dealt to a process of its own, as a multiple of its places: enough that it
-never waits for the wire, few enough that one that joins finds work. A group may exceed it."""
-
 FAULT_OF = {
     Trouble.LEFT: "samplers_left",
     Trouble.CUT_OFF: "samplers_cut_off",
@@ -73,22 +69,9 @@ class Seat:
         return now if self.before is None else now.after(self.before)
 
     @property
-    def limit(self) -> int | None:
-        """Unanswered requests from which on it is dealt no more; None: there is none."""
-        return None if self.replica.replaceable else DEALT_PLACES * self.replica.places
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether waiting requests should be dealt to it: no limit keeps it from them, and it has
-        room for a whole load."""
-        limit = self.limit
-        return self.at_work and (limit is None or len(self.jobs) <= limit - self.replica.places)
-
-    @property
     def candidate(self) -> Candidate:
         """The replica's load, for dealing."""
         return Candidate(
-            limit=self.limit,
             seat=self.number,
             in_flight=len(self.jobs),
             places=self.replica.places,
@@ -175,20 +158,19 @@ class Fleet:
     def _readings(self) -> dict[int, ReplicaStats]:
         return {seat.number: seat.stats for seat in self.seats}
 
-    @property
-    def is_full(self) -> bool:
-        """Whether requests wait because every replica has as many as it may be dealt."""
-        return any(not job.suspect for job in self.waiting) and any(
-            seat.limit is not None for seat in self.seats
-        )
-
-    def can_deal(self, seat: Seat) -> bool:
-        """Whether requests that wait can be dealt, after this seat's replica has answered one."""
-        if not self.waiting:
-            return False
-        if not seat.jobs and any(job.suspect for job in self.waiting):
-            return True  # the seat is free for it
-        return seat.limit is not None and seat.wants_more
+    def take_back(self) -> None:
+        """Let the requests wait again that no replica has begun: one that has just joined will get
+        its share. Those under way stay where they are."""
+        with self.lock:
+            for seat in self.seats:
+                unsent = frozenset(seat.replica.unsent) if seat.at_work else frozenset()
+                for job in [job for job in seat.jobs if job.inner in unsent]:
+                    inner, job.inner = job.inner, None
+                    del seat.jobs[job]
+                    self.waiting.append(job)
+                    if inner is not None:
+                        inner.cancel()
+            self.waiting.sort(key=lambda job: job.order)
 
     def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
@@ -339,10 +321,7 @@ class Fleet:
             guilty = jobs if self._is_to_blame(jobs) else []
             self._blamed_in_a_row += len(guilty)
             back = [job for job in jobs if job not in guilty]
-            if seat.replica.replaceable:
-                self.waiting += back
-            else:  # many may wait that came later
-                self.waiting = back + self.waiting
+            self.waiting += back
             seat.excused = bool(guilty)
             for earlier in (number for job in guilty for number in job.died[:-1]):
                 if (sat := self.seat(earlier)) is not None:

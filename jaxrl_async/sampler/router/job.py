@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class RouterJob:
     begun: Partial | None = None  # where to continue; None: at the prompt
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
+    order: int = field(default_factory=itertools.count().__next__)  # of asking
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it
     avoid: int | None = None  # seat whose replica drew a log-prob that is not finite
     died: list[int] = field(default_factory=list)  # seats whose replicas died with it on the device

@@ -138,13 +138,14 @@ class Router:
             self._lifetime.start()
 
     def join(self, replica: Replica) -> int:
-        """Take a replica in, at any time: requests that wait are dealt to it at once. Return the
-        number of its seat. Raises Closed, and the error that ended the router."""
-        with self._lifetime.lock:
+        """Take a replica in, at any time: it gets its share of the requests that no other has
+        begun. Return its seat's number. Raises Closed, and the error that ended the router."""
+        with self.fleet.lock:
             self._lifetime.check_open("the samplers are closed")
             if self._started:
                 replica.start()
             number = self.fleet.join(replica)
+            self.fleet.take_back()
         self._lifetime.wake.set()
         return number
 
