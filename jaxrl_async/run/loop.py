@@ -230,10 +230,12 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         threads += [new_thread("sampler processes", processes.run)]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
     with ExitStack() as stopping:  # each is done whatever the one before raises
-        stopping.callback(parts.sampler.close)
         stopping.callback(parts.sampling.dismiss)
+        stopping.callback(parts.sampler.close)
         for thread in reversed(threads):
             stopping.callback(_join, thread)
+        if processes is not None:
+            stopping.callback(processes.stop)
         stopping.callback(parts.channel.close)
         stopping.callback(parts.buffer.close)
         stopping.callback(parts.watchdog.stop)

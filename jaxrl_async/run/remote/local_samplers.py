@@ -85,11 +85,15 @@ class LocalSamplers:
                     f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
                 )
 
+    def stop(self) -> None:
+        """Start no process any more, and end `run`. Idempotent."""
+        with self._lock:
+            self._closed.set()
+
     def close(self) -> None:
         """End all processes: those that the trainer has told to go do so by themselves.
         Idempotent."""
-        with self._lock:
-            self._closed.set()
+        self.stop()
         end = time.monotonic() + CLOSE_S
         for child in self.children:
             process = child.process

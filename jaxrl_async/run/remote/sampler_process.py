@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """How often a sampler looks whether it was asked to stop, seconds."""
+BEAT_S = 0.5
+"""Longest time between two reports of the statistics, seconds."""
 TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
 """Settings of a connection that each side has its own of."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -191,7 +193,7 @@ def _serve(
             settings=settings,
         )
     )
-    server = ReplicaServer(session, sampler, beat_s=config.remote.silence_s / BEATS)
+    server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, config.remote.silence_s / BEATS))
     server.start()
     receiver.live(first.version)
     log.info("draws for %s with weights of version %d", welcome.run, first.version)
