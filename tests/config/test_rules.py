@@ -178,6 +178,23 @@ def test_all_broken_rules_are_told_at_once(write, refusal):
 
 
 BROKEN = {
+    "colocated_samplers_are_threads": {"mesh": {"colocated": True, "samplers_in": "processes"}},
+    "a_replay_has_its_samplers_in_threads": {
+        "run": {"replay_schedule": "schedule.jsonl"},
+        "mesh": {"samplers_in": "elsewhere"},
+    },
+    "the_folder_transfer_has_a_folder": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {"transfer": "folder"},
+    },
+    "tls_has_all_its_files": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {"tls_key": "key.pem"},
+    },
+    "the_least_number_of_samplers_is_started": {
+        "mesh": {"samplers_in": "processes", "samplers": 2},
+        "remote": {"least": 3},
+    },
     "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
     "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
