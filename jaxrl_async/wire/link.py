@@ -4,14 +4,13 @@ ways, without protocol buffers."""
 import os
 from collections.abc import Iterator
 
-import grpc
-
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
 
-# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No forked child
-# of this package uses it. It reads this with the first channel or server.
+# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot; no forked
+# child of this package uses it. It reads this when it is imported, so all import it from here
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+import grpc as grpc
 
 SERVICE = "jaxrl_async.Wire"
 METHOD = "Session"
