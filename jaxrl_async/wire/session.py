@@ -182,7 +182,8 @@ class WireSession:
         except ValueError as error:
             self.lost(f"{self._peer} sent what is no message: {error}")
         with self._changed:
-            self._heard += 1
+            # after the last word of this side, an honest peer sends its rest, and no beats
+            self._heard += not (self._bye_sent and frame == BEAT_FRAME)
 
     def stream_ended(self, reason: str) -> None:
         """Take note that no frame will come any more. The reason counts if no Bye came before."""
@@ -305,10 +306,10 @@ class WireSession:
                 if self._over:
                     return
                 now_s, now = time.monotonic(), (self._heard, self._taken)
-                full = self._full
+                full, said_all = self._full, self._bye_sent
             passed_s, last_s = min(now_s - last_s, 2 * look_s), now_s
             unheard_s = 0.0 if now[0] != seen[0] or full else unheard_s + passed_s
-            untaken_s = 0.0 if now[1] != seen[1] else untaken_s + passed_s
+            untaken_s = 0.0 if now[1] != seen[1] or said_all else untaken_s + passed_s
             seen = now
             if unheard_s > self._limits.silence_s:
                 self.lost(f"nothing heard of {self._peer} for {self._limits.silence_s:g} s")
