@@ -57,6 +57,8 @@ WIRE_PLACES = 3
 while there are more, and those that wait here can go to a sampler that joins."""
 CLOSE_WAIT_S = 10.0
 """Longest wait for the sending thread at the end, seconds."""
+CLOSED_TOO_EARLY = "the sampler was closed before the request was done"
+"""The message to callers whose request was not done when the replica was closed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -179,7 +181,7 @@ class RemoteReplica:
             self._closed = True
         self._end_session("the run has ended")
         self._lifetime.stop(CLOSE_WAIT_S)
-        self._finish(Closed("the samplers were closed before the request was done"))
+        self._finish(Closed(CLOSED_TOO_EARLY))
 
     def abandon(self) -> None:
         """End the session without waiting, and ignore whatever it still brings."""
@@ -494,7 +496,10 @@ class RemoteReplica:
         with self._lock:
             if self.error is None:
                 self.departure, self.blamed = departure, blamed
-                self.error = None if self._closed else error
+                if self._closed:
+                    error = Closed(CLOSED_TOO_EARLY)
+                else:
+                    self.error = error
             outs, self._outstanding = list(self._outstanding.values()), {}
             asked, self._asked = list(self._asked.values()), {}
             self._unsent.clear()
