@@ -429,6 +429,11 @@ METRICS: tuple[Metric, ...] = (
             "requests",
             "Requests that a leaving sampler handed back; another continued them.",
         ),
+        (
+            "faults/sampler_process_ends",
+            "processes",
+            "Sampler processes of this machine that ended and were started again.",
+        ),
         ("faults/samplers_joined", "samplers", "Samplers that joined while the run went on."),
         ("faults/samplers_left", "samplers", "Samplers that left and handed back their requests."),
         (
@@ -466,6 +471,11 @@ METRICS: tuple[Metric, ...] = (
             "faults/torn_transfers",
             "transfers",
             "Copies of weights that did not match their checksum or did not arrive; not used.",
+        ),
+        (
+            "faults/transfers_given_up",
+            "samplers",
+            "Samplers let go because the weights did not reach them in several tries.",
         ),
         (
             "faults/oom_retries",

@@ -4,6 +4,7 @@ of types.py, encoded by codec.py.
     sampler                                  trainer
       │ Hello ───────────────────────────────> │   after both have proved that they know the secret
       │ <─────────────────────────── Welcome │
+      │ Prepared ────────────────────────────> │   its engine is built
       │ <───────────────────────────── Offer │   the first weights, and every version that follows
       │ Staged, Live ────────────────────────> │   from the first Live on it is dealt requests
       │ <─────────────────────────── Start, Cancel, Ask
@@ -46,6 +47,13 @@ class Welcome:
     seed: int
     layout_hash: str  # of the weights that it will be offered (weights.manifest)
     run: str  # name of the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The sampler has built its engine, and waits for weights."""
+
+    data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +177,7 @@ class Live:
 MESSAGES: tuple[type, ...] = (
     Hello,
     Welcome,
+    Prepared,
     Start,
     Cancel,
     Failure,

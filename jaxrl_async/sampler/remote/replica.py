@@ -174,7 +174,8 @@ class RemoteReplica:
         self._lifetime.start()
 
     def close(self) -> None:
-        """End the session; requests that are not done fail with Closed. Idempotent."""
+        """Tell the sampler to go, and end the session; requests that are not done fail with Closed.
+        Idempotent."""
         if self._lifetime.is_forked:
             return
         with self._lock:
@@ -329,6 +330,8 @@ class RemoteReplica:
                 for message in _joined(others):
                     self._session.send(message)
                 return math.inf
+            if self._closed:
+                self._session.send(Leave(reason=ending))
             self._session.end(ending)
         except Disconnected as error:
             log.debug("%s: %s", self, error)

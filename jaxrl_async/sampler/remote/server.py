@@ -53,6 +53,7 @@ class ReplicaServer:
     Attributes:
         over: Set when the session has ended, for whatever reason.
         reason: Why it ended.
+        dismissed: Whether the trainer asked the sampler to go.
     """
 
     def __init__(self, session: Session, sampler: Sampler, *, beat_s: float) -> None:
@@ -63,7 +64,7 @@ class ReplicaServer:
             sampler: Whose requests all come from this session.
             beat_s: Time between two reports of the statistics, seconds.
         """
-        self.over, self.reason = threading.Event(), ""
+        self.over, self.reason, self.dismissed = threading.Event(), "", False
         self._session, self._sampler, self._beat_s = session, sampler, beat_s
         self._sender = Lifetime(self, ReplicaServer.send_done, name="answers")
         self._asker = Lifetime(self, ReplicaServer.work_through, name="questions")
@@ -83,7 +84,7 @@ class ReplicaServer:
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
         self._session.on(Ask, self._take_ask)
-        self._session.on(Leave, lambda message: self.begin_to_leave(message.reason))
+        self._session.on(Leave, self._take_leave)
         self._sender.start()
         self._asker.start()
 
@@ -157,6 +158,10 @@ class ReplicaServer:
         with self._lock:
             self._tasks.append(lambda: self._answer(message))
         self._asker.wake.set()
+
+    def _take_leave(self, message: Leave) -> None:
+        self.dismissed = True
+        self.begin_to_leave(message.reason)
 
     def _ended(self, reason: str) -> None:
         """Stop serving: nobody waits for what is running."""
