@@ -18,7 +18,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spec_for
+from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spans_processes, spec_for
 from jaxrl_async.model import cache
 from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device import decode, insertion
@@ -66,16 +66,19 @@ def programs_of(spec: EngineSpec) -> Programs:
     """
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
+    state = decode_state_shardings(spec)
+    of_prefix, of_block = _result_shardings(spec, state)
     return Programs(
         prepare=jit(partial(insertion.prepare, spec)),
-        prefill=jit(partial(insertion.prefill, spec)),
+        prefill=jit(partial(insertion.prefill, spec), out_shardings=of_prefix),
         insert=jit(partial(insertion.insert), donate_argnums=(1,)),  # partial: counted apart
         generate=jit(
             partial(decode.generate, spec),
             donate_argnums=(1,),
             static_argnames=("context_pages", "mix"),
+            out_shardings=of_block,
         ),
-        empty=jit(partial(insertion.empty_state, spec), out_shardings=decode_state_shardings(spec)),
+        empty=jit(partial(insertion.empty_state, spec), out_shardings=state),
     )
 
 
@@ -93,6 +96,15 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
         return NamedSharding(mesh, spec_for(x.shape, axes, mesh, SAMPLER_RULES))
 
     return replicated._replace(kv=jax.tree.map(of_pages, state.kv))
+
+
+def _result_shardings(spec: EngineSpec, state: Shardings) -> tuple[Shardings, Shardings]:
+    """Return the shardings of the results of prefill and generate; None where the compiler chooses
+    them. On a mesh of several processes, what the host reads is whole in each of them."""
+    if not spans_processes(spec.mesh):
+        return None, None
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    return Prefix(None, None, whole if spec.keeps_routes else None), (state, whole)
 
 
 def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> EngineWeights:
