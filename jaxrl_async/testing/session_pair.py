@@ -1,10 +1,12 @@
-"""Two sessions that talk through memory: the real ones, codec and threads included, over a line that
-a test can slow down and cut."""
+"""Two sessions that talk through memory: the real ones, codec and threads included, over a line
+that a test can slow down and cut."""
 
 import threading
 from dataclasses import dataclass
 
 from jaxrl_async.wire.session import WireLimits, WireSession
+
+TEST_LIMITS = WireLimits(silence_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,7 @@ class MemoryLine:
             b.stream_ended(f"{b.peer} has closed the connection")
 
 
-def session_pair(
-    *, sampler: str = "sampler-0", limits: WireLimits = WireLimits(silence_s=5.0)
-) -> SessionPair:
+def session_pair(*, sampler: str = "sampler-0", limits: WireLimits = TEST_LIMITS) -> SessionPair:
     """Make two joined sessions in memory; close() the pair at the end of a test.
 
     Args:

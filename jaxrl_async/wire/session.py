@@ -21,6 +21,7 @@ from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import ConfigError, Disconnected
 from jaxrl_async.ports import Message
+from jaxrl_async.wire.fitting import check_fits
 from jaxrl_async.wire.frames import BEAT_FRAME, Bye, Inbox, Outbox, bye_frame
 from jaxrl_async.wire.messages import MESSAGES
 
@@ -39,6 +40,7 @@ class WireLimits:
     queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
     join_s: float = 10.0  # for the handshake, before the secret is proved
     max_joining: int = 64  # connections at once that have not proved it yet
+    max_sessions: int = 1024  # at once
 
     @classmethod
     def of(cls, remote: RemoteSection) -> "WireLimits":
@@ -96,7 +98,7 @@ class WireSession:
         too large."""
         if not isinstance(message, MESSAGES):
             raise TypeError(f"{type(message).__name__} is no message (wire.messages)")
-        data = memoryview(codec.dumps(message))
+        data = codec.dumps(message).data
         if len(data) > self._limits.max_message_bytes:
             raise ConfigError(
                 f"a {type(message).__name__} of {len(data) / 2**20:.0f} MiB to {self._peer} is "
@@ -198,8 +200,10 @@ class WireSession:
         self._close_stream()
 
     def discard(self, reason: str) -> None:
-        """End a session that was never started."""
-        self.lost(reason)
+        """End a session that was never started; its stream stays, for a last word."""
+        with self._changed:
+            self._ended, self._over = reason, True
+            self._changed.notify_all()
         self._tell()
 
     def _take_item(self, item: memoryview | Bye) -> None:
@@ -230,7 +234,8 @@ class WireSession:
             try:
                 message = codec.loads(data, MESSAGES)
                 if not isinstance(message, MESSAGES):
-                    raise ValueError(f"{type(message).__name__} is no message")
+                    raise ValueError(f"a {type(message).__name__}")
+                check_fits(message)
             except ValueError as error:
                 self._refuse_rest(f"{self._peer} sent what is no message: {error}")
                 continue
