@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
 from jaxrl_async.ports import Session, WeightSource
@@ -175,7 +176,7 @@ class FollowingReceiver:
         update = None
         if order.version is not None:
             update = taken_version(self._weights, order.version)
-            update = VersionedParams(order.version, update.params, order.probe_logprobs)
+            update = replace(update, probe_logprobs=order.probe_logprobs)
         return Taken(incoming=incoming, cancelled=cancelled, update=update, prescribed=False)
 
     def stopped(self, live: LiveRequest) -> None:
