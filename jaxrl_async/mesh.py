@@ -258,6 +258,11 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
     )
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether several processes own the mesh's devices; None: the default device."""
+    return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
 def put(tree: Any, sharding: Any) -> Any:
     """Put host arrays on the devices of a sharding.
 

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, shardings
+from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Params, check_positions, weight_table
@@ -22,6 +22,7 @@ from jaxrl_async.ports import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.request_checks import INT32_END, Room
 from jaxrl_async.sampler.swap import Probe
 
@@ -38,6 +39,7 @@ class SamplerSettings:
     one_thread: bool = False  # on a CPU, use one core only: for several samplers side by side
     probe: Probe | None = None  # to check new weights on; None: they are not checked
     schedule: Schedule = UNRECORDED  # records, or prescribes, what is taken in between which blocks
+    followers: Followers = NO_FOLLOWERS  # the sampler's other processes
     device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK  # held while its devices compute
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
@@ -83,7 +85,7 @@ def set_up(
     )
     if mesh is not None:
         table = table_of(weight_table(spec), params)
-        params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
+        params = _placed(params, shardings(table, mesh, SAMPLER_RULES))
     setup = SamplerSetup(
         spec=spec,
         section=section,
@@ -110,6 +112,20 @@ def room_of(
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
     )
+
+
+def _placed(params: Params, shardings: Any) -> Params:
+    """Put parameters on their devices. Where other processes own some of those, arrays of all
+    processes stay as they are, and host arrays are the same in every process."""
+
+    def one(x: Any, sharding: NamedSharding) -> Any:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.device_put(x, sharding) if x.sharding != sharding else x
+        return put(np.asarray(x), sharding)
+
+    return jax.tree.map(one, params, shardings)
 
 
 def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:

@@ -7,13 +7,8 @@ from collections.abc import Iterator
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
 
-<<<<<<< HEAD
-# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No child
-# of this package that is forked uses it. It reads this with the first channel or server.
-=======
 # gRPC takes part in fork() unless told not to, and prints a line whenever it cannot; no forked
 # child of this package uses it. It reads this when it is imported, so all import it from here
->>>>>>> wire
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc as grpc
 
