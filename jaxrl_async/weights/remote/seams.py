@@ -1,8 +1,8 @@
 """The seam between what weights travel over and who sends which version to whom.
 
-    trainer's side      Offering.offer ──where──> Offer ──session──> Fetching.fetch      sampler's side
-                            ^                                            │
-                            └─────────── pieces, from the first source that has them
+    trainer: Offering.offer ──where──> Offer ──session──> Fetching.fetch :sampler
+                ^                                             │
+                └── pieces, from the first source that has them
 
 Transports know arrays, shards and addresses; outbox.py and source.py know versions and samplers.
 """
