@@ -87,9 +87,9 @@ def _check_sampler(values: Values, role: SamplerRole, config: Config) -> None:
     there = tpu.hosts * tpu.host_devices
     if needed > there or (needed < there and tpu.hosts > 1):
         raise ConfigError(
-            f"{values.config}: mesh.sampler has {needed} devices, and a sampler's slice {tpu.topology}"
-            f" of {tpu.generation} has {there}. Set mesh.sampler.tensor={there} (its axes multiply to "
-            "the devices of one slice), or change samplers.tpu."
+            f"{values.config}: mesh.sampler has {needed} devices, and a sampler's slice "
+            f"{tpu.topology} of {tpu.generation} has {there}. Set mesh.sampler.tensor={there} (its "
+            "axes multiply to the devices of one slice), or change samplers.tpu."
         )
 
 

@@ -51,7 +51,7 @@ GENERATIONS = {
         divisible=True,
     ),
 }
-"""divisible: as the TPU compiler of jax 0.10.2 answered, for slices of 8 and 16 chips; a run asks it
+"""divisible: as the TPU compiler of jax 0.10.2 answered, for slices of 8 and 16 chips; a run asks
 again when it starts (mesh.check_collective)."""
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 """Topologies of v5e and v6e."""
