@@ -18,7 +18,7 @@ class Generation:
     max_chips: int  # in a slice
     flat: bool  # topologies of two numbers, not three
     devices: int = 1  # JAX devices of a chip
-    divisible: bool = False  # programs may run on half of each host's chips of a larger slice
+    divisible: bool = False  # programs may run on a part of a slice of several hosts
 
 
 GENERATIONS = {
@@ -51,7 +51,7 @@ GENERATIONS = {
         divisible=True,
     ),
 }
-"""divisible: as the TPU compiler of jax 0.10.2 answered, for slices of 8 and 16 chips; a run asks
+"""divisible: as the TPU compiler of jax 0.10.2 answers, for slices of up to 64 chips; a run asks it
 again when it starts (mesh.check_collective)."""
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 """Topologies of v5e and v6e."""
