@@ -1,5 +1,6 @@
 """One process on one host of a cluster, driven from afar: the body of a Ray actor."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -21,8 +22,8 @@ READ_BYTES = 1 << 20
 class HostProcess:
     """Starts a command as a process of its own, and says how it does.
 
-    A process, so that JAX starts fresh each time and takes only itself along when it aborts. It ends
-    with this one (launch/tethered.py), and shares its output.
+    A process, so that JAX starts fresh each time and takes only itself along when it aborts. It
+    ends with this one (launch/tethered.py), and shares its output.
     """
 
     def __init__(self, folder: str) -> None:
@@ -80,10 +81,8 @@ class HostProcess:
             return
         if within_s > 0:
             self._child.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(within_s)
-            except subprocess.TimeoutExpired:
-                pass
         self._child.kill()
         self._child.wait()
 

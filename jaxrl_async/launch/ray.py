@@ -2,7 +2,7 @@
 
     --trainer HARDWARE     of the trainer (default cpu:1)
     --sampler HARDWARE     of each sampler (default cpu:1)
-    --samplers LEAST:MOST  how many samplers (default 1); between the two as many as the trainer needs
+    --samplers LEAST:MOST  how many samplers (default 1): between the two, what the trainer needs
     --address ADDRESS      the cluster: auto, HOST:PORT, or local for a new one on this machine;
                            without it: RAY_ADDRESS, a cluster that runs here, or a new one
     --max-restarts N       of the trainer, after failures (default 3); samplers: without end

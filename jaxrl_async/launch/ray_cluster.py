@@ -94,12 +94,14 @@ class RayGroup:
                 head_reservation_timeout_s=HEAD_S,
             )
             self._placement = self._slice.placement_group
-        except TimeoutError as error:
+        except (TimeoutError, RuntimeError) as error:
             log.info("%s: no slice is free: %s", self._name, error)
 
     def placed(self) -> bool:
         """Return whether there are hosts, and an actor answers on each. Does not wait for hosts."""
         ray = ray_api()
+        if self._hosts:
+            return True  # a trainer that starts again listens where it did
         if self._placement is None:
             self._ask()
         if self._placement is None:
@@ -129,7 +131,7 @@ class RayGroup:
         hardware = self._hardware
         cpus = hardware.per_host if hardware.kind == "cpu" else 1
         gpus = hardware.per_host if hardware.kind == "gpu" else 0
-        chips = {"TPU": hardware.per_host} if hardware.kind == "tpu" else None
+        chips = {"TPU": self._slice.devices_per_host} if self._slice is not None else None
         wanted = ray_api().remote(RayHost).options(
             num_cpus=0 if chips else cpus,
             num_gpus=gpus,
@@ -203,7 +205,8 @@ class RayGroup:
             importlib.import_module("ray.util.placement_group").remove_placement_group(
                 self._placement
             )
-        self._actors, self._slice, self._placement = [], None, None
+        self._actors, self._hosts = [], []
+        self._slice = self._placement = None
 
 
 class RayHost(HostProcess):
