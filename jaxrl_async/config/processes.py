@@ -37,7 +37,7 @@ def mesh_devices_per_process(mesh: MeshSection, count: int) -> int:
     """Return how many devices each of `count` processes needs for the slices.
 
     Raises ConfigError unless they take equal parts: the same number of trainer devices and of
-    samplers (colocated: no samplers of their own).
+    samplers (colocated: no samplers of their own; remote: none here).
     """
     if count == 1:
         return mesh.num_devices
