@@ -71,7 +71,9 @@ class TransferTree:
     trainer_bytes_per_s: float  # that the trainer sends, to all together
     sampler_bytes_per_s: float  # that one sampler receives, and sends to all together
     fanout: int = 2  # samplers to which the trainer, and each sampler, sends a version
-    hop_s: float = 0.0  # of each transfer beside its bytes: the offer, copies, checksums
+    offer_s: float = 0.0  # from publish until samplers are offered it: the trainer's copy to host
+    hop_s: float = 0.0  # that a piece takes through one source, beside its bytes
+    stage_s: float = 0.0  # from the last piece until it can be swapped in: checksums, to the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +168,11 @@ def check_pipeline(p: Pipeline) -> None:
 
 def _check_tree(tree: TransferTree) -> None:
     rates = (tree.trainer_bytes_per_s, tree.sampler_bytes_per_s)
-    if tree.fanout < 1 or not 0 <= tree.hop_s < np.inf or not 0 <= tree.num_bytes < np.inf:
+    names = ("num_bytes", "offer_s", "hop_s", "stage_s")
+    if tree.fanout < 1 or not all(0 <= getattr(tree, n) < np.inf for n in names):
         raise ConfigError(
-            f"tree: fanout ({tree.fanout}) must be at least 1, hop_s ({tree.hop_s}) and num_bytes "
-            f"({tree.num_bytes}) finite and not negative. Correct the pipeline."
+            f"tree: {', '.join(names)} must be finite and not negative, and fanout "
+            f"({tree.fanout}) at least 1: {tree}. Correct the pipeline."
         )
     if not min(rates) > 0:
         raise ConfigError(f"tree: rates of {rates} bytes/s must be above 0. Correct the pipeline.")

@@ -66,7 +66,8 @@ class SimulationResult:
     lost_tokens: int = 0  # drawn, and drawn again elsewhere
     prefilled_again_tokens: int = 0  # of moved answers
     trainer_sent_bytes: float = 0.0  # of weights
-    aborted_transfers: int = 0  # a newer version came, or one of both ends went
+    moved_transfers: int = 0  # that went on with another source
+    replaced_versions: int = 0  # never offered: a newer one came
     live_s: float = 0.0  # mean, from publish until live in every sampler, after the warm-up
 
 
@@ -391,6 +392,7 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
         lost_tokens=last.lost,
         prefilled_again_tokens=last.prefilled_again,
         trainer_sent_bytes=tree.sent_bytes if tree is not None else 0.0,
-        aborted_transfers=tree.aborted if tree is not None else 0,
+        moved_transfers=tree.moved if tree is not None else 0,
+        replaced_versions=tree.replaced if tree is not None else 0,
         live_s=(last.live_s - first.live_s) / max(1, last.versions - first.versions),
     )

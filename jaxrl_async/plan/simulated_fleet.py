@@ -86,6 +86,9 @@ class SimulatedFleet:
         self._empty_since = 0.0  # meaningful while no sampler is at work
         self._step_s: dict[int, float] = {}  # by rows
         self._chance = np.random.default_rng([seed, 2])
+        if self.tree is not None:
+            for number in self.at_work:
+                self.tree.ready(number, 0)
         if pipeline.turnover is not None:
             self._schedule(pipeline.turnover)
 
@@ -135,33 +138,47 @@ class SimulatedFleet:
     def send(self, version: int) -> None:
         """Send a version to all samplers."""
         self._published_at[version] = self._time.now
-        if self.tree is not None:
-            self.tree.offer(version, [*self.at_work, *self._joining], self._time.now)
-            self._start_transfers()
+        if self._p.tree is not None:
+            self._time.after(self._p.tree.offer_s, self._offer, version)
             return
         more_s = max(0.0, self._p.transfer_s - self._p.publish_s)
         for sampler in self.at_work.values():
             sampler.staged, sampler.arrives_s = version, self._time.now + more_s
             self._time.after(more_s, self._wake, sampler)
 
+    def _offer(self, version: int) -> None:
+        assert self.tree is not None
+        self.tree.publish(version)
+        self._start_transfers()
+
     def _start_transfers(self) -> None:
         assert self.tree is not None
         for sending in self.tree.start(self._time.now):
-            self._time.after(sending.seconds, self._arrived, sending)
+            self._look(sending)
 
-    def _arrived(self, sending: Sending) -> None:
-        """Stage the weights; a sampler that joins begins its work with them."""
+    def _look(self, sending: Sending) -> None:
+        """Stage the weights if they have come, else look again when that may be."""
+        assert self.tree is not None and self._p.tree is not None
+        seconds = self.tree.look(sending, self._time.now)
+        if seconds is not None and seconds > 0:
+            self._time.after(seconds, self._look, sending)
+        elif seconds is not None:
+            self._time.after(self._p.tree.stage_s, self._staged, sending)
+            self._start_transfers()
+
+    def _staged(self, sending: Sending) -> None:
+        """Let the sampler swap; one that joins begins its work."""
         assert self.tree is not None
-        if not self.tree.arrived(sending):
-            return
-        number, now = sending.sampler, self._time.now
+        number, version = sending.sampler, sending.version
         if number in self._joining:
-            self._enter(number, sending.version)
-        else:
-            sampler = self.at_work[number]
-            sampler.staged, sampler.arrives_s = sending.version, now
+            if version < self.live:
+                self.tree.ready(number, version)
+            else:
+                self._enter(number, version)
+            self._start_transfers()
+        elif (sampler := self.at_work.get(number)) is not None:
+            sampler.staged, sampler.arrives_s = version, self._time.now
             self._wake(sampler)
-        self._start_transfers()
 
     def _raise_live(self) -> None:
         lowest = min(self._drawn_from, default=self.live)
@@ -202,6 +219,9 @@ class SimulatedFleet:
         self._draws_from(sampler.version, sampler.staged)
         sampler.version, sampler.staged = sampler.staged, None
         self._tell.on_taken()
+        if self.tree is not None:
+            self.tree.ready(sampler.number, sampler.version)
+            self._start_transfers()
         self._time.after(self._p.samplers.swap_s, self._swapped, sampler)
 
     def _swapped(self, sampler: SimulatedSampler) -> None:
@@ -288,13 +308,14 @@ class SimulatedFleet:
         number = len(self.loads)
         self.loads = np.append(self.loads, NOBODY)
         self._joining.add(number)
-        self.tree.want(number)
+        self.tree.ready(number, -1)
         self._start_transfers()
 
     def _enter(self, number: int, version: int) -> None:
         """Let a sampler that has its first weights begin."""
         now, side = self._time.now, self._p.samplers
-        assert version >= self.live, "it was offered the newest version"
+        assert self.tree is not None
+        self.tree.ready(number, version)
         self._joining.remove(number)
         if not self.at_work and not self.unnoticed:
             self._check_wait(now - self._empty_since)
@@ -347,7 +368,8 @@ class SimulatedFleet:
         sampler.gone = True
         del self.at_work[sampler.number]
         self.totals.idle_s += sampler.idle_s
-        self.tree.gone(sampler.number, now)
+        for sending in self.tree.gone(sampler.number, now):
+            self._look(sending)
         self._start_transfers()
 
     def _leave(self, sampler: SimulatedSampler) -> None:

@@ -1,126 +1,180 @@
 """Who sends a version of the weights to which sampler: a tree that repairs itself. Pure, no clock.
 
-    trainer ──> 0 ──> 2 ──> 6 ...      each sends a version to at most `fanout` others, as soon as
-           │     └──> 3                it has all of it; a newer version replaces an older offer
+    trainer ──> 0 ──> 2 ──> 6 ...      each sends a version to `fanout` others, pieces of it as soon
+           │     └──> 3                as it has them itself
            └──> 1 ──> 4, 5
 
-A sampler that goes leaves its place with its source free, and those to which it was sending ask
-the next source that has a free place.
+The rules are those of weights/remote: places in the order of the offers; a sampler fetches one
+version at a time, and is offered the newest one once it draws from that; at most two versions are
+offered at a time, and a newer one replaces one that waits for that. If a source goes, those to
+which it was sending go on with the next one above it.
 """
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from jaxrl_async.plan.pipeline import TransferTree
 
 TRAINER = -1
 """The trainer's number as a source."""
+EPSILON_S = 1e-9
+KEPT = 2
+"""Most versions that are fetched at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Sending:
-    """One transfer of a version, from a source to a sampler."""
+    """One transfer of a version to a sampler."""
 
     version: int
-    source: int  # number of a sampler, or TRAINER
     sampler: int
-    seconds: float
-    began_s: float
+    sources: list[int]  # samplers above it, nearest first
+    part: float = 1.0  # of the bytes, that its present source sends
+    began_s: float = 0.0  # with its present source
+    ends_s: float = 0.0  # if its source has everything when it is needed
+    children: int = 0  # to which the sampler sends
+
+    @property
+    def source(self) -> int:
+        """The number of the sampler that sends, or TRAINER."""
+        return self.sources[0] if self.sources else TRAINER
+
+
+@dataclass(slots=True, kw_only=True)
+class _Spread:
+    """One version's way through the fleet."""
+
+    trainer_children: int = 0
+    places: list[Sending] = field(default_factory=list)  # in the order of the offers
+    by_sampler: dict[int, Sending] = field(default_factory=dict)
 
 
 class WeightTree:
-    """The transfers of the newest version."""
+    """All transfers, and who waits for one."""
 
     def __init__(self, tree: TransferTree) -> None:
         self._tree = tree
-        self.version = 0
         self.sent_bytes = 0.0  # by the trainer, since the start
-        self.transfers = self.aborted = 0  # complete, and not
-        self._waiting: deque[int] = deque()  # samplers without a source
-        self._sources = deque([TRAINER])  # with a free place, those that were first in front
-        self._free = {TRAINER: tree.fanout}  # free places, by source
-        self._source_of: dict[int, int] = {}  # of each sampler that has the version, or gets it
-        self._under_way: dict[int, Sending] = {}  # by sampler
+        self.moved = 0  # transfers that went on with another source
+        self.replaced = 0  # versions that were never offered: a newer one came
+        self.under_way: dict[int, Sending] = {}  # by sampler
+        self._newest = 0
+        self._pending: int | None = None
+        self._spreads = {0: _Spread()}
+        self._fetched: Counter[int] = Counter()  # transfers under way, by version
+        self._takers: dict[int, None] = {}  # can begin now, in the order in which they asked
+        self._content: dict[int, None] = {}  # have the newest version, and room for the next
 
-    def offer(self, version: int, samplers: Iterable[int], now: float) -> None:
-        """Offer a newer version to these samplers; what is under way of an older one is aborted."""
-        for sending in self._under_way.values():
-            self._abort(sending, now)
-        self.version = version
-        self._waiting, self._sources = deque(samplers), deque([TRAINER])
-        self._free = {TRAINER: self._tree.fanout}
-        self._source_of, self._under_way = {}, {}
+    def publish(self, version: int) -> None:
+        """Offer a newer version from now on."""
+        self.replaced += self._pending is not None
+        self._pending = version
 
-    def want(self, sampler: int) -> None:
-        """Offer the newest version to one more sampler."""
-        self._waiting.append(sampler)
+    def ready(self, sampler: int, version: int) -> None:
+        """Take note that a sampler has room for a version that is newer than this one."""
+        (self._takers if version < self._newest else self._content)[sampler] = None
 
     def start(self, now: float) -> list[Sending]:
-        """Start all transfers for which there is a place, and return them."""
-        pairs = []
-        while self._waiting and self._sources:
-            source, sampler = self._sources[0], self._waiting.popleft()
-            pairs.append((source, sampler))
-            self._source_of[sampler] = source
-            self._free[source] -= 1
-            if not self._free[source]:
-                self._sources.popleft()
-        at_once: dict[int, int] = {}
-        for source in [s.source for s in self._under_way.values()] + [s for s, _ in pairs]:
-            at_once[source] = at_once.get(source, 0) + 1
-        new = [
-            Sending(
-                version=self.version,
-                source=source,
-                sampler=sampler,
-                seconds=self._seconds(source, at_once[source]),
-                began_s=now,
-            )
-            for source, sampler in pairs
-        ]
-        self._under_way |= {sending.sampler: sending for sending in new}
+        """Start all transfers that can begin, and return them."""
+        if self._pending is not None and len(self._fetched) < KEPT:
+            self._newest, self._pending = self._pending, None
+            self._spreads = {v: s for v, s in self._spreads.items() if v in self._fetched}
+            self._spreads[self._newest] = _Spread()
+            self._takers |= self._content
+            self._content = {}
+        spread, takers = self._spreads[self._newest], self._takers
+        self._takers = {}
+        new = [self._offer(spread, sampler) for sampler in takers]
+        for sending in new:
+            self._set_times(sending, now)
         return new
 
-    def arrived(self, sending: Sending) -> bool:
-        """Make the sampler a source; False: the transfer was aborted meanwhile."""
-        sampler = sending.sampler
-        if self._under_way.get(sampler) is not sending:
-            return False
-        del self._under_way[sampler]
-        self.transfers += 1
+    def _offer(self, spread: _Spread, sampler: int) -> Sending:
+        parent = len(spread.places) // self._tree.fanout - 1
+        sources = []
+        if parent >= 0:
+            above = spread.places[parent]
+            sources = [above.sampler, *above.sources]
+        sending = Sending(version=self._newest, sampler=sampler, sources=sources)
+        spread.places.append(sending)
+        spread.by_sampler[sampler] = self.under_way[sampler] = sending
+        self._fetched[self._newest] += 1
+        self._count_child(sending, 1)
+        return sending
+
+    def look(self, sending: Sending, now: float) -> float | None:
+        """Return in how many seconds to look again for this transfer; 0: it is done now; None: it
+        will not be."""
+        if self.under_way.get(sending.sampler) is not sending:
+            return None
+        left_s = self._ends_s(sending) - now
+        if left_s > EPSILON_S:
+            return left_s
+        self._end(sending, now)
+        return 0.0
+
+    def _ends_s(self, sending: Sending) -> float:
+        """Return when a transfer ends: not before the source has everything itself."""
+        above = self._spreads[sending.version].by_sampler.get(sending.source)
+        if above is None or self.under_way.get(above.sampler) is not above:
+            return sending.ends_s
+        return max(sending.ends_s, self._ends_s(above) + self._tree.hop_s)
+
+    def gone(self, sampler: int, now: float) -> list[Sending]:
+        """Take a sampler out; return the transfers that go on with another source."""
+        self._takers.pop(sampler, None)
+        self._content.pop(sampler, None)
+        if (sending := self.under_way.get(sampler)) is not None:
+            self._end(sending, now)
+        for spread in self._spreads.values():
+            if (place := spread.by_sampler.pop(sampler, None)) is not None:
+                spread.places.remove(place)
+        moved = []
+        for other in self.under_way.values():
+            if other.source == sampler:
+                other.part *= 1 - self._progress(other, now)
+                moved.append(other)
+            if sampler in other.sources:
+                other.sources.remove(sampler)
+        for other in moved:
+            self._count_child(other, 1)
+            self._set_times(other, now)
+        self.moved += len(moved)
+        return moved
+
+    def _count_child(self, sending: Sending, count: int) -> None:
+        """Count one child more, or less, of its source."""
+        spread = self._spreads[sending.version]
+        above = spread.by_sampler.get(sending.source)
+        if above is None:
+            spread.trainer_children += count
+        else:
+            above.children += count
+
+    def _set_times(self, sending: Sending, now: float) -> None:
+        tree, spread = self._tree, self._spreads[sending.version]
+        above = spread.by_sampler.get(sending.source)
+        if above is None:
+            rate = tree.trainer_bytes_per_s / spread.trainer_children
+        else:
+            rate = tree.sampler_bytes_per_s / above.children
+        rate = min(rate, tree.sampler_bytes_per_s)
+        sending.began_s = now
+        sending.ends_s = now + tree.hop_s + sending.part * tree.num_bytes / rate
+
+    def _progress(self, sending: Sending, now: float) -> float:
+        """Return the share of its part that the present source has sent; count the trainer's."""
+        taken_s = sending.ends_s - sending.began_s
+        share = min(1.0, (now - sending.began_s) / taken_s) if taken_s > 0 else 1.0
         if sending.source == TRAINER:
-            self.sent_bytes += self._tree.num_bytes
-        self._free[sampler] = self._tree.fanout
-        self._sources.append(sampler)
-        return True
+            self.sent_bytes += share * sending.part * self._tree.num_bytes
+        return share
 
-    def gone(self, sampler: int, now: float) -> None:
-        """Take a sampler out; others take over what it was sending."""
-        if sampler in self._waiting:
-            self._waiting.remove(sampler)
-        if (sending := self._under_way.pop(sampler, None)) is not None:
-            self._abort(sending, now)
-        if self._free.pop(sampler, 0):
-            self._sources.remove(sampler)
-        source = self._source_of.pop(sampler, None)
-        if source is not None and source in self._free:
-            self._free[source] += 1
-            if self._free[source] == 1:
-                self._sources.append(source)
-        orphans = [s for s in self._under_way.values() if s.source == sampler]
-        for sending in orphans:
-            self._abort(sending, now)
-            del self._under_way[sending.sampler], self._source_of[sending.sampler]
-            self._waiting.appendleft(sending.sampler)
-
-    def _seconds(self, source: int, at_once: int) -> float:
-        tree = self._tree
-        rate = tree.trainer_bytes_per_s if source == TRAINER else tree.sampler_bytes_per_s
-        return tree.hop_s + tree.num_bytes / min(rate / at_once, tree.sampler_bytes_per_s)
-
-    def _abort(self, sending: Sending, now: float) -> None:
-        self.aborted += 1
-        if sending.source == TRAINER and sending.seconds:
-            share = min(1.0, (now - sending.began_s) / sending.seconds)
-            self.sent_bytes += share * self._tree.num_bytes
+    def _end(self, sending: Sending, now: float) -> None:
+        """Take a transfer off the books, done or not."""
+        self._progress(sending, now)
+        self._count_child(sending, -1)
+        del self.under_way[sending.sampler]
+        self._fetched[sending.version] -= 1
+        if not self._fetched[sending.version]:
+            del self._fetched[sending.version]

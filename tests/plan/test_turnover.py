@@ -77,7 +77,9 @@ def fleets(draw):
             trainer_bytes_per_s=2.0,
             sampler_bytes_per_s=1.0,
             fanout=draw(st.integers(1, 3)),
+            offer_s=draw(seconds),
             hop_s=draw(seconds),
+            stage_s=draw(seconds),
         ),
         turnover=Turnover(
             changes=(*changes, last),
@@ -169,11 +171,11 @@ def test_threads_are_simulated_as_before_samplers_came_and_went(
 @settings(max_examples=30, deadline=None)
 def test_in_turns_nobody_who_comes_or_goes_is_the_same_as_threads(pipeline):
     """In turns the trainer has nothing to publish before the samplers have taken the last."""
-    tree = replace(pipeline.tree, num_bytes=0.0)
+    tree = replace(pipeline.tree, num_bytes=0.0, stage_s=0.0, offer_s=pipeline.tree.hop_s)
     turns = replace(pipeline, max_staleness=0, lookahead=0, when_too_old="wait", turnover=None)
     flat = replace(tree, fanout=turns.samplers.count)
     remote = replace(turns, tree=flat, turnover=Turnover())
-    threads = replace(turns, tree=None, transfer_s=turns.publish_s + tree.hop_s)
+    threads = replace(turns, tree=None, transfer_s=turns.publish_s + 2 * tree.hop_s)
     ours, theirs = (simulate(p, updates=12, warm_up=3) for p in (remote, threads))
     assert ours.wall_s == pytest.approx(theirs.wall_s)
     assert ours.sampler_busy_share == pytest.approx(theirs.sampler_busy_share)
@@ -185,27 +187,73 @@ def test_the_trainer_waits_for_no_transfer():
     slow = replace(FLEET, max_staleness=8, update_s=0.7, tree=replace(TREE, num_bytes=4.0))
     told = simulate(slow, updates=40, warm_up=10)
     assert told.wait_publish_share == 0 and told.staleness_max <= 8
-    assert told.aborted_transfers > 0, "a newer version replaced an older offer"
+    assert told.replaced_versions > 0, "a newer version replaced one that waited"
     threads = simulate(replace(slow, tree=None, transfer_s=2.0), updates=40, warm_up=10)
     assert threads.wait_publish_share > 0.5
 
 
-def test_a_version_goes_down_the_tree_level_by_level():
-    """7 samplers, two at a time: 1 s for each level; the last has one child less to serve."""
-    tree, now, arrived = WeightTree(TREE), 0.0, {}
-    tree.offer(1, range(7), now)
-    coming = tree.start(now)
+def spread(tree, now, change=lambda step, now: []):
+    """Play all transfers; return from whom, and when, each sampler got its version."""
+    coming = [(now, n, s) for n, s in enumerate(tree.start(now))]
+    found, step = {}, 0
     while coming:
-        sending = min(coming, key=lambda s: (s.began_s + s.seconds, s.sampler))
-        coming.remove(sending)
-        now = sending.began_s + sending.seconds
-        assert tree.arrived(sending)
-        arrived[sending.sampler] = (sending.source, now)
-        coming += tree.start(now)
-    sources = {sampler: source for sampler, (source, _) in arrived.items()}
+        at = min(coming)
+        coming.remove(at)
+        now, step = at[0], step + 1
+        left_s = tree.look(at[2], now)
+        if left_s == 0.0:
+            found[at[2].sampler] = (at[2].source, now)
+        elif left_s is not None:
+            coming.append((now + left_s, -step, at[2]))
+        more = [*change(step, now), *tree.start(now)]
+        coming += [(now, 100 * step + n, s) for n, s in enumerate(more)]
+    return found
+
+
+def test_a_version_goes_down_the_tree_piece_by_piece():
+    """Two at a time, 1 s for each pair; the last is its source's only child."""
+    tree = WeightTree(replace(TREE, hop_s=0.25))
+    for number in range(7):
+        tree.ready(number, 0)
+    assert tree.start(0.0) == [], "nothing is newer"
+    tree.publish(1)
+    found = spread(tree, 0.0)
+    sources = {sampler: source for sampler, (source, _) in found.items()}
     assert sources == {0: TRAINER, 1: TRAINER, 2: 0, 3: 0, 4: 1, 5: 1, 6: 2}
-    assert [arrived[n][1] for n in range(7)] == [1, 1, 2, 2, 2, 2, 2.5]
+    assert [found[n][1] for n in range(7)] == [1.25, 1.25, 1.5, 1.5, 1.5, 1.5, 1.75]
     assert tree.sent_bytes == 2.0
+
+
+def test_whoever_loses_its_source_goes_on_with_the_one_above():
+    """0 goes after half of its transfer: 1 has the trainer's half rate, 2 gets its rest from it."""
+    tree = WeightTree(replace(TREE, fanout=1))
+    for number in range(3):
+        tree.ready(number, 0)
+    tree.publish(1)
+    first = tree.start(0.0)
+    assert [(s.sampler, s.source) for s in first] == [(0, TRAINER), (1, 0), (2, 1)]
+    (moved,) = tree.gone(0, 0.25)
+    assert (moved.sampler, moved.source, moved.part) == (1, TRAINER, 0.5)
+    assert tree.look(moved, 0.25) == 0.25 and tree.look(first[2], 0.25) == 0.25
+    assert tree.look(first[0], 0.5) is None and tree.look(moved, 0.5) == 0.0
+    assert tree.look(first[2], 0.5) == 0.0
+    assert tree.sent_bytes == pytest.approx(1.0), "of half a copy to 0, and of half to 1"
+
+
+def test_a_slow_sampler_skips_versions_and_is_offered_the_newest():
+    tree = WeightTree(TREE)
+    tree.ready(0, 0)
+    tree.publish(1)
+    (one,) = tree.start(0.0)
+    tree.publish(2)
+    assert tree.start(0.1) == []
+    tree.publish(3)
+    tree.publish(4)
+    assert tree.start(0.2) == [] and tree.replaced == 1, "2 and 3 are offered to nobody else"
+    assert tree.look(one, 0.5) == 0.0
+    tree.ready(0, 1)
+    (four,) = tree.start(0.6)
+    assert four.version == 4
 
 
 @given(
@@ -215,35 +263,30 @@ def test_a_version_goes_down_the_tree_level_by_level():
 )
 @settings(max_examples=200, deadline=None)
 def test_the_tree_reaches_everybody_who_stays_whoever_goes(fanout, count, changes):
-    """After every so many transfers somebody goes or comes."""
-    tree = WeightTree(replace(TREE, fanout=fanout))
-    living, got, now, step = set(range(count)), set(), 0.0, 0
-    due = Counter(at for at, _ in changes)
-    kinds = {at: [goes for n, goes in changes if n == at] for at in due}
-    tree.offer(1, sorted(living), now)
-    coming = tree.start(now)
-    while coming or any(at >= step for at in due):
-        for goes in kinds.get(step, ()):
+    """After every so many looks somebody goes or comes."""
+    tree, living, numbers = WeightTree(replace(TREE, fanout=fanout)), set(range(count)), [count]
+
+    def change(step, now):
+        moved = []
+        for goes in [goes for at, goes in changes if at == step]:
             if goes and living:
                 one = sorted(living)[step % len(living)]
                 living.remove(one)
-                tree.gone(one, now)
+                moved += tree.gone(one, now)
             elif not goes:
-                count += 1
-                living.add(count)
-                tree.want(count)
-        step += 1
-        coming += tree.start(now)
-        if not coming:
-            continue
-        sending = min(coming, key=lambda s: (s.began_s + s.seconds, s.sampler))
-        coming.remove(sending)
-        now = max(now, sending.began_s + sending.seconds)
-        if tree.arrived(sending):
-            assert sending.source == TRAINER or sending.source in got & living
-            got.add(sending.sampler)
-        coming += tree.start(now)
-    assert living <= got
+                numbers.append(numbers[-1] + 1)
+                living.add(numbers[-1])
+                tree.ready(numbers[-1], -1)
+        return moved
+
+    for number in sorted(living):
+        tree.ready(number, 0)
+    tree.publish(1)
+    found = spread(tree, 0.0, change)
+    assert living <= found.keys() and not tree.under_way
+    copies = sum(source == TRAINER for source, _ in found.values())
+    gone = sum(goes for _, goes in changes)
+    assert copies <= tree.sent_bytes + gone and tree.sent_bytes <= copies + gone
 
 
 def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
@@ -281,7 +324,7 @@ def test_samplers_that_join_make_a_run_quicker():
     ("change", "says"),
     [
         ({"tree": None, "turnover": Turnover()}, "samplers in threads do not come and go"),
-        ({"tree": replace(TREE, fanout=0)}, "fanout .0. must be at least 1"),
+        ({"tree": replace(TREE, fanout=0)}, "fanout .0. at least 1"),
         ({"tree": replace(TREE, sampler_bytes_per_s=0.0)}, "must be above 0"),
         ({"turnover": Turnover(handed_back_share=1.5)}, "is a share, from 0 to 1"),
         ({"turnover": Turnover(noticed_s=-1.0)}, r"noticed_s \(-1.0\)"),
