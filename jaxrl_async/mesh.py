@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -75,7 +76,8 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
 
     With several processes, each gives its first devices to the trainer's mesh, which spans them
     all; the samplers are those of this process (none if colocated: a slice that spans processes
-    cannot sample). Raises MeshError if there are too few devices.
+    cannot sample). Raises MeshError if there are too few devices, or if the TPU compiler refuses a
+    program over the devices of a slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
@@ -95,11 +97,16 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     of_trainer = [d for host in hosts for d in host[:count]]
-    return Slices(
+    slices = Slices(
         make_mesh(section.trainer, of_trainer, reorder=alone or not samplers),
         tuple(make_mesh(section.sampler, here[start : start + each]) for start in starts),
         section.colocated,
     )
+    if devices[0].platform == "tpu":
+        check_collective(slices.trainer, "mesh.trainer")
+        for mesh in slices.samplers:
+            check_collective(mesh, "mesh.sampler")
+    return slices
 
 
 def _processes(devices: Sequence[jax.Device]) -> list[int]:
@@ -118,6 +125,35 @@ def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Devic
             f"mesh needs {needed} devices in each of {len(hosts)} processes, and one has {fewest}. "
             "Make the axes smaller."
         )
+
+
+def check_collective(mesh: Mesh, role: str) -> None:
+    """Compile a sum over all devices of a mesh; some parts of a TPU slice the compiler refuses.
+
+    Half of each host's chips of a slice of several hosts, for instance, on v5e and v6e. Nothing is
+    run. It takes a tenth of a second.
+
+    Args:
+        mesh: A trainer's or a sampler's mesh.
+        role: How the configuration calls it, for the error.
+
+    Raises MeshError with what to do.
+    """
+    count = mesh.devices.size
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    each_a_row = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    rows = jax.ShapeDtypeStruct((count, 128), jnp.float32, sharding=each_a_row)
+    try:
+        jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(rows).compile()
+    except jax.errors.JaxRuntimeError as error:
+        hosts = len({d.process_index for d in mesh.devices.flat})
+        raise MeshError(
+            f"the compiler refuses a sum over the {count} {mesh.devices.flat[0].device_kind} "
+            f"devices of {role}, on {hosts} hosts: {str(error).splitlines()[0][:200]}. A part of a "
+            "TPU slice must be one that programs can run on: give trainer and samplers whole "
+            "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice, "
+            "and python -m jaxrl_async.sample on each sampler's slice), or take one host."
+        ) from error
 
 
 def make_mesh(

@@ -36,12 +36,12 @@ def mesh_devices_per_process(mesh: MeshSection, count: int) -> int:
     """Return how many devices each of `count` processes needs for the slices.
 
     Raises ConfigError unless they take equal parts: the same number of trainer devices and of
-    samplers (colocated: no samplers of their own).
+    samplers (colocated: no samplers of their own; remote: none here).
     """
     if count == 1:
         return mesh.num_devices
     trainer, each = mesh.trainer.num_devices, mesh.sampler.num_devices
-    samplers = 0 if mesh.colocated else mesh.samplers
+    samplers = 0 if mesh.colocated or mesh.remote else mesh.samplers
     if trainer % count or samplers % count:
         raise ConfigError(
             f"mesh.trainer ({trainer} devices) and mesh.samplers ({samplers}) must be multiples of "

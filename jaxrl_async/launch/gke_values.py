@@ -1,0 +1,242 @@
+"""The values file of a run on GKE: its two roles, each on slices of its own, and its storage."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from jaxrl_async.config.section import Count, Positive, Section
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.launch.gke_slices import Tpu
+
+NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
+MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", "JAXRL_ASYNC_SECRET", "SLICE_INDEX")
+"""Variables that the manifests or GKE set: names, or their beginnings."""
+
+
+class Toleration(Section):
+    key: str
+    """Key of the taint."""
+    operator: Literal["Exists", "Equal"] = "Exists"
+    """Equal: only taints of this value."""
+    value: str | None = None
+    """Value of the taint, for Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; null: any."""
+
+
+class Volume(Section):
+    name: str = Field(pattern=NAME)
+    """Name of the volume."""
+    mount_path: str = Field(pattern=r"^/")
+    """Folder in the container."""
+    read_only: bool = False
+    """Mount it for reading only."""
+    source: dict[str, Any] = Field(min_length=1, max_length=1)
+    """A Kubernetes volume source: {emptyDir: {medium: Memory}}, {persistentVolumeClaim:
+    {claimName: data}}."""
+
+
+class Role(Section):
+    """What the trainer and the samplers both have."""
+
+    tpu: Tpu
+    """The slices."""
+    capacity: Literal["on_demand", "spot", "reserved", "flex_start", "queued"] = "on_demand"
+    """How the nodes are bought. flex_start: given when there are some, for seven days at most;
+    queued: the same, with all nodes given at once by queued provisioning (needs queue, a Kueue
+    LocalQueue)."""
+    reservation: str | None = None
+    """Name of the reservation, for capacity=reserved."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables."""
+    resources: dict[str, str] = Field(default_factory=dict)
+    """Resources that a container requests besides its chips, and its limits: {cpu: "90", memory:
+    350Gi}."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Further labels of the pods."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Further annotations of the pods."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Further labels that the nodes must have."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Further taints that the pods tolerate."""
+    volumes: tuple[Volume, ...] = ()
+    """Further volumes."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Role":
+        if (self.capacity == "reserved") != (self.reservation is not None):
+            raise ValueError(
+                "reservation is the name of the reservation for capacity=reserved: set both, or "
+                "neither."
+            )
+        if "google.com/tpu" in self.resources:
+            raise ValueError("resources: the chips come from tpu. Remove google.com/tpu.")
+        taken = sorted(n for n in self.env if n.startswith(MANAGED_ENV))
+        if taken:
+            raise ValueError(f"env: {', '.join(taken)} is set by the manifests. Remove it.")
+        names = [v.name for v in self.volumes]
+        if len({*names, "config", "runs"}) < len(names) + 2:
+            raise ValueError("volumes: two have one name (config and runs are taken). Rename one.")
+        return self
+
+
+class SamplerRole(Role):
+    replicas: Count = 1
+    """Number of samplers: slices, each a sampler of its own."""
+    capacity: Literal["on_demand", "spot", "reserved", "flex_start", "queued"] = "spot"
+    """As for the trainer. A sampler that is preempted loses no work: others go on with it."""
+
+    @model_validator(mode="after")
+    def _one_slice(self) -> "SamplerRole":
+        if self.tpu.slices > 1:
+            raise ValueError(
+                f"samplers.tpu.slices={self.tpu.slices}: a sampler is on one slice. Set "
+                "samplers.replicas instead."
+            )
+        return self
+
+
+class Runs(Section):
+    """Storage of the run folders, to which all hosts of the trainer write."""
+
+    bucket: str | None = None
+    """Cloud Storage bucket, mounted with gcsfuse (best with a hierarchical namespace: a checkpoint
+    is committed by renaming its folder); the service account must be allowed to write to it."""
+    rename_dir_limit: Positive = 100_000
+    """Most files of a folder that gcsfuse renames in a bucket without a hierarchical namespace."""
+    claim: str | None = Field(None, pattern=NAME)
+    """PersistentVolumeClaim to which several nodes can write (ReadWriteMany)."""
+    create_gib: Positive | None = None
+    """Create the claim with this size, GiB; null: it exists."""
+    storage_class: str | None = None
+    """Storage class of a created claim; null: the cluster's default."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "Runs":
+        if (self.bucket is None) == (self.claim is None):
+            raise ValueError("runs needs a bucket or a claim, and not both. Set one of them.")
+        if self.claim is None and self.create_gib is not None:
+            raise ValueError("runs.create_gib is the size of runs.claim, which is not set.")
+        if self.create_gib is None and self.storage_class is not None:
+            raise ValueError(
+                "runs.storage_class is for a claim to create: also set runs.create_gib."
+            )
+        return self
+
+
+class SecretKey(Section):
+    name: str = Field(pattern=NAME)
+    """Name of a Kubernetes Secret."""
+    key: str
+    """Key in it."""
+
+
+class Values(Section):
+    """What a run on GKE needs besides its configuration."""
+
+    name: str = Field(pattern=NAME, max_length=40)
+    """Name of the JobSet, and of the run."""
+    namespace: str = Field("default", pattern=NAME)
+    """Kubernetes namespace."""
+    image: str = Field(min_length=1)
+    """Image of this project (Dockerfile), with its tag or digest."""
+    config: str
+    """The run's configuration file, beside the values file or absolute."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of the configuration, section.key=value each."""
+    trainer: Role
+    """The trainer's slices."""
+    samplers: SamplerRole | None = None
+    """The samplers' slices; null: samplers in threads on the trainer's hosts."""
+    join_secret: SecretKey | None = None
+    """The secret by which samplers and trainer know each other; needed with samplers."""
+    runs: Runs
+    """Storage of the results."""
+    queue: str | None = Field(None, pattern=NAME)
+    """Kueue LocalQueue; null: not queued."""
+    max_run_s: Positive | None = None
+    """Longest time for which queued provisioning lends the nodes, seconds; null: seven days."""
+    service_account: str | None = Field(None, pattern=NAME)
+    """Kubernetes service account of the pods; null: the namespace's default."""
+    secrets: dict[str, SecretKey] = Field(default_factory=dict)
+    """Environment variables of the trainer from secrets: HF_TOKEN: {name: our-secret, key:
+    token}."""
+    max_restarts: int = Field(3, ge=0)
+    """Most restarts after failures of the trainer; those after preemptions do not count, nor those
+    of samplers."""
+    restart_job: bool = False
+    """The cluster's JobSet (0.12 or later) has its feature gate RestartJob on: a trainer of several
+    hosts restarts without its samplers. false: they restart with it, and join again."""
+    run_as_user: int | None = Field(1000, ge=0)
+    """User id of the pods' processes; null: the image's."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The trainer, and the samplers if they have slices of their own."""
+        return (self.trainer,) if self.samplers is None else (self.trainer, self.samplers)
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Values":
+        if self.runs.bucket is not None and self.service_account is None:
+            raise ValueError(
+                "runs.bucket needs service_account: a Kubernetes service account that may write to "
+                "the bucket (Workload Identity)."
+            )
+        if (self.samplers is None) != (self.join_secret is None):
+            raise ValueError(
+                "samplers join with a secret: set samplers and join_secret, or neither. To make "
+                f"one: kubectl create secret generic {self.name}-join --from-literal=secret="
+                '"$(openssl rand -hex 32)", then join_secret: {name: '
+                f"{self.name}-join, key: secret}}."
+            )
+        queued = any(role.capacity == "queued" for role in self.roles)
+        if queued and self.queue is None:
+            raise ValueError("capacity=queued needs queue: a Kueue LocalQueue. Set it.")
+        if self.max_run_s is not None and not queued:
+            raise ValueError("max_run_s is for capacity=queued. Remove it.")
+        return self
+
+
+def load_values(path: Path) -> Values:
+    """Load the values from a YAML file. Raises ConfigError, which names every problem."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}. Give a YAML file.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}.") from None
+    try:
+        return Values.model_validate(tree)
+    except ValidationError as error:
+        problems = [_problem(e) for e in error.errors(include_url=False)]
+        raise ConfigError(f"{path}: " + f"\n{path}: ".join(problems)) from None
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    *sections, name = [str(part) for part in error["loc"]] or [""]
+    dotted = ".".join([*sections, name])
+    if error["type"] == "extra_forbidden":
+        near = get_close_matches(name, _keys_at(sections), n=1, cutoff=0.6)
+        hint = f"did you mean {'.'.join([*sections, *near])}?" if near else "remove it."
+        if dotted == "tpu":
+            hint = "slices belong to a role: trainer.tpu and samplers.tpu."
+        return f"{dotted} is not a value; {hint}"
+    cause = error.get("ctx", {}).get("error")
+    if error["type"] == "value_error" and cause is not None:
+        return f"{sections[0]}: {cause}" if sections else str(cause)
+    return f"{dotted or 'the values'}: {error['msg']}."
+
+
+def _keys_at(sections: Sequence[str]) -> list[str]:
+    kind: Any = Values
+    for name in sections:
+        field = getattr(kind, "model_fields", {}).get(name)
+        kind = field.annotation if field is not None else None
+        kind = next((k for k in get_args(kind) if isinstance(k, type)), kind)
+    known = isinstance(kind, type) and issubclass(kind, BaseModel)
+    return list(kind.model_fields) if known else []
