@@ -1,4 +1,5 @@
-"""Convert carriers to bytes and back, for checkpoints: JSON for structure, one buffer for arrays.
+"""Convert carriers to bytes and back, for checkpoints and for messages between processes: JSON for
+structure, one buffer for arrays.
 
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
@@ -7,8 +8,11 @@ Only the dataclasses and enums that the reader names can be loaded; there is no 
 
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +39,8 @@ ML_DTYPES: dict[str, Any] = {
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
 """dtypes that NumPy itself has no name for (bfloat16, 8-bit floats), by name."""
+PLAIN_DTYPE = re.compile(rf"[<>|][{PLAIN_KINDS}]\d{{1,9}}")
+"""What NumPy's own dtypes are called; no other text of a stranger's reaches np.dtype."""
 
 
 def dumps(tree: Any) -> Bytes:
@@ -49,36 +55,50 @@ def dumps(tree: Any) -> Bytes:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def loads(data: Bytes, kinds: Sequence[type] = ()) -> Any:
+def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
     """Convert what `dumps` wrote back; `kinds` are records in addition to those of types.py.
 
-    Raises ValueError for other bytes.
+    Raises ValueError for other bytes, whoever made them.
     """
-    known = {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
-    raw = np.ascontiguousarray(data, np.uint8).tobytes()
-    size = int(np.frombuffer(raw[:8], "<u8")[0]) if len(raw) >= 8 else -1
+    raw = np.ascontiguousarray(data, np.uint8).data
+    size = int.from_bytes(raw[:8], "little") if len(raw) >= 8 else -1
     if not 0 <= size <= len(raw) - 8:
         raise ValueError("not a record of this program: its head is torn")
     try:
-        return _decoded(json.loads(raw[8 : 8 + size]), memoryview(raw)[8 + size :], known, [0])
+        tree = json.loads(bytes(raw[8 : 8 + size]))
+        return _decoded(tree, raw[8 + size :], _kinds_by_name(tuple(kinds)), [0])
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"not a record of this program: {error}") from None
 
 
+@lru_cache(maxsize=64)
+def _kinds_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
+    return {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
+
+
 def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    kind: type = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if kind is np.ndarray:
+        arrays.append(value)
+        return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": value.shape}
+    names = _field_names(kind)
+    if names is not None:
+        encoded = {name: _encoded(getattr(value, name), arrays) for name in names}
+        return {KIND: kind.__name__, "fields": encoded}
+    return _encoded_other(value, arrays)
+
+
+def _encoded_other(value: Any, arrays: list[NDArray[Any]]) -> Any:
     if isinstance(value, Enum):
         return {KIND: type(value).__name__, "value": value.value}
     if isinstance(value, np.generic):
         return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):
-        arrays.append(value)
-        return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        encoded = {name: _encoded(field, arrays) for name, field in fields.items()}
-        return {KIND: type(value).__name__, "fields": encoded}
+        return _encoded(value.view(np.ndarray), arrays)
     if isinstance(value, tuple):
         return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
     if isinstance(value, list):
@@ -86,21 +106,32 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         encoded = {k: _encoded(v, arrays) for k, v in value.items()}
         return {KIND: "mapping", "fields": encoded} if KIND in value else encoded
-    raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
+    raise TypeError(f"{type(value).__name__} cannot be saved: it is no plain value or record")
 
 
+@lru_cache(maxsize=1024)
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a record's fields; None: it is no record."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+@lru_cache(maxsize=256)
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     if dtype.name in ML_DTYPES:
         return dtype.name
     if dtype.kind not in PLAIN_KINDS:
-        raise TypeError(f"an array of {dtype} cannot be saved in a checkpoint")
+        raise TypeError(f"an array of {dtype} cannot be saved")
     return dtype.str
 
 
+@lru_cache(maxsize=256)
 def _named_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype that `_dtype_name` names so; raise ValueError for another name."""
-    dtype = ML_DTYPES[name] if name in ML_DTYPES else np.dtype(name)
-    if _dtype_name(dtype) != name:
+    if name in ML_DTYPES:
+        return np.dtype(ML_DTYPES[name])
+    if not PLAIN_DTYPE.fullmatch(name) or _dtype_name(dtype := np.dtype(name)) != name:
         raise ValueError(f"not a record of this program: arrays of {name!r} are never written")
     return dtype
 
@@ -119,9 +150,11 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])
     if kind == "array":
-        dtype, shape = _named_dtype(value["dtype"]), tuple(value["shape"])
-        start, at[0] = at[0], at[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if min(shape, default=0) < 0 or at[0] > len(buffer):
+        dtype, shape = _named_dtype(value["dtype"]), value["shape"]
+        if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+            raise ValueError("not a record of this program: an array's shape is torn")
+        start, at[0] = at[0], at[0] + dtype.itemsize * math.prod(shape)
+        if at[0] > len(buffer):
             raise ValueError("not a record of this program: an array is torn")
         return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
     record = known[kind]

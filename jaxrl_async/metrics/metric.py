@@ -451,6 +451,11 @@ METRICS: tuple[Metric, ...] = (
             "Copies of weights that did not match their checksum or did not arrive; not used.",
         ),
         (
+            "faults/transfers_given_up",
+            "samplers",
+            "Samplers let go because the weights did not reach them in several tries.",
+        ),
+        (
             "faults/oom_retries",
             "retries",
             "Updates restarted with half the rows in a micro-batch: out of memory.",

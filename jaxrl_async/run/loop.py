@@ -92,7 +92,7 @@ def train(config: Config) -> None:
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
-    lockstep = Lockstep()
+    lockstep = Lockstep(first_plays=config.mesh.remote)
     config = look_together(config, lockstep)
     check_paths(config)
     paths = Paths(Path(config.run.dir) / config.run.name)

@@ -121,7 +121,7 @@ def make_rollout_side(
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
     buffer = ReplayBuffer(
-        buffer_settings(config.algorithm, config.staleness, config.buffer, lockstep.count),
+        buffer_settings(config.algorithm, config.staleness, config.buffer, lockstep.players),
         ledger=records.buffer_ledger,
         note=schedule.write,
     )

@@ -2,8 +2,9 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -42,22 +43,55 @@ class Sampling:
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """The weights as they are sent to a sampler."""
+
+    table: Any  # tree of Weight: names, shapes and logical axes
+    dtype: Any  # of floating-point weights
+    convert: Callable[[Params], Params] | None  # makes them from the trainer's; None: by a cast
+
+
+def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
+    """Return what of the policy is sent to samplers, and in which types."""
+    dtype, table = jnp.dtype(model.dtype), weight_table(spec)
+    if section.eight_bits is None:
+        return SentWeights(table=table, dtype=jnp.dtype(section.dtype or dtype), convert=None)
+    return SentWeights(
+        table=quantized_table(table),
+        dtype=dtype,
+        convert=functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype),
+    )
+
+
 def make_push(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
 ) -> Push:
     """Compile the transfer of the policy's weights to one sampler."""
-    dtype = jnp.dtype(model.dtype)
-    table = sent = weight_table(spec)
-    convert = None
-    if section.eight_bits is not None:
-        sent = quantized_table(table)
-        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+    sent = sent_weights(section, model, spec)
     return Push(
-        shardings(sent, trainer, TRAINER_RULES),
-        shardings(sent, sampler, SAMPLER_RULES),
-        dtype=jnp.dtype(section.dtype or dtype),
-        convert=convert,
+        shardings(sent.table, trainer, TRAINER_RULES),
+        shardings(sent.table, sampler, SAMPLER_RULES),
+        dtype=sent.dtype,
+        convert=sent.convert,
     )
+
+
+def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
+    """Return what all samplers of a run have in common, wherever they run."""
+    probe = None
+    if config.weights.probe:
+        tokens = probe_tokens(spec.vocab, PROBE_LENGTH)
+        probe = Probe(token_ids=tokens, tolerance=config.weights.probe_tolerance)
+    return SamplerSettings(
+        dtype=jnp.dtype(config.model.dtype), keep_routing=config.algorithm.keep_routing, probe=probe
+    )
+
+
+def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
+    """Return whether a sampler computes on one core: XLA's own threads cost more than they bring
+    beside a trainer that computes, too."""
+    return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
 def make_sampling(
@@ -90,17 +124,9 @@ def make_sampling(
         checksum=config.weights.checksum,
         count=inputs.faults.add,
     )
-    probe = probe_tokens(spec.vocab, PROBE_LENGTH) if config.weights.probe else None
-    settings = SamplerSettings(
-        dtype=jnp.dtype(config.model.dtype),
-        keep_routing=config.algorithm.keep_routing,
-        probe=None
-        if probe is None
-        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        schedule=schedule,
-        device_lock=inputs.locks.sampler,
+    settings = replace(
+        sampler_settings(config, spec), schedule=schedule, device_lock=inputs.locks.sampler
     )
-    on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
         Sampler(
             (spec, push(params)),
@@ -111,14 +137,14 @@ def make_sampling(
             version=version,
             settings=replace(
                 settings,
-                # XLA's own threads cost more than they bring beside a trainer that computes, too.
-                one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+                one_thread=uses_one_thread(mesh, colocated=slices.colocated),
                 name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
             ),
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
     router = make_router(config.faults, samplers, schedule, inputs.faults)
+    probe = None if settings.probe is None else settings.probe.token_ids
     return Sampling(router=router, channel=channel, probe=probe)
 
 

@@ -1,0 +1,39 @@
+"""What both sides of a gRPC connection share. Frames travel as they are: one call, streamed both
+ways, without protocol buffers."""
+
+from collections.abc import Iterator
+
+import grpc
+
+from jaxrl_async.wire.frames import FRAME_LIMIT
+from jaxrl_async.wire.session import WireSession
+
+SERVICE = "jaxrl_async.Wire"
+METHOD = "Session"
+PATH = f"/{SERVICE}/{METHOD}"
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", FRAME_LIMIT),  # refused before room is made for it
+    ("grpc.max_send_message_length", FRAME_LIMIT),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is meant for the web
+    ("grpc.use_local_subchannel_pool", 1),  # each try resolves the name and connects anew
+)
+
+
+def pump_frames(incoming: Iterator[bytes], session: WireSession) -> None:
+    """Give a session what comes until the stream ends; then tell it."""
+    reason = f"{session.peer} has closed the connection"
+    try:
+        for frame in incoming:
+            session.take(frame)
+    except grpc.RpcError as error:
+        reason = f"the connection with {session.peer} broke: {describe_error(error)}"
+    session.stream_ended(reason)
+
+
+def describe_error(error: grpc.RpcError) -> str:
+    """Return gRPC's words for what went wrong."""
+    if isinstance(error, grpc.Call):
+        return f"{error.details() or error.code()}"
+    return str(error) or "the other side is gone"
