@@ -1,7 +1,7 @@
 """What is asked of a vLLM server and what it answers, as JSON; every answer is checked. Pure.
 
 POST /inference/v1/generate takes token ids and gives token ids, log-probs, and for each stretch of
-tokens the label of the weights that drew it. The label is ours: RUN/VERSION.
+tokens the label of the weights that drew it. The label is ours: RUN-VERSION.
 """
 
 import math
@@ -43,6 +43,7 @@ class ServerFacts:
     max_length: int  # prompt and answer, tokens
     dtype: str
     logprobs_mode: str
+    device: str  # its kind: cuda, cpu, ...
     vocab: int | None  # None: it did not say
 
 
@@ -179,12 +180,12 @@ def versions_of(spans: Any, count: int, run: str, floor: int, name: str) -> IntA
 
 def label_of(run: str, version: int) -> str:
     """Return the label of a version of the weights."""
-    return f"{run}/{version}"
+    return f"{run}-{version}"
 
 
 def version_of(label: str, run: str) -> int:
     """Return the version that a label names. Raises BadReply if it is not a label of this run."""
-    ours, _, number = label.partition("/")
+    ours, _, number = label.partition("-")
     if ours != run or not number.isdecimal() or int(number) > NO_TOKEN:
         raise BadReply(
             f"tokens were drawn by weights labelled {label[:80]!r}, which this run did not load: "
@@ -213,7 +214,8 @@ def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
         refusal: why it refused a token id that no vocabulary has.
     """
     name = "/server_info"
-    model = _field(_field(info, "vllm_config", dict, name), "model_config", dict, name)
+    config = _field(info, "vllm_config", dict, name)
+    model = _field(config, "model_config", dict, name)
     size = VOCABULARY.search(refusal)
     return ServerFacts(
         version=_field(version, "version", str, "/version"),
@@ -221,18 +223,20 @@ def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
         max_length=_field(model, "max_model_len", int, name),
         dtype=_field(model, "dtype", str, name).removeprefix("torch."),
         logprobs_mode=_field(model, "logprobs_mode", str, name),
+        device=_field(_field(config, "device_config", dict, name), "device_type", str, name),
         vocab=None if size is None else int(size.group(1)),
     )
 
 
 def problem_with(
-    facts: ServerFacts, vocab: int, max_length: int, *, plain: bool, dtype: str
+    facts: ServerFacts, vocab: int, max_length: int, *, tied: bool, plain: bool, dtype: str
 ) -> str | None:
     """Return why a server cannot sample for a run, and what to do; None: it can.
 
     Args:
         facts: what it says of itself.
         vocab: the policy's.
+        tied: whether the policy's embedding is its output head, too.
         max_length: longest sequence, tokens.
         plain: whether the distribution drawn from is that of the logits themselves.
         dtype: that the trainer computes in.
@@ -241,6 +245,12 @@ def problem_with(
         return (
             f"it serves a model with a vocabulary of {facts.vocab}, and the policy's has {vocab}. "
             "Start it with the directory that model.path names."
+        )
+    if tied and facts.device == "cpu":
+        return (
+            "vLLM's CPU build keeps the old output head when it loads new weights of a model whose "
+            "embedding is its head, too. Use a model with tie_word_embeddings=false "
+            "(model.architecture.tied=false), or a server on an accelerator."
         )
     if facts.max_length < max_length:
         return (

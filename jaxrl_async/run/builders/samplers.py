@@ -15,6 +15,8 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.ports import Replica
+from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.sampler.router.router import Router
@@ -23,7 +25,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
@@ -113,6 +115,22 @@ def make_sampling(
         gate: notified when a version is live in every sampler.
     """
     slices, spec = inputs.slices, inputs.spec
+    if config.sampler.engine != "ours":
+        probe = sampler_settings(config, spec).probe
+        engines, channel = make_engines(
+            config,
+            spec,
+            slices.trainer,
+            VersionedParams(version=version, params=params),
+            on_live=gate.set_live,
+            probe=probe,
+            count=inputs.faults.add,
+        )
+        return Sampling(
+            router=make_router(config.faults, engines, schedule, inputs.faults),
+            channel=channel,
+            probe=None if probe is None else probe.token_ids,
+        )
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
         for mesh in slices.samplers
@@ -150,7 +168,7 @@ def make_sampling(
 
 def make_router(
     section: FaultsSection,
-    samplers: Sequence[Sampler],
+    samplers: Sequence[Replica],
     schedule: RunSchedule,
     faults: FaultCounts,
 ) -> Router:
