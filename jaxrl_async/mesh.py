@@ -313,8 +313,10 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(spread, tree)
 
 
-def whole(array: jax.Array) -> np.ndarray:
+def whole(array: jax.Array | np.ndarray) -> np.ndarray:
     """Copy an array to the host. If other processes hold parts of it, all must call this."""
+    if isinstance(array, np.ndarray):
+        return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
         array = _everywhere(array.sharding.mesh)(array)
