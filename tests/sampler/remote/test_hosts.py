@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
