@@ -20,6 +20,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", FRAME_LIMIT),  # refused before room is made for it
     ("grpc.max_send_message_length", FRAME_LIMIT),
     ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes could swell to many
     ("grpc.enable_http_proxy", 0),  # a proxy in the environment is meant for the web
     ("grpc.use_local_subchannel_pool", 1),  # each try resolves the name and connects anew
 )
