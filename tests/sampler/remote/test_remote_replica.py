@@ -269,7 +269,6 @@ def test_what_a_leaving_sampler_hands_back_is_there_before_the_futures_fail(play
     [
         {"seed": 1},
         {"versions": np.array([3, NEWEST + 1], np.int32)},
-        {"logprobs": np.array([-1, np.nan], np.float32)},
         {"token_ids": np.array([1, 99], np.int32)},
     ],
 )
@@ -280,6 +279,16 @@ def test_what_is_handed_back_is_checked(played, changes):
     with pytest.raises(Disconnected, match="cannot be true"):
         future.result(5)
     assert played.replica.departure is None, "it begins again"
+
+
+def test_a_handed_back_request_with_a_nan_begins_again(played):
+    future = played.replica.start_many([wished(1)])[0]
+    until(lambda: played.started)
+    nan = partial_of(played.started[0], logprobs=np.array([-1, np.nan], np.float32))
+    played.say(Leaving(reason="preempted", partials=(nan,)))
+    with pytest.raises(Disconnected, match="has left"):
+        future.result(5)
+    assert played.replica.departure is not None and not played.replica.departure.partials
 
 
 def test_a_dying_sampler_says_what_it_had_on_its_device(played):
