@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports import Departure, Session
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.remote.answers import (
+from jaxrl_async.sampler.remote.answer_checks import (
     checked_completion,
     checked_drawn,
     checked_stats,
