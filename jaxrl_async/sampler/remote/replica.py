@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports import Departure, Session
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.remote.answers import (
+from jaxrl_async.sampler.remote.answer_checks import (
     checked_completion,
     checked_drawn,
     checked_stats,
@@ -466,16 +468,20 @@ class RemoteReplica:
         self._finish(Disconnected(f"{self}: {reason}"), blamed=blamed)
 
     def _drawn(self, partials: Any) -> dict[str, Partial]:
-        """Return the checked partials of requests that are still outstanding, by wire id."""
+        """Return the checked partials of requests that are still outstanding, by wire id. One with
+        a log-prob that is not finite is left out: its request begins again."""
         if not isinstance(partials, tuple) or not all(isinstance(p, Partial) for p in partials):
             raise RolloutError("it must hold Partials.")
         with self._lock:
             known = [(p, self._outstanding.get(p.request.request_id)) for p in partials]
-        return {
+        drawn = {
             out.wire_id: checked_drawn(p, out.request, self._check.room, newest=self._newest())
             for p, out in known
             if out is not None and not out.future.done()
         }
+        if not self.has_logprobs:
+            return drawn
+        return {i: p for i, p in drawn.items() if np.isfinite(p.logprobs).all()}
 
     def _checked(self, what: str, check: Callable[[], Any]) -> Any:
         """Return what the check returns. What it refuses is counted, ends the replica at once, and

@@ -171,6 +171,15 @@ WRONG = {
 }
 
 
+def refused(played, future) -> None:
+    """The request fails because the session refused the type, or the replica, which counts that,
+    the content."""
+    with pytest.raises(Disconnected, match=r"cannot be true|no message") as raised:
+        future.result(5)
+    by_replica = "cannot be true" in str(raised.value)
+    assert played.faults.read()["refused_answers"] == by_replica
+
+
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
 def test_what_cannot_be_true_ends_the_session_and_nothing_of_it_counts(played, changes):
     wishes = [wished(1), wished(2)]
@@ -180,12 +189,10 @@ def test_what_cannot_be_true_ends_the_session_and_nothing_of_it_counts(played, c
     both = (completion(good), completion(bad, **changes))
     played.say(Answers(completions=both))
     for future in futures:
-        with pytest.raises(Disconnected, match="cannot be true"):
-            future.result(5)
+        refused(played, future)
     with pytest.raises(Disconnected):
         played.replica.start_many(wishes)
     until(lambda: played.pair.sampler.ended is not None)
-    assert played.faults.read()["refused_answers"] == 1
     assert played.replica.blamed == {"g1/m0/t0", "g2/m0/t0"}
 
 
@@ -225,9 +232,7 @@ def test_no_message_is_too_strange_to_be_refused(played, message):
     future = played.replica.start_many([wished(1)])[0]
     until(lambda: played.started)
     played.say(message)
-    with pytest.raises(Disconnected, match="cannot be true"):
-        future.result(5)
-    assert played.faults.read()["refused_answers"] == 1
+    refused(played, future)
 
 
 def test_a_request_answered_twice_ends_the_session(played):
@@ -264,7 +269,6 @@ def test_what_a_leaving_sampler_hands_back_is_there_before_the_futures_fail(play
     [
         {"seed": 1},
         {"versions": np.array([3, NEWEST + 1], np.int32)},
-        {"logprobs": np.array([-1, np.nan], np.float32)},
         {"token_ids": np.array([1, 99], np.int32)},
     ],
 )
@@ -275,6 +279,16 @@ def test_what_is_handed_back_is_checked(played, changes):
     with pytest.raises(Disconnected, match="cannot be true"):
         future.result(5)
     assert played.replica.departure is None, "it begins again"
+
+
+def test_a_handed_back_request_with_a_nan_begins_again(played):
+    future = played.replica.start_many([wished(1)])[0]
+    until(lambda: played.started)
+    nan = partial_of(played.started[0], logprobs=np.array([-1, np.nan], np.float32))
+    played.say(Leaving(reason="preempted", partials=(nan,)))
+    with pytest.raises(Disconnected, match="has left"):
+        future.result(5)
+    assert played.replica.departure is not None and not played.replica.departure.partials
 
 
 def test_a_dying_sampler_says_what_it_had_on_its_device(played):
@@ -354,12 +368,12 @@ def test_a_question_that_fails_or_is_not_answered_says_so(played, monkeypatch):
     played.replica.start_many([wished(1)])
     until(lambda: played.started)
 
-    def refused():
+    def fails():
         with pytest.raises(RolloutError, match="no such request"):
             played.replica.save("g1/m0/t0")
         return True
 
-    wait = on_thread(refused)
+    wait = on_thread(fails)
     played.say(Reply(number=asked(played).number, error="no such request"))
     assert wait()
     monkeypatch.setattr(remote_replica, "SAVE_WAIT_S", 0.01)

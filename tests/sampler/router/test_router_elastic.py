@@ -20,7 +20,7 @@ from jaxrl_async.sampler.router.supervise import REMIND_S, RestartLimits
 from jaxrl_async.sampler.router.totals import Totals
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.clock import VirtualClock
-from jaxrl_async.testing.replica import ScriptedReplica
+from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Partial
 
 WAIT_S = 300.0
