@@ -84,8 +84,24 @@ def set_up(
     if mesh is not None:
         table = table_of(weight_table(spec), params)
         params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
+    setup = SamplerSetup(
+        spec=spec,
+        section=section,
+        plan=plan,
+        engine=engine,
+        room=room_of(spec, section, seed, settings),
+        seed=seed,
+        settings=settings,
+    )
+    return setup, params
+
+
+def room_of(
+    spec: ModelSpec, section: schema.SamplerSection, seed: int, settings: SamplerSettings
+) -> Room:
+    """Return the limits that requests to samplers of these settings are checked against."""
     experts = (spec.layers, spec.experts_per_token, spec.experts)
-    room = Room(
+    return Room(
         max_length=section.max_length,
         max_new_tokens=section.max_new_tokens,
         vocab=spec.vocab,
@@ -94,16 +110,6 @@ def set_up(
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
     )
-    setup = SamplerSetup(
-        spec=spec,
-        section=section,
-        plan=plan,
-        engine=engine,
-        room=room,
-        seed=seed,
-        settings=settings,
-    )
-    return setup, params
 
 
 def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
