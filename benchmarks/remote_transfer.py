@@ -34,8 +34,10 @@ WAYS = {
     "shared memory": ("shared_memory", None, SAMPLERS),
     "tcp, star": ("tcp", 8, SAMPLERS),
     "tcp, tree of 2": ("tcp", 2, (4, 8)),
+    "device": ("device", 8, (1,)),
+    "folder": ("folder", None, (1, 4)),
 }
-"""(remote.transfer, fanout, numbers of samplers); without a fanout all copy the trainer's."""
+"""(remote.transfer, fanout, numbers of samplers); without a fanout nobody passes anything on."""
 
 
 def remote_rows(args: argparse.Namespace) -> list[Row]:

@@ -206,7 +206,7 @@ def _read(
 
 
 def _read_into(descriptor: int, data: np.ndarray, offset: int) -> None:
-    left = memoryview(data.view(np.uint8))
+    left = data.view(np.uint8).data
     while left:
         count = os.preadv(descriptor, [left], offset)
         if not count:

@@ -202,7 +202,7 @@ class PieceServer:
             return
         checksum = host_sum(piece, request.box, assembly.shape_of(request.array))
         assert piece.size == volume(request.box), "Assembly.read returned another piece"
-        raw = memoryview(piece.reshape(-1).view(np.uint8))
+        raw = piece.reshape(-1).view(np.uint8).data
         line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
         self._count("pieces")
         self._count("sent_bytes", raw.nbytes)

@@ -141,7 +141,7 @@ def _pull_over(
                 scratch if scratch.size >= piece.num_bytes else np.empty(piece.num_bytes, "u1")
             )
             into = scratch[: piece.num_bytes]
-        line.receive(memoryview(into))
+        line.receive(into.data)
         data = into.view(view.dtype).reshape(view.shape)
         if assembly.checksum(piece, data) != checksum:
             raise PeerError("a piece arrived torn: its checksum differs")

@@ -212,9 +212,7 @@ def reference_sum(x):
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    layouts(), st.sampled_from(["u1", "u2", "u4"]), st.sampled_from([1, 64, 300]), st.integers()
-)
+@given(layouts(), st.sampled_from(["u1", "u2", "u4"]), st.sampled_from([1, 64, 300]), st.integers())
 def test_checksums_of_parts_add_up_to_the_whole_however_it_is_cut(layout, dtype, wider, seed):
     shape, one, other = layout
     shape = (*shape[:-1], shape[-1] * wider) if shape else shape
