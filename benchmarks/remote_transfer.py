@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,35 +28,49 @@ from jaxrl_async.weights.remote.seams import Fetched, Fetching
 from jaxrl_async.weights.remote.transports import make_fetching, make_offering
 from jaxrl_async.weights.remote.tree import sources
 
-WARM_UP = 3
-"""Versions before the measured ones: each side's memory is used again from the third on."""
+WARM_UP = 2
+"""Versions before the measured ones of a transport: from the third on, memory is used again."""
 SAMPLERS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A row of the table for each number of samplers."""
+
+    name: str
+    fanout: int = max(SAMPLERS)  # to how many the trainer sends, where samplers pass weights on
+    counts: tuple[int, ...] = SAMPLERS
+
+
 WAYS = {
-    "shared memory": ("shared_memory", None, SAMPLERS),
-    "tcp, star": ("tcp", 8, SAMPLERS),
-    "tcp, tree of 2": ("tcp", 2, (4, 8)),
-    "device": ("device", 8, (1,)),
-    "folder": ("folder", None, (1, 4)),
+    "shared_memory": (Way(name="shared memory"),),
+    "tcp": (Way(name="tcp, star"), Way(name="tcp, tree of 2", fanout=2, counts=(4, 8))),
+    "device": (Way(name="device", counts=(1,)),),
+    "folder": (Way(name="folder", counts=(1, 2)),),
 }
-"""(remote.transfer, fanout, numbers of samplers); without a fanout nobody passes anything on."""
+"""By remote.transfer."""
 
 
 def remote_rows(args: argparse.Namespace) -> list[Row]:
     """Time every way with every number of samplers."""
     model = "1M" if args.quick else "50M"
+    most = 2 if args.quick else max(SAMPLERS)
     params = make_params(MODELS[model])
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     copy_s = _copy_s(num_bytes, args.repeats)
-    numbers = (1, 2) if args.quick else SAMPLERS
     rows = []
-    with tempfile.TemporaryDirectory() as folder, _samplers(max(numbers), model) as samplers:
-        for way, (transfer, fanout, counts) in WAYS.items():
+    with tempfile.TemporaryDirectory() as folder, _samplers(most, model) as samplers:
+        for transfer, ways in WAYS.items():
             section = RemoteSection(transfer=transfer, folder=folder)
-            for count in [n for n in counts if n in numbers]:
-                row = _time_way(section, fanout, params, samplers[:count], args.repeats)
-                speed = num_bytes * count / row["median_ms"] / 1e6
-                named = {"model": model, "way": way, "samplers": count, "gbytes_per_s": speed}
-                rows.append(named | row | {"of_memory_copy": speed * copy_s / num_bytes * 1e9})
+            needed = samplers[: max(count for way in ways for count in way.counts)]
+            with _Trainer(section, params, needed) as trainer:
+                trainer.publish(needed, len(needed), WARM_UP)
+                for way, count in [(w, c) for w in ways for c in w.counts if c <= most]:
+                    row = trainer.publish(needed[:count], way.fanout, args.repeats)
+                    speed = num_bytes * count / row["median_ms"] / 1e6
+                    named = {"model": model, "way": way.name, "samplers": count}
+                    ratio = speed * copy_s / num_bytes * 1e9
+                    rows.append(named | {"gbytes_per_s": speed, "of_memory_copy": ratio} | row)
     return rows
 
 
@@ -65,45 +80,55 @@ def _copy_s(num_bytes: int, repeats: int) -> float:
     return measure(lambda: np.copyto(other, one), max(repeats, 5)).median
 
 
-def _time_way(
-    section: RemoteSection,
-    fanout: int | None,
-    params: Any,
-    samplers: Sequence["SamplerProcess"],
-    repeats: int,
-) -> Row:
-    """Offer version after version and wait until all samplers have each."""
-    offering = make_offering(section, run="benchmark")
-    addresses = [sampler.ask(["start", section.model_dump()]) for sampler in samplers]
-    orders = sources(addresses, fanout or len(samplers), offering.address)
-    taken_s, offer_s, cpu_s, sent = [], [], [], []
-    for version in range(WARM_UP + repeats):
-        cpu_before, sent_before = time.process_time(), _sent_bytes(offering)
-        began = time.monotonic()
-        where = offering.offer(version, params)
-        offered = time.monotonic()
-        for sampler, order in zip(samplers, orders, strict=True):
-            sampler.tell(["fetch", version, where, order])
-        results = [sampler.hear() for sampler in samplers]
-        taken_s.append(max(end for end, _ in results) - offered)
-        offer_s.append(offered - began)
-        cpu_s.append(time.process_time() - cpu_before + sum(cpu for _, cpu in results))
-        sent.append(_sent_bytes(offering) - sent_before)
-        if version:
-            offering.withdraw(version - 1)
-    for sampler in samplers:
-        sampler.ask(["stop"])
-    offering.close()
-    return {
-        **columns(spread(taken_s[WARM_UP:]), "ms", 1e3),
-        "offer_ms": spread(offer_s[WARM_UP:]).median * 1e3,
-        "trainer_sent_mbytes": spread(sent[WARM_UP:]).median / 1e6,
-        "cpu_s": spread(cpu_s[WARM_UP:]).median,
-    }
+class _Trainer:
+    """Offers version after version over one transport; a context."""
 
+    def __init__(
+        self, section: RemoteSection, params: Any, samplers: Sequence["SamplerProcess"]
+    ) -> None:
+        self._params, self._samplers = params, samplers
+        self._offering: Any = make_offering(section, run="benchmark")
+        for sampler in samplers:
+            sampler.tell(["start", section.model_dump()])
+        self._addresses = {sampler: sampler.hear() for sampler in samplers}
+        self._version = 0
 
-def _sent_bytes(offering: Any) -> int:
-    return int(offering.counts.get("sent_bytes", 0))
+    def __enter__(self) -> "_Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sampler in self._samplers:
+            sampler.ask(["stop"])
+        self._offering.close()
+
+    def publish(self, samplers: Sequence["SamplerProcess"], fanout: int, repeats: int) -> Row:
+        """Offer a version, wait until all samplers have it, and again."""
+        addresses = [self._addresses[sampler] for sampler in samplers]
+        orders = sources(addresses, fanout, self._offering.address)
+        taken_s, offer_s, cpu_s, sent = [], [], [], []
+        for _ in range(repeats):
+            self._version += 1
+            cpu_before, sent_before = time.process_time(), self._sent_bytes()
+            began = time.monotonic()
+            where = self._offering.offer(self._version, self._params)
+            offered = time.monotonic()
+            for sampler, order in zip(samplers, orders, strict=True):
+                sampler.tell(["fetch", self._version, where, order])
+            results = [sampler.hear() for sampler in samplers]
+            taken_s.append(max(end for end, _ in results) - offered)
+            offer_s.append(offered - began)
+            cpu_s.append(time.process_time() - cpu_before + sum(cpu for _, cpu in results))
+            sent.append(self._sent_bytes() - sent_before)
+            self._offering.withdraw(self._version - 1)
+        return {
+            **columns(spread(taken_s), "ms", 1e3),
+            "offer_ms": spread(offer_s).median * 1e3,
+            "trainer_sent_mbytes": spread(sent).median / 1e6,
+            "cpu_s": spread(cpu_s).median,
+        }
+
+    def _sent_bytes(self) -> int:
+        return int(self._offering.counts.get("sent_bytes", 0))
 
 
 class SamplerProcess:

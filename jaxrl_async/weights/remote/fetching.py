@@ -132,12 +132,14 @@ class PieceFetching:
 
     def _assembly(self, found: Whereabouts) -> Assembly:
         """Return the arrays to fill: those of an earlier try of the same weights, or new ones."""
-        if self._unfinished is not None and self._unfinished[0].sums == found.sums:
+        if self._unfinished is not None:
             before, assembly = self._unfinished
-            if before.version == found.version:
+            shards = [[holder.shards for holder in w.holders] for w in (before, found)]
+            if before.version == found.version and shards[0] == shards[1]:
                 self.counts["resumed"] += 1
                 assembly.resume()
                 return assembly
+            self._holdings.remove(before.version)
         self._unfinished = None
         parts = [
             Part(array=number, box=box, data=self._empty(box, dtype))
