@@ -17,14 +17,15 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     "name",
     [
         "weight_transfer", "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint",
-        "chaos", "faults", "soak", "simulate", "wire",
+        "chaos", "faults", "soak", "simulate", "wire", "weight_transfer --remote",
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
+    name, *flags = name.split()
     file = tmp_path / "result.json"
     env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file],
+        [sys.executable, BENCHMARKS / f"{name}.py", *flags, "--quick", "--json", file],
         capture_output=True,
         text=True,
         timeout=400,

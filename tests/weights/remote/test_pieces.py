@@ -211,10 +211,8 @@ def reference_sum(x):
     return sum(int(w) * (2 * n + 1) for n, w in enumerate(words)) % 2**64
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    layouts(), st.sampled_from(["u1", "u2", "u4"]), st.sampled_from([1, 64, 3000]), st.integers()
-)
+@settings(max_examples=50, deadline=None)
+@given(layouts(), st.sampled_from(["u1", "u2", "u4"]), st.sampled_from([1, 64, 300]), st.integers())
 def test_checksums_of_parts_add_up_to_the_whole_however_it_is_cut(layout, dtype, wider, seed):
     shape, one, other = layout
     shape = (*shape[:-1], shape[-1] * wider) if shape else shape

@@ -108,10 +108,10 @@ def test_every_byte_is_fetched_from_the_member_and_none_from_the_trainer(trainer
     where = trainer.offer(0, on_trainer(TREE))
     first, second = sampler(), sampler()
     fetch(first, where, [trainer.address])
-    sent = trainer._ways.server.counts["sent_bytes"]
+    sent = trainer.counts["sent_bytes"]
     got = fetch(second, where, [first.address, trainer.address])
     assert got.source == first.address and sent == NUM_BYTES
-    assert trainer._ways.server.counts["sent_bytes"] == sent
+    assert trainer.counts["sent_bytes"] == sent
 
 
 def test_a_member_passes_pieces_on_while_it_still_fetches(trainer, sampler):
@@ -181,7 +181,7 @@ def test_a_wrong_secret_gets_no_byte_and_says_so(trainer, sampler):
     where = trainer.offer(0, on_trainer(TREE))
     with pytest.raises(WeightsError, match="JAXRL_ASYNC_SECRET"):
         fetch(sampler(secret=b"guess"), where, [trainer.address])
-    counts = trainer._ways.server.counts
+    counts = trainer.counts
     assert "sent_bytes" not in counts and counts["refused"] >= 1
 
 
@@ -203,7 +203,7 @@ def test_strangers_are_hung_up_on_and_hinder_nobody(trainer, sampler, garbage):
         except ConnectionError:
             pass  # it was closed with bytes unread
         one.close()
-    assert trainer._ways.server.counts["refused"] >= 20
+    assert trainer.counts["refused"] >= 20
 
 
 @pytest.mark.parametrize(
