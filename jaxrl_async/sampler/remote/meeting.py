@@ -1,7 +1,7 @@
 """How the processes of one sampler meet: the first listens, tells the others where through JAX, and
 they dial it.
 
-    process 0   FollowerHub ──address, secret──> tell_everybody (a collective) ──> processes 1, 2, ...
+    process 0   FollowerHub ──address, secret──> tell_everybody (collective) ──> processes 1, 2, ...
                      ^                                                                  │
                      └───────────────────────── dial_leader ────────────────────────────┘
 
