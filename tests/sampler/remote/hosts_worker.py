@@ -4,6 +4,7 @@ Plays each case (JSON: a list of Case fields); the first process writes what was
 schedule, to FOLDER/NUMBER.json. What it draws is compared in test_hosts.py with one process.
 """
 
+import itertools
 import json
 import logging
 import random
@@ -63,7 +64,7 @@ class Case:
     section: dict[str, Any] = field(default_factory=dict)  # wishes
     groups: int = 5
     plain: bool = False  # few lengths and one kind of sampling: few programs to compile
-    dies: bool = False  # the last process, when requests are under way
+    endless: bool = False  # requests without end, until a process is killed
 
     @property
     def settings(self) -> schema.SamplerSection:
@@ -179,6 +180,8 @@ def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
     live = Lives(pair.trainer)
     live.offer(0)
     sampler = leading_sampler(setup, crew, joint.first(WAIT_S), joint)
+    if case.endless:
+        draw_for_ever(sampler)
     with sampler:
         drawn = drawn_in_traffic(sampler, case, live)
         saved = [shown(c) for c in continued(sampler)]
@@ -254,6 +257,13 @@ def drawn_in_traffic(sampler: Sampler, case: Case, live: Lives) -> dict[str, Any
         except CancelledError:
             results[name] = None
     return results
+
+
+def draw_for_ever(sampler: Sampler) -> None:
+    for number in itertools.count():
+        sampler.generate(LONG)
+        if number == 1:
+            print("under way", flush=True)
 
 
 def continued(sampler: Sampler) -> list[Completion]:

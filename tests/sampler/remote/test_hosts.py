@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -170,3 +168,19 @@ def test_all_that_a_sampler_does_is_the_same_over_two_processes(tmp_path):
     ]
     found = play(tmp_path, *cases)
     assert found[3]["preempted"] > 0, "memory was short"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_process_is_killed_the_others_end_and_say_why(tmp_path, killed):
+    processes = start(tmp_path, {"devices": "one", "plain": True, "endless": True})
+    said: list[str] = []
+    while "under way" not in "".join(said[-1:]):
+        said.append(processes[0].stdout.readline())
+        assert said[-1], "".join(said)
+    processes[killed].kill()
+    code, output = ended(processes, timeout_s=20)[1 - killed]
+    assert code != 0
+    # JAX's own client may notice first that the coordinator, in process 0, is gone
+    assert "the sampler ends, all processes of it: lost" in output or not killed, output[-4000:]

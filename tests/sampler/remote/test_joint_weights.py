@@ -194,7 +194,7 @@ def test_fuzz_all_processes_take_the_same_versions_and_the_newest_at_last(
 def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
     a, _ = line()
     source = Source(a)
-    with pytest.raises(WeightsError, match="takes weights of version 3.*has nothing new"):
+    with pytest.raises(WeightsError, match=r"takes weights of version 3.*has nothing new"):
         taken_version(source, 3)
     source.staged = VersionedParams(version=2, params=None)
     with pytest.raises(WeightsError, match="has version 2"):
