@@ -58,7 +58,8 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 
 class Slices(NamedTuple):
-    """The trainer's mesh and each sampler's; the same devices if colocated."""
+    """The trainer's mesh and those of the samplers in this process; the same devices if
+    colocated."""
 
     trainer: Mesh
     samplers: tuple[Mesh, ...]
@@ -75,15 +76,15 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
 
     With several processes, each gives its first devices to the trainer's mesh, which spans them
     all; the samplers are those of this process (none if colocated: a slice that spans processes
-    cannot sample). Raises MeshError if there are too few devices.
+    cannot sample). Samplers in processes of their own have devices of their own: all of these are
+    the trainer's. Raises MeshError if there are too few devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
-            f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, "
-            f"sampler {section.samplers} x {section.sampler.num_devices}, colocated "
-            f"{section.colocated}), but there are {len(devices)}: {devices[0].platform}. Make "
-            "the axes smaller or set mesh.colocated=true."
+            f"mesh needs {section.num_devices} devices ({_wanted(section)}), but there are "
+            f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
+            "mesh.colocated=true."
         )
     hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
     if len(hosts) > 1:
@@ -91,7 +92,8 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     count, each = section.trainer.num_devices // len(hosts), section.sampler.num_devices
     alone = len(hosts) == 1
     first = 0 if section.colocated else count
-    samplers = section.samplers // len(hosts) if alone or not section.colocated else 0
+    here_too = not section.remote and (alone or not section.colocated)
+    samplers = section.samplers // len(hosts) if here_too else 0
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     of_trainer = [d for host in hosts for d in host[:count]]
@@ -100,6 +102,15 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
         tuple(make_mesh(section.sampler, here[start : start + each]) for start in starts),
         section.colocated,
     )
+
+
+def _wanted(section: schema.MeshSection) -> str:
+    """Return what the devices of this run's own process are for."""
+    trainer = f"trainer {section.trainer.num_devices}"
+    if section.remote:
+        return f"{trainer}; the samplers have their own"
+    each = section.sampler.num_devices
+    return f"{trainer}, sampler {section.samplers} x {each}, colocated {section.colocated}"
 
 
 def _processes(devices: Sequence[jax.Device]) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
     AlgorithmSection,
@@ -202,6 +203,12 @@ OF_EVERY_JOB = (
     ),
 )
 OF_RL = (
+    Use(
+        _keys("remote", RemoteSection),
+        lambda c: c.mesh.remote,
+        "mesh.samplers_in=processes or elsewhere",
+        ("mesh.samplers_in",),
+    ),
     Use(
         ("data.curriculum_pool", "data.curriculum_threshold"),
         lambda c: c.data.curriculum != "none",

@@ -422,7 +422,29 @@ METRICS: tuple[Metric, ...] = (
         (
             "faults/redone_requests",
             "requests",
-            "Requests restarted in another sampler, from the prompt.",
+            "Requests restarted in another sampler, from where they were handed to the last.",
+        ),
+        (
+            "faults/moved_requests",
+            "requests",
+            "Requests that a leaving sampler handed back; another continued them.",
+        ),
+        (
+            "faults/sampler_process_ends",
+            "processes",
+            "Sampler processes of this machine that ended and were started again.",
+        ),
+        ("faults/samplers_joined", "samplers", "Samplers that joined while the run went on."),
+        ("faults/samplers_left", "samplers", "Samplers that left and handed back their requests."),
+        (
+            "faults/samplers_cut_off",
+            "samplers",
+            "Samplers whose connection was lost, by a kill or a network cut.",
+        ),
+        (
+            "faults/refused_answers",
+            "messages",
+            "Messages of samplers that could not be true; each ended its connection.",
         ),
         (
             "faults/nonfinite_completions",
@@ -449,6 +471,11 @@ METRICS: tuple[Metric, ...] = (
             "faults/torn_transfers",
             "transfers",
             "Copies of weights that did not match their checksum or did not arrive; not used.",
+        ),
+        (
+            "faults/transfers_given_up",
+            "samplers",
+            "Samplers let go because the weights did not reach them in several tries.",
         ),
         (
             "faults/oom_retries",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.weights.channel import ChannelStats
+from jaxrl_async.weights.exchange import ChannelStats
 
 
 class Counters(NamedTuple):

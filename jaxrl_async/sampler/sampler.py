@@ -65,6 +65,9 @@ class Sampler:
     """
 
     has_logprobs: bool = True  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,
@@ -268,6 +271,12 @@ class Sampler:
         """
         saved: Partial = self._inbox.run(lambda: self.loop.save(request_id, stop, with_kv))
         return saved
+
+    def unfinished(self) -> tuple[Partial, ...]:
+        """Return every request that is not done, also one that has drawn nothing, without KV,
+        between two blocks: none has a token on its way. One that is missing is done. Blocks."""
+        found: tuple[Partial, ...] = self._inbox.run(self.loop.unfinished)
+        return found
 
     def has(self, request_id: str) -> bool:
         """Return whether a request of this id is running; answered between two blocks."""
@@ -525,7 +534,7 @@ class DecodeLoop:
                 if self._lifetime.closed:  # also where a thread that hangs never lets go
                     raise self._lifetime.error or Closed(CLOSED)
                 if held and not self.finished:  # else handed out soon, in a replay too
-                    return self._progress()
+                    return tuple(p for p in self.unfinished() if len(p.token_ids))
             finally:
                 if held:
                     self.changing.release()
@@ -533,15 +542,15 @@ class DecodeLoop:
         name = self._setup.settings.name
         raise TimeoutError(f"{name} did not come to a block for {PROGRESS_S:.0f} s")
 
-    def _progress(self) -> tuple[Partial, ...]:
+    def unfinished(self) -> tuple[Partial, ...]:
+        """See Sampler.unfinished; while the batch does not change."""
         queued, placed = self.inbox.requests(), []
         if self.batch is not None:
             batch = self.batch
             placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
             queued += batch.queue
-        known = [s.partial for s in queued if s.partial is not None]
-        waiting = [replace(p, kv=None, kv_version=None) for p in known]
-        return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
+        seed = self._setup.seed
+        return (*placed, *(s.as_partial(s.saved_output, seed) for s in queued))
 
     # ---- the end
 

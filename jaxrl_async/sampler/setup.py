@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings
+from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Params, check_positions, weight_table
@@ -85,9 +85,25 @@ def set_up(
     )
     if mesh is not None:
         table = table_of(weight_table(spec), params)
-        params = _placed(params, shardings(table, mesh, SAMPLER_RULES))
+        params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
+    setup = SamplerSetup(
+        spec=spec,
+        section=section,
+        plan=plan,
+        engine=engine,
+        room=room_of(spec, section, seed, settings),
+        seed=seed,
+        settings=settings,
+    )
+    return setup, params
+
+
+def room_of(
+    spec: ModelSpec, section: schema.SamplerSection, seed: int, settings: SamplerSettings
+) -> Room:
+    """Return the limits that requests to samplers of these settings are checked against."""
     experts = (spec.layers, spec.experts_per_token, spec.experts)
-    room = Room(
+    return Room(
         max_length=section.max_length,
         max_new_tokens=section.max_new_tokens,
         vocab=spec.vocab,
@@ -96,28 +112,17 @@ def set_up(
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
     )
-    setup = SamplerSetup(
-        spec=spec,
-        section=section,
-        plan=plan,
-        engine=engine,
-        room=room,
-        seed=seed,
-        settings=settings,
-    )
-    return setup, params
 
 
-def _placed(params: Params, shardings: Any) -> Params:
-    """Put parameters on their devices. Where other processes own some of those, arrays of all
-    processes stay as they are, and host arrays are the same in every process."""
+def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
+    """Put parameters on the mesh. If several processes own its devices, arrays that they have made
+    together are moved on the devices, and host arrays are the same in all of them."""
+    if not spans_processes(mesh):
+        return jax.device_put(params, shardings)
 
     def one(x: Any, sharding: NamedSharding) -> Any:
-        if sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return jax.device_put(x, sharding) if x.sharding != sharding else x
-        return put(np.asarray(x), sharding)
+        together = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return jax.device_put(x, sharding) if together else put(np.asarray(x), sharding)
 
     return jax.tree.map(one, params, shardings)
 

@@ -9,8 +9,8 @@ import grpc
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
 
-# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No forked child
-# of this package uses it. It reads this with the first channel or server.
+# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No child
+# of this package that is forked uses it. It reads this with the first channel or server.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 SERVICE = "jaxrl_async.Wire"

@@ -4,6 +4,7 @@ of types.py, encoded by codec.py.
     sampler                                  trainer
       │ Hello ───────────────────────────────> │   after both have proved that they know the secret
       │ <─────────────────────────── Welcome │
+      │ Prepared ────────────────────────────> │   its engine is built
       │ <───────────────────────────── Offer │   the first weights, and every version that follows
       │ Staged, Live ────────────────────────> │   from the first Live on it is dealt requests
       │ <─────────────────────────── Start, Cancel, Ask
@@ -49,6 +50,13 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The sampler has built its engine, and waits for weights."""
+
+    data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Requests for the sampler, which queues them all at once, in this order."""
 
@@ -64,7 +72,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A request that failed, alone."""
+    """A request that failed, alone, or was cancelled."""
 
     request_id: str
     error: str
@@ -102,6 +110,7 @@ class Beat:
     """The sampler lives: its statistics, at least four times in remote.silence_s."""
 
     stats: Mapping[str, float]  # fields of SamplerStats
+    places: int  # requests that it holds at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +219,7 @@ class Dismissed:
 MESSAGES: tuple[type, ...] = (
     Hello,
     Welcome,
+    Prepared,
     Start,
     Cancel,
     Failure,

@@ -37,7 +37,7 @@ PARTIAL = Partial(
     [
         Start(requests=(REQUEST, PARTIAL)),
         Answers(completions=(COMPLETION,)),
-        Beat(stats={"tokens": 3, "rate": 0.5}),
+        Beat(stats={"tokens": 3, "rate": 0.5}, places=4),
         Offer(version=1, where={"any": [1, "thing"]}, probe_logprobs=np.zeros(3, np.float32)),
         messages.Leaving(reason="", partials=(PARTIAL,)),
     ],
@@ -60,7 +60,7 @@ def test_what_fits_passes(message: Any) -> None:
             Start(requests=(replace(REQUEST, token_ids=np.zeros(2, np.float32)),)),
             r"Start.requests\[0\].token_ids is an array of float32",
         ),
-        (Beat(stats={"a": "b"}), r"Beat.stats\['a'\] is a str"),  # type: ignore[dict-item]
+        (Beat(stats={"a": "b"}, places=4), r"Beat.stats\['a'\] is a str"),  # type: ignore[dict-item]
         (
             Answers(completions=(replace(COMPLETION, stop="eos"),)),  # type: ignore[arg-type]
             r"completions\[0\].stop is a str, not a StopReason",

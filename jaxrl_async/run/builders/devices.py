@@ -73,7 +73,10 @@ def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
 
 
 def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
-    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices."""
+    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices; samplers in
+    processes of their own see for themselves."""
+    if config.mesh.remote:
+        return
     plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
     check_fits(
         plan.pages * plan.page_bytes,

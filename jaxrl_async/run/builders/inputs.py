@@ -85,7 +85,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
         envs=envs,
         keep_mask=keep_mask,
         prompts=make_stream(
-            config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count
+            config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players
         ),
     )
     return inputs, warm_pairs(config, tokenizer) if config.warm_start.steps else None
@@ -99,8 +99,8 @@ def recorded_schedule(config: Config) -> Recorded | None:
 
 def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:
     """Raise ConfigError if a process would have no held-out problem to answer."""
-    if len(held_out) < lockstep.count:
+    if len(held_out) < lockstep.players:
         raise ConfigError(
-            f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
-            "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+            f"{len(held_out)} held-out problems are too few for {lockstep.players} processes, "
+            "which answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )
