@@ -68,9 +68,25 @@ def set_up(
 ) -> tuple[SamplerSetup, Params]:
     """Return the setup of a Sampler and its parameters on the mesh; arguments as Sampler's. Raises
     ConfigError."""
+    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
+    setup = build_setup(spec, section, mesh, seed, settings)
+    if mesh is not None:
+        table = table_of(weight_table(spec), params)
+        params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
+    return setup, params
+
+
+def build_setup(
+    spec: ModelSpec,
+    section: schema.SamplerSection | None,
+    mesh: Mesh | None,
+    seed: int,
+    settings: SamplerSettings,
+) -> SamplerSetup:
+    """Return the setup of a Sampler whose parameters come later; arguments as Sampler's. Raises
+    ConfigError."""
     if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
         raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
-    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
     section = section or roomy_section(spec, settings.dtype)
     check_positions(spec, section.max_length, "sampler.max_length", "the policy")
     plan = kv_plan(spec, section, settings.dtype)
@@ -83,10 +99,7 @@ def set_up(
         one_thread=settings.one_thread,
         keep_routing=settings.keep_routing,
     )
-    if mesh is not None:
-        table = table_of(weight_table(spec), params)
-        params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
-    setup = SamplerSetup(
+    return SamplerSetup(
         spec=spec,
         section=section,
         plan=plan,
@@ -95,7 +108,6 @@ def set_up(
         seed=seed,
         settings=settings,
     )
-    return setup, params
 
 
 def room_of(

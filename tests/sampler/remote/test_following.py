@@ -82,9 +82,8 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
         assert all(f.result(WAIT_S).token_ids.size < 30 for f in long)
     two.follower.result(WAIT_S)  # its batch was the leader's before each round
     assert not two.lost and len(drawn) == 3 * CASE.groups - 1
-    alone = Sampler(
-        (SPEC, params_of(1, mesh_of(jax.devices()[:1]))), section=CASE.settings, seed=SEED
-    )
+    mesh = mesh_of(jax.devices()[:1])
+    alone = Sampler((SPEC, params_of(1, mesh)), section=CASE.settings, mesh=mesh, seed=SEED)
     with alone:
         expected = alone.generate(LONG)
     assert [c.token_ids.tolist() for c in resumed] == [c.token_ids.tolist() for c in expected]
@@ -105,10 +104,11 @@ def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
     future = sampler.start_many(LONG[:1])[0]
     with pytest.raises(RolloutError, match="not as the leader's"):
         two.follower.result(WAIT_S)
-    until_lost(two)
-    assert "process 1 has failed" in two.lost[0] and len(two.lost) == 1
-    sampler.close()
-    del future
+    with pytest.raises(Exception, match=r"process 1 has failed|closed before"):
+        sampler.generate(LONG[:1])
+        sampler.close()
+        future.result(WAIT_S)
+    assert len(two.lost) == 1 and "process 1 has failed" in two.lost[0]
 
 
 def test_the_end_of_the_leader_ends_the_follower():
@@ -129,9 +129,3 @@ def test_a_follower_that_must_go_asks_the_leader_to_leave():
             sampler.generate(LONG[:1])
     two.follower.result(WAIT_S)
     assert two.asked == ["a process of the sampler was told to go"] and not two.lost
-
-
-def until_lost(two: Two) -> None:
-    deadline = threading.Event()
-    while not two.lost:
-        assert not deadline.wait(0.01)

@@ -166,7 +166,7 @@ class World:
         raise AssertionError("it never comes to rest")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     followers=st.integers(1, 3),
     seed=st.integers(0, 2**32),
