@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings
+from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Params, check_positions, weight_table
@@ -68,9 +68,25 @@ def set_up(
 ) -> tuple[SamplerSetup, Params]:
     """Return the setup of a Sampler and its parameters on the mesh; arguments as Sampler's. Raises
     ConfigError."""
+    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
+    setup = build_setup(spec, section, mesh, seed, settings)
+    if mesh is not None:
+        table = table_of(weight_table(spec), params)
+        params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
+    return setup, params
+
+
+def build_setup(
+    spec: ModelSpec,
+    section: schema.SamplerSection | None,
+    mesh: Mesh | None,
+    seed: int,
+    settings: SamplerSettings,
+) -> SamplerSetup:
+    """Return the setup of a Sampler whose parameters come later; arguments as Sampler's. Raises
+    ConfigError."""
     if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
         raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
-    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
     section = section or roomy_section(spec, settings.dtype)
     check_positions(spec, section.max_length, "sampler.max_length", "the policy")
     plan = kv_plan(spec, section, settings.dtype)
@@ -83,10 +99,7 @@ def set_up(
         one_thread=settings.one_thread,
         keep_routing=settings.keep_routing,
     )
-    if mesh is not None:
-        table = table_of(weight_table(spec), params)
-        params = _placed(params, shardings(table, mesh, SAMPLER_RULES))
-    setup = SamplerSetup(
+    return SamplerSetup(
         spec=spec,
         section=section,
         plan=plan,
@@ -95,7 +108,6 @@ def set_up(
         seed=seed,
         settings=settings,
     )
-    return setup, params
 
 
 def room_of(
@@ -114,16 +126,15 @@ def room_of(
     )
 
 
-def _placed(params: Params, shardings: Any) -> Params:
-    """Put parameters on their devices. Where other processes own some of those, arrays of all
-    processes stay as they are, and host arrays are the same in every process."""
+def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
+    """Put parameters on the mesh. If several processes own its devices, arrays that they have made
+    together are moved on the devices, and host arrays are the same in all of them."""
+    if not spans_processes(mesh):
+        return jax.device_put(params, shardings)
 
     def one(x: Any, sharding: NamedSharding) -> Any:
-        if sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return jax.device_put(x, sharding) if x.sharding != sharding else x
-        return put(np.asarray(x), sharding)
+        together = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return jax.device_put(x, sharding) if together else put(np.asarray(x), sharding)
 
     return jax.tree.map(one, params, shardings)
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ class OfferRelay:
         self._waiting: Offer | None = None  # the newest that came meanwhile
         self._staged: dict[int, Staged] = {}  # of the current version, by process
         self._live: set[int] = set()  # processes that draw from it
+        self._finished: Staged | None = None  # the last version that all drew from
+        self._given_up: dict[int, set[int]] = {}  # version: processes that still may have it
         self._torn = False  # the current version could not be fetched somewhere
         self._offer_own: Callable[[Any], None] = lambda _: None
         self._forget_own: Callable[[int], None] = lambda _: None
@@ -130,8 +132,10 @@ class OfferRelay:
     def _note_offer(self, offer: Offer) -> None:
         whole, change = None, NO_CHANGE
         with self._lock:
-            current = self._current
-            if current is not None and current.version == offer.version:  # anew, after a Torn
+            current, finished = self._current, self._finished
+            if finished is not None and finished.version >= offer.version:
+                whole = finished  # it was offered anew before the answer had arrived
+            elif current is not None and current.version == offer.version:  # anew, after a Torn
                 self._current, self._torn = offer, False
                 everybody = range(1 + len(self._followers))
                 to = tuple(n for n in everybody if n not in self._staged)
@@ -146,16 +150,17 @@ class OfferRelay:
         self._apply(change)
 
     def _note_staged(self, number: int, staged: Staged) -> None:
+        version, whole = staged.version, None
         with self._lock:
             current, wake = self._current, self._wake
-            if current is None or current.version < staged.version:
-                return
-            given_up = current.version > staged.version
-            if not given_up:
+            late = number in self._given_up.get(version, ())  # it came while others were told
+            if late:
+                self._given_up[version].remove(number)
+            elif current is not None and current.version == version:
                 self._staged[number] = staged
-            whole = None if given_up or not self._all_staged else _summed(self._staged)
-        if given_up:  # it arrived while the others were told
-            self._forget(number, staged.version)
+                whole = _summed(self._staged) if self._all_staged else None
+        if late:
+            self._forget(number, version)
         if whole is not None:
             self._trainer.send(whole)
             if wake is not None:
@@ -180,17 +185,29 @@ class OfferRelay:
             if known:
                 self._live.add(number)
             done = known and len(self._live) == 1 + len(self._followers)
-            change = self._begin_next() if done else NO_CHANGE
+            if done:
+                self._finished = _summed(self._staged)
+                self._given_up.clear()
+            change = self._begin_next(given_up=False) if done else NO_CHANGE
         if number == LEADER and known:
             self._trainer.send(live)
-        self._apply(replace(change, forget=()))
+        self._apply(change)
 
-    def _begin_next(self) -> _Change:
-        """Make the waiting offer, if any, the current one, under the lock; return what follows."""
+    def _begin_next(self, *, given_up: bool = True) -> _Change:
+        """Make the waiting offer, if any, the current one, under the lock; return what follows.
+
+        given_up: the processes let go of the version before, now or as soon as they have it.
+        """
+        everybody = range(1 + len(self._followers))
+        forget: tuple[tuple[int, int], ...] = ()
+        if self._current is not None and given_up:
+            version = self._current.version
+            forget = tuple((n, version) for n in self._staged)
+            self._given_up[version] = {*everybody} - {*self._staged}
         change = _Change(
             offer=self._waiting,
-            to=() if self._waiting is None else tuple(range(1 + len(self._followers))),
-            forget=tuple((n, staged.version) for n, staged in self._staged.items()),
+            to=() if self._waiting is None else tuple(everybody),
+            forget=forget,
         )
         self._current, self._waiting = self._waiting, None
         self._staged, self._live, self._torn = {}, set(), False

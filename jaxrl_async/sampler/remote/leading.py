@@ -59,11 +59,12 @@ def alike_hash(setup: SamplerSetup) -> str:
     settings, spec = setup.settings, setup.engine.spec
     mesh = spec.mesh
     assert mesh is not None, "a sampler of several processes has a mesh"
-    probe = settings.probe
+    probe, devices = settings.probe, list(mesh.devices.flat)
+    ids = np.array([d.id for d in devices])
     parts = (
         replace(spec, mesh=None),
         mesh.shape,
-        [d.id for d in mesh.devices.flat],
+        [(d.process_index, int(order)) for d, order in zip(devices, ids.argsort(), strict=True)],
         setup.section.model_dump_json(),
         setup.seed,
         setup.plan,

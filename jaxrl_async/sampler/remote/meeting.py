@@ -1,7 +1,7 @@
 """How the processes of one sampler meet: the first listens, tells the others where through JAX, and
 they dial it.
 
-    process 0   FollowerHub ──address, secret──> tell_everybody (a collective) ──> processes 1, 2, ...
+    process 0   FollowerHub ──address, secret──> tell_everybody (collective) ──> processes 1, 2, ...
                      ^                                                                  │
                      └───────────────────────── dial_leader ────────────────────────────┘
 
@@ -51,15 +51,22 @@ class LeaderPlace:
     secret: str
 
     @classmethod
-    def told(cls, hub: "FollowerHub | None", host: str) -> "LeaderPlace":
-        """Agree on it among all processes of this JAX world, which all must call this.
+    def told(
+        cls, hub: "FollowerHub | None", host: str = "", *, leads: bool
+    ) -> "LeaderPlace | None":
+        """Agree on it among all processes of this JAX world, which all must call this. None: the
+        leading process has no hub, since the sampler does not begin (again).
 
         Args:
             hub: the leading process's; None in the others.
             host: name or address under which the others reach the leading process.
+            leads: whether this is the leading process.
         """
         text = "" if hub is None else f"{hub.secret} {host} {hub.port}"
-        secret, host, port = tell_everybody(text, leads=hub is not None).split()
+        told = tell_everybody(text, leads=leads)
+        if not told:
+            return None
+        secret, host, port = told.split()
         return cls(address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret=secret)
 
 

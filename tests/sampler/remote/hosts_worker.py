@@ -4,6 +4,8 @@ Plays each case (JSON: a list of Case fields); the first process writes what was
 schedule, to FOLDER/NUMBER.json. What it draws is compared in test_hosts.py with one process.
 """
 
+import contextlib
+import itertools
 import json
 import logging
 import random
@@ -22,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.mesh import AXES, SAMPLER_RULES, put, shardings
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
@@ -32,7 +35,7 @@ from jaxrl_async.sampler.remote.joint_weights import JointWeights, OfferRelay
 from jaxrl_async.sampler.remote.leading import FollowerCrew, leading_sampler
 from jaxrl_async.sampler.remote.meeting import FollowerHub, LeaderPlace, dial_leader
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
+from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, build_setup
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import Completion, Request, SamplingParams, VersionedParams
@@ -63,7 +66,7 @@ class Case:
     section: dict[str, Any] = field(default_factory=dict)  # wishes
     groups: int = 5
     plain: bool = False  # few lengths and one kind of sampling: few programs to compile
-    dies: bool = False  # the last process, when requests are under way
+    endless: bool = False  # requests without end, until a process is killed
 
     @property
     def settings(self) -> schema.SamplerSection:
@@ -125,7 +128,7 @@ LONG = [
 
 
 def setup_of(case: Case, mesh: Mesh, settings: SamplerSettings) -> SamplerSetup:
-    return set_up((SPEC, params_of(0, mesh)), case.settings, mesh, SEED, settings)[0]
+    return build_setup(SPEC, case.settings, mesh, SEED, settings)
 
 
 class OfferedWeights(FixedWeights):
@@ -142,14 +145,17 @@ class OfferedWeights(FixedWeights):
         self._staged = VersionedParams(
             version=offer.version, params=params, probe_logprobs=offer.probe_logprobs
         )
-        self._session.send(Staged(version=offer.version, num_bytes=1, seconds=0.1, source="test"))
+        with contextlib.suppress(Disconnected):
+            staged = Staged(version=offer.version, num_bytes=1, seconds=0.1, source="test")
+            self._session.send(staged)
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
         staged, self._staged = self._staged, None
         return staged
 
     def live(self, version: int) -> None:
-        self._session.send(Live(version=version))
+        with contextlib.suppress(Disconnected):
+            self._session.send(Live(version=version))
 
 
 class Record(Unrecorded):
@@ -168,7 +174,7 @@ class Record(Unrecorded):
 def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
     """Lead the sampler through the case; return what was drawn."""
     hub = FollowerHub(jax.process_count(), WELCOME, limits=LIMITS, listen="127.0.0.1:0")
-    LeaderPlace.told(hub, host)
+    LeaderPlace.told(hub, host, leads=True)
     crew = FollowerCrew(hub.wait_for_all(WAIT_S))
     pair, record = session_pair(limits=LIMITS), Record()
     settings = SamplerSettings(followers=crew, schedule=record, probe=PROBE)
@@ -179,6 +185,8 @@ def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
     live = Lives(pair.trainer)
     live.offer(0)
     sampler = leading_sampler(setup, crew, joint.first(WAIT_S), joint)
+    if case.endless:
+        draw_for_ever(sampler)
     with sampler:
         drawn = drawn_in_traffic(sampler, case, live)
         saved = [shown(c) for c in continued(sampler)]
@@ -256,6 +264,13 @@ def drawn_in_traffic(sampler: Sampler, case: Case, live: Lives) -> dict[str, Any
     return results
 
 
+def draw_for_ever(sampler: Sampler) -> None:
+    for number in itertools.count():
+        sampler.generate(LONG)
+        if number == 1:
+            print("under way", flush=True)
+
+
 def continued(sampler: Sampler) -> list[Completion]:
     """Requests saved in mid-flight, and continued."""
     futures = sampler.start_many(LONG)
@@ -276,9 +291,10 @@ def shown(done: Completion) -> list[list[float]]:
 # ---- the others
 
 
-def follow_case(case: Case, process: int, host: str, mesh: Mesh) -> None:
+def follow_case(case: Case, process: int, mesh: Mesh) -> None:
     """Follow the first process through the case."""
-    place = LeaderPlace.told(None, host)
+    place = LeaderPlace.told(None, leads=False)
+    assert place is not None
     session, _ = dial_leader(place, process, limits=LIMITS, timeout_s=WAIT_S)
     setup = setup_of(case, mesh, SamplerSettings(probe=PROBE))
     follow(session, setup, OfferedWeights(session, mesh), process=process)
@@ -293,10 +309,11 @@ def main(coordinator: str, index: int, cases: list[dict[str, Any]], folder: Path
         devices = jax.devices() if case.devices == "all" else jax.devices()[::2]
         mesh = mesh_of(devices)
         if index:
-            follow_case(case, index, "", mesh)
+            follow_case(case, index, mesh)
         else:
             found = lead(case, "127.0.0.1", mesh)
             (folder / f"{number}.json").write_text(json.dumps(found))
+    assert LeaderPlace.told(None, leads=not index) is None, "no further case"
     print("done", flush=True)
 
 

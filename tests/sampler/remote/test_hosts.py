@@ -149,8 +149,9 @@ def play(folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_requests_cancellations_and_swaps_give_what_one_process_draws(tmp_path):
-    """Pages and weights over both devices of one chip each."""
+    """A device of each process."""
     (found,) = play(tmp_path, {"devices": "one", "plain": True})
     versions = [got[2] for got in found["drawn"].values() if got is not None]
     assert any(len(set(v)) > 1 for v in versions), "swapped in mid-flight"
@@ -161,10 +162,25 @@ def test_requests_cancellations_and_swaps_give_what_one_process_draws(tmp_path):
 def test_all_that_a_sampler_does_is_the_same_over_two_processes(tmp_path):
     tight = {"slots": 6, "kv_memory_mib": 0.03125}
     cases = [
-        {},
-        {"section": {"on_new_weights": "recompute"}},
-        {"section": {"on_new_weights": "restart"}},
+        {"plain": True, "section": {"on_new_weights": "recompute"}},
+        {"plain": True, "section": {"on_new_weights": "restart"}},
         {"section": {"on_new_weights": "drain"} | tight},
     ]
     found = play(tmp_path, *cases)
-    assert found[3]["preempted"] > 0, "memory was short"
+    assert found[2]["preempted"] > 0, "memory was short"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_process_is_killed_the_others_end_and_say_why(tmp_path, killed):
+    processes = start(tmp_path, {"devices": "one", "plain": True, "endless": True})
+    said: list[str] = []
+    while "under way" not in "".join(said[-1:]):
+        said.append(processes[0].stdout.readline())
+        assert said[-1], "".join(said)
+    processes[killed].kill()
+    code, output = ended(processes, timeout_s=20)[1 - killed]
+    assert code != 0
+    # JAX's own client may notice first that the coordinator, in process 0, is gone
+    assert "the sampler ends, all processes of it: lost" in output or not killed, output[-4000:]
