@@ -66,15 +66,20 @@ class Scene:
 SCENES = (
     Scene(name="all stay"),
     Scene(name="1 a minute, handed back", turnover=BACK),
-    Scene(name="1 a minute, killed", turnover=KILLED),
-    Scene(name="10 a minute, handed back", turnover=replace(BACK, preempted_per_minute=10.0)),
-    Scene(name="10 a minute, killed", turnover=replace(KILLED, preempted_per_minute=10.0)),
-    Scene(name="1 a minute, handed back; another region", turnover=BACK, tree=FAR),
+    Scene(name="1 a minute, handed back, first", turnover=replace(BACK, again_first=True)),
+    Scene(name="1 a minute, killed", turnover=KILLED, share=0.4),
+    Scene(name="1 a minute, killed, first", turnover=replace(KILLED, again_first=True), share=0.4),
+    Scene(
+        name="10 a minute, handed back, first",
+        turnover=replace(BACK, preempted_per_minute=10.0, again_first=True),
+        share=0.3,
+    ),
+    Scene(name="1 a minute, handed back; another region", turnover=BACK, tree=FAR, share=0.3),
     Scene(
         name="1 a minute, handed back; another region, the trainer sends to all",
         turnover=BACK,
         tree=replace(FAR, fanout=SAMPLERS),
-        share=0.15,  # of updates: they take much longer
+        share=0.1,  # of updates: they take much longer
     ),
 )
 
