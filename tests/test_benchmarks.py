@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     [
         "weight_transfer", "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint",
         "chaos", "faults", "soak", "simulate", "wire", "weight_transfer --remote",
+        "samplers_at_scale",
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
@@ -37,7 +38,7 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     columns, _, *lines = done.stdout.splitlines()[2:]
     assert columns.split()[0] in ("model", "fault", "resource", "setting", "carrier")
     assert len(lines) == len(result["rows"]) > 0
-    if name in ("limits", "swap", "faults", "soak", "simulate"):
+    if name in ("limits", "swap", "faults", "soak", "simulate", "samplers_at_scale"):
         return
     if name == "chaos":
         (row,) = result["rows"]

@@ -93,6 +93,7 @@ class Turnover:
     changes: tuple[FleetChange, ...] = ()
     preempted_per_minute: float = 0.0  # at random times, of all samplers together; each is replaced
     handed_back_share: float = 1.0  # of those, that leave with notice; the others are killed
+    again_first: bool = False  # requests of a sampler that has gone overtake those that wait
     handover_s: float = 0.0  # from a leaver's last block until others have its requests
     noticed_s: float = 0.0  # from a kill until the trainer counts the sampler as lost
     replaced_s: Histogram = field(default_factory=lambda: Histogram.constant(0.0))

@@ -18,6 +18,7 @@ from jaxrl_async.plan.pipeline import Pipeline, Turnover
 from jaxrl_async.plan.simulated_sampler import (
     BEGUN,
     DRAWN,
+    GROUP,
     Doubles,
     Longs,
     SimulatedSampler,
@@ -30,6 +31,8 @@ from jaxrl_async.plan.timeline import Timeline
 from jaxrl_async.plan.weight_tree import Sending, WeightTree
 from jaxrl_async.sampler.batch.shapes import decode_rows
 
+WIRE_PLACES = 3
+"""Requests that a sampler is sent, as a multiple of its places (sampler/remote/replica.py)."""
 NOBODY = 2**62
 """Load of a sampler to which nothing can be dealt."""
 
@@ -98,14 +101,27 @@ class SimulatedFleet:
         """Deal a group's answers."""
         self._deal(fresh_sequences(group, lengths))
 
-    def _deal(self, columns: Longs) -> None:
-        """Deal answers of one group to the least loaded sampler (router/dealing.choose)."""
+    def _deal_again(self, groups: Sequence[Longs]) -> None:
+        """Deal what a sampler that has gone leaves behind, in the order of asking."""
+        assert self._p.turnover is not None
+        first = self._p.turnover.again_first
+        for columns in reversed(groups) if first else groups:
+            self._deal(columns, first=first)
+
+    def _deal(self, columns: Longs, *, first: bool = False) -> None:
+        """Deal answers of one group to the least loaded sampler (router/dealing.choose).
+
+        first: they overtake those that wait there.
+        """
         index = int(self.loads.argmin())
         if self.loads[index] >= NOBODY:
             self._homeless.append(columns)
             return
         sampler = self.at_work.get(index) or self.unnoticed[index]
-        sampler.queue.append(columns)
+        if first:
+            sampler.queue.appendleft(columns)
+        else:
+            sampler.queue.append(columns)
         self.loads[index] += columns.shape[1]
         if sampler.idle_since is not None and not sampler.called:
             sampler.called = True
@@ -325,10 +341,20 @@ class SimulatedFleet:
         self._draws_from(None, version)
         self.totals.joins += 1
         self.loads[number] = 0
-        homeless, self._homeless = self._homeless, []
-        for columns in homeless:
+        waiting, self._homeless = self._homeless + self._take_back(), []
+        for columns in sorted(waiting, key=lambda columns: int(columns[GROUP, 0])):
             self._deal(columns)
         self._raise_live()
+
+    def _take_back(self) -> list[Longs]:
+        """Take the requests back that no sampler was sent yet (Router.join)."""
+        side = self._p.samplers
+        room, taken = WIRE_PLACES * (side.slots + side.reserve), list[Longs]()
+        for sampler in self.at_work.values():
+            unsent = sampler.unsent(room)
+            self.loads[sampler.number] -= sum(columns.shape[1] for columns in unsent)
+            taken += unsent
+        return taken
 
     def _check_wait(self, waited_s: float) -> None:
         turnover = self._p.turnover
@@ -383,8 +409,7 @@ class SimulatedFleet:
     def _noticed(self, sampler: SimulatedSampler) -> None:
         """Count a killed sampler as lost: its requests begin again."""
         del self.unnoticed[sampler.number]
-        for columns in self._uncount(sampler, with_tokens=False):
-            self._deal(columns)
+        self._deal_again(self._uncount(sampler, with_tokens=False))
 
     def _uncount(self, sampler: SimulatedSampler, *, with_tokens: bool) -> list[Longs]:
         """Take a sampler off the gate's and the router's books; return its requests."""
@@ -407,5 +432,4 @@ class SimulatedFleet:
         """Deal requests that a sampler has handed back."""
         moved = {id(columns) for columns in groups}
         self._moving = [columns for columns in self._moving if id(columns) not in moved]
-        for columns in groups:
-            self._deal(columns)
+        self._deal_again(groups)

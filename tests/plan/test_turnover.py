@@ -18,7 +18,7 @@ from jaxrl_async.plan.pipeline import (
     Turnover,
 )
 from jaxrl_async.plan.simulate import simulate
-from jaxrl_async.plan.simulated_sampler import DRAWN, GROUP, LEFT
+from jaxrl_async.plan.simulated_sampler import BEGUN, DRAWN, GROUP, LEFT
 from jaxrl_async.plan.weight_tree import TRAINER, WeightTree
 
 TREE = TransferTree(num_bytes=1.0, trainer_bytes_per_s=2.0, sampler_bytes_per_s=2.0)
@@ -85,6 +85,7 @@ def fleets(draw):
             changes=(*changes, last),
             preempted_per_minute=draw(st.sampled_from([0.0, 6.0, 30.0])),
             handed_back_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+            again_first=draw(st.booleans()),
             handover_s=draw(seconds),
             noticed_s=draw(seconds),
             replaced_s=Histogram.of([0.0, draw(seconds)]),
@@ -297,6 +298,42 @@ def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
     killed = simulate(replace(FLEET, turnover=replace(leaves, handed_back_share=0)), updates=60)
     assert killed.kills > 10 and killed.lost_tokens > 0 and killed.moved_answers == 0
     assert killed.wall_s > told.wall_s
+
+
+def test_a_sampler_that_joins_takes_over_what_no_other_was_sent():
+    """Of 60 answers 2 samplers of one place were sent 3 each; the third gets its share of 54."""
+    side = replace(FLEET.samplers, count=2, slots=1, rows=(1,))
+    join = Turnover(changes=(FleetChange(at_s=0.05, joins=1),))
+    pipeline = replace(FLEET, samplers=side, group_size=1, groups_per_step=20, turnover=join)
+    run = module._Run(pipeline, seed=0)
+    while not run.fleet.totals.joins:
+        run.time.now, act, given = run.time.next()
+        act(*given)
+    waiting = {n: [int(c[GROUP, 0]) for c in s.queue] for n, s in run.fleet.at_work.items()}
+    assert sorted(run.fleet.loads.tolist()) == [20, 20, 20] and len(waiting[2]) == 20
+    assert waiting[2] == sorted(waiting[2]) and waiting[2][0] == 6, "in the order of asking"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_requests_of_a_sampler_that_has_left_may_overtake(first):
+    side = replace(FLEET.samplers, count=2, slots=2, rows=(2,))
+    gone = Turnover(changes=(FleetChange(at_s=0.1, leaves=1),), again_first=first)
+    many = replace(FLEET, samplers=side, group_size=1, groups_per_step=20, turnover=gone)
+    run = module._Run(many, seed=0)
+    while not run.fleet.totals.leaves or len(run.fleet.at_work) > 1 or run.fleet._moving:
+        run.time.now, act, given = run.time.next()
+        act(*given)
+    (stays,) = run.fleet.at_work.values()
+    begun = [n for n, columns in enumerate(stays.queue) if columns[BEGUN].any()]
+    assert len(begun) == 2
+    assert begun == [0, 1] if first else begun[0] > 20
+
+
+def test_the_simulation_sends_a_sampler_as_much_as_the_run():
+    from jaxrl_async.plan.simulated_fleet import WIRE_PLACES
+    from jaxrl_async.sampler.remote import replica
+
+    assert replica.WIRE_PLACES == WIRE_PLACES
 
 
 def test_a_run_waits_for_a_sampler_and_goes_on_when_one_comes():
