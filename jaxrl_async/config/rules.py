@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from sys import float_info
 from typing import Any
 
-from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config import engine_rules, learning_rules, remote_rules
+from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import RuleBook, as_text
 from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
 from jaxrl_async.config.unused import unused_settings
