@@ -114,7 +114,8 @@ class FakeVllm:
             message = f"stop_token_ids {wrong} ... Vocabulary size: {self.vocab}"
             return 400, {"error": {"message": message}}
         if "prompt_logprobs" in params:
-            entries = [{str(t): {"logprob": p}} for t, p in zip(body["token_ids"][1:], self.probe, strict=True)]
+            pairs = zip(body["token_ids"][1:], self.probe, strict=True)
+            entries = [{str(t): {"logprob": p}} for t, p in pairs]
             return 200, {"prompt_logprobs": [None, *entries], "choices": []}
         with self._lock:
             self.bodies.append(body)
