@@ -43,7 +43,7 @@ class ServerFacts:
     max_length: int  # prompt and answer, tokens
     dtype: str
     logprobs_mode: str
-    device: str  # its kind: cuda, cpu, ...
+    device: str  # cuda, cpu, ...
     vocab: int | None  # None: it did not say
 
 
@@ -223,7 +223,7 @@ def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
         max_length=_field(model, "max_model_len", int, name),
         dtype=_field(model, "dtype", str, name).removeprefix("torch."),
         logprobs_mode=_field(model, "logprobs_mode", str, name),
-        device=_field(_field(config, "device_config", dict, name), "device_type", str, name),
+        device=_field(_field(config, "device_config", dict, name), "device", str, name),
         vocab=None if size is None else int(size.group(1)),
     )
 
