@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.config.schema import DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
+from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import end_on_ctrl_c
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cores:
             os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
         # Loaded late, so that --help and a typo answer without importing JAX.
+        place = distributed.join_sampler_processes(section_of(args))
         process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
         joining = process.Joining(
             address=args.join,
@@ -39,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             axes=axes,
             wait_s=args.wait,
             once=args.once,
+            process=0 if place is None else place.process_id,
+            processes=1 if place is None else place.num_processes,
             remote=RemoteSection(
                 tls_certificate=args.tls_certificate,
                 tls_key=args.tls_key,
@@ -46,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
         )
         code: int = process.run_sampler(joining)
-        return code
+        return distributed.leave(code)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return 2
+        return distributed.leave(2)
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return distributed.leave(1)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -61,6 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def section_of(args: argparse.Namespace) -> DistributedSection:
+    """Return how the processes of this sampler find each other. Raises ConfigError."""
+    if args.process is None:
+        return DistributedSection()
+    index, slash, count = args.process.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and args.coordinator):
+        raise ConfigError(
+            f"--process {args.process}: give INDEX/COUNT, such as 0/4, and --coordinator HOST:PORT "
+            "of the first process, the same in all."
+        )
+    return DistributedSection(
+        coordinator=args.coordinator, num_processes=int(count), process_id=int(index)
+    )
 
 
 def axes_of(text: str) -> dict[str, int]:
@@ -106,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--mesh", default="", metavar="AXES", help="its slice (default: mesh.sampler of the run)")
     add("--name", default="", help="for logs (default: the machine's name and the process id)")
+    add("--process", metavar="I/N", help="its number on a slice of N hosts (default: found)")
+    add("--coordinator", metavar="HOST:PORT", help="of the first of those, with --process")
     add("--wait", type=float, default=600.0, metavar="S", help="longest time without a trainer")
     add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
     add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")

@@ -69,6 +69,27 @@ def join_processes(config: Config) -> Config:
         run_devices_per_process(config, place.num_processes)
     except ConfigError as error:
         raise ConfigError(f"{who}: {error}") from None
+    _start_jax(place, section)
+    known = section.model_copy(update={"num_processes": place.num_processes})
+    return config.model_copy(update={"distributed": known})
+
+
+def join_sampler_processes(section: DistributedSection) -> ProcessPlace | None:
+    """Start jax.distributed if several processes make one sampler; call it before JAX's first use.
+
+    Returns this process's place; None: it is alone. Raises as join_processes does.
+    """
+    place = find(section, os.environ, ask_metadata if has_tpu() else _nobody)
+    if place is None or place.num_processes == 1:
+        return None
+    who = f"process {place.process_id} of a sampler of {place.num_processes}"
+    print(f"{who}, found in {place.found_in}", file=sys.stderr, flush=True)
+    _start_jax(place, section)
+    return place
+
+
+def _start_jax(place: ProcessPlace, section: DistributedSection) -> None:
+    """Meet the other processes. Raises MeshError if process 0 does not come."""
     jax = importlib.import_module("jax")  # late, so that wrong settings are reported at once
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM from Stop
@@ -81,8 +102,6 @@ def join_processes(config: Config) -> Config:
         initialization_timeout=section.wait_s,
         heartbeat_timeout_seconds=section.heartbeat_s,
     )
-    known = section.model_copy(update={"num_processes": place.num_processes})
-    return config.model_copy(update={"distributed": known})
 
 
 def _wait_for(place: ProcessPlace, wait_s: float) -> None:

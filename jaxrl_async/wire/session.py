@@ -93,6 +93,13 @@ class WireSession:
         for work, name in ((self._dispatch, "deliver"), (self._watch, "watch")):
             threading.Thread(target=work, name=f"{name} {self._peer}", daemon=True).start()
 
+    def use_limits(self, limits: WireLimits) -> None:
+        """Keep to the limits of the other side from now on: it waits for beats as often as they
+        say."""
+        with self._changed:
+            self._limits = limits
+            self._changed.notify_all()
+
     # ---- for its users
 
     def send(self, message: Any) -> None:
@@ -156,12 +163,11 @@ class WireSession:
 
     def frames(self) -> Iterator[bytes]:
         """Return the frames to send, as they come to be; block for the next one."""
-        beat_s = self._limits.silence_s / BEATS
         while True:
             with self._changed:
                 self._taken += 1
                 if not self._outbox and self._ended is None and not self._over:
-                    self._changed.wait(beat_s)
+                    self._changed.wait(self._limits.silence_s / BEATS)
                 if self._over or self._bye_sent:
                     break
                 if self._outbox:
@@ -303,11 +309,11 @@ class WireSession:
         Time in which this process itself stood still counts as one look: it says nothing about the
         other side.
         """
-        look_s = self._limits.silence_s / (2 * BEATS)
         last_s, seen = time.monotonic(), (0, 0)
         unheard_s = untaken_s = 0.0
         while True:
             with self._changed:
+                look_s = self._limits.silence_s / (2 * BEATS)
                 if not self._over:
                     self._changed.wait_for(lambda: self._over, look_s)
                 if self._over:

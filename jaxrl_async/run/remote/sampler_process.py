@@ -7,37 +7,24 @@ SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the p
 """
 
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-import jax
-from jax.sharding import Mesh
-from pydantic import ValidationError
 
 import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.schema import AxesSection, Config
-from jaxrl_async.errors import ConfigError, Disconnected, MeshError
-from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh
-from jaxrl_async.model.moe import check_experts
-from jaxrl_async.model.spec import ModelSpec, RopeScaling
-from jaxrl_async.run.builders.samplers import sampler_settings, sent_weights, uses_one_thread
+from jaxrl_async.errors import Disconnected
+from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
+from jaxrl_async.run.remote.sampler_world import follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
-from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.weights.manifest import manifest_of
-from jaxrl_async.weights.remote.receiver import WeightReceiver
 from jaxrl_async.weights.remote.source import RemoteSource
-from jaxrl_async.weights.remote.transports import make_fetching
 from jaxrl_async.wire.address import locate_trainer
 from jaxrl_async.wire.dial import dial
 from jaxrl_async.wire.messages import Hello, Prepared, Welcome
@@ -51,8 +38,6 @@ LOOK_S = 0.1
 """How often a sampler looks whether it was asked to stop, seconds."""
 BEAT_S = 0.5
 """Longest time between two reports of the statistics, seconds."""
-TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
-"""Settings of a connection that each side has its own of."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Says whether two processes are on one machine."""
 
@@ -75,6 +60,8 @@ class Joining:
     wait_s: float  # longest time without a trainer
     once: bool  # end when the trainer is gone, rather than wait for it
     remote: RemoteSection  # its files of certificates
+    process: int = 0  # number of this process among those of the sampler
+    processes: int = 1  # of the sampler: one on each host of its slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +82,20 @@ def run_sampler(joining: Joining) -> int:
     rejoins = False
     with Stop() as stop:
         stop.answer = "handing back what is running, and leaving"
+        if joining.processes > 1:
+            claim_sampler_devices(joining.axes, joining.processes)
+        if joining.process:
+            follow_sampler(joining.remote, secret=shown.secret, stop=stop, wait_s=joining.wait_s)
+            return PREEMPTED_CODE if stop.preempted else 0
         while True:
             outcome = _join_once(joining, shown, stop, rejoins=rejoins)
             if outcome is Outcome.STOPPED:
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
                 return 0
-            if joining.once:
-                log.error("the trainer is gone: this sampler ends, too (--once)")
+            if joining.once or joining.processes > 1:
+                why = "--once" if joining.once else "all its processes must start again"
+                log.error("the trainer is gone: this sampler ends, too (%s)", why)
                 return 1
             rejoins = True
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
@@ -161,42 +154,23 @@ def _serve(
     closing: ExitStack,
 ) -> Outcome:
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
-    config, spec = _config_of(welcome), spec_of(welcome.spec)
-    mesh = sampler_mesh(welcome.mesh)
-    check_experts(spec, mesh, "--mesh")
-    sent = sent_weights(config.weights, config.model, spec)
-    target = sent.on(mesh, SAMPLER_RULES)
-    files = joining.remote.model_dump(include=TLS_FILES)
-    host = own_host(joining.address)
-    fetching = make_fetching(
-        config.remote.model_copy(update=files),
-        target,
-        listen=f"{host}:0",
-        advertise=host,
-        secret=shown.secret,
-    )
-    receiver = WeightReceiver(session, fetching, layout_hash=manifest_of(target).layout_hash)
-    closing.callback(receiver.close)
-    session.send(Prepared(data_address=fetching.address))
-    first = receiver.first(config.remote.wait_s)
-    settings = replace(
-        sampler_settings(config, spec), one_thread=uses_one_thread(mesh, colocated=False)
-    )
-    sampler = closing.enter_context(
-        Sampler(
-            (spec, first.params),
-            section=config.sampler,
-            mesh=mesh,
-            seed=welcome.seed,
-            weights=RemoteSource(receiver),
-            version=first.version,
-            settings=settings,
+    remote, host = config_of(welcome).remote, own_host(joining.address)
+    session.use_limits(WireLimits.of(remote))
+    if joining.processes > 1:
+        sampler = lead_sampler(
+            session,
+            welcome,
+            joining.remote,
+            host=host,
+            secret=shown.secret,
+            stop=stop,
+            closing=closing,
         )
-    )
-    server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, config.remote.silence_s / BEATS))
+    else:
+        sampler = _own_sampler(joining, shown, session, welcome, host, closing)
+    server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
-    receiver.live(first.version)
-    log.info("draws for %s with weights of version %d", welcome.run, first.version)
+    log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
     while not server.over.wait(LOOK_S):
         if stop.is_set():
             server.leave(f"{stop.reason}: the machine is needed for something else")
@@ -205,53 +179,26 @@ def _serve(
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
 
 
-def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
-    """Return the mesh of a sampler on this process's devices; asks JAX's CPU backend, before its
-    first use, for as many. Raises MeshError if they are too few."""
-    skip_absent_tpu()
-    needed = math.prod(axes.values())
-    if needed > 1:
-        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
-    try:
-        jax.config.update("jax_num_cpu_devices", needed)
-    except RuntimeError:
-        log.info("JAX was started before; the slice uses the devices that are there")
-    devices = jax.devices()
-    if len(devices) < needed:
-        shape = ", ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
-        raise MeshError(
-            f"the sampler's slice needs {needed} devices ({shape}), and this process has "
-            f"{len(devices)}: {devices[0].platform}. Give --mesh other axes, such as "
-            f"tensor={len(devices)}, or change mesh.sampler of the run."
-        )
-    mesh = make_mesh(AxesSection(**axes), devices[:needed])
-    if devices[0].platform == "tpu":
-        check_collective(mesh, "--mesh")
-    return mesh
-
-
-def spec_of(fields: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that a Welcome describes. Raises ConfigError."""
-    try:
-        spec = ModelSpec(**fields)
-        scaling: Any = spec.rope_scaling
-        return replace(spec, rope_scaling=None if scaling is None else RopeScaling(**scaling))
-    except (TypeError, ValueError) as error:
-        raise _other_version(error) from None
-
-
-def _config_of(welcome: Welcome) -> Config:
-    try:
-        return Config.model_validate(welcome.config)
-    except ValidationError as error:
-        raise _other_version(error) from None
-
-
-def _other_version(error: Exception) -> ConfigError:
-    return ConfigError(
-        f"what the trainer sent cannot be read ({error}). Run the same version of jaxrl_async on "
-        "both sides."
+def _own_sampler(
+    joining: Joining,
+    shown: Credentials,
+    session: WireSession,
+    welcome: Welcome,
+    host: str,
+    closing: ExitStack,
+) -> Sampler:
+    """Return the sampler of this process alone, once it has weights; it reports them live."""
+    parts = parts_of(welcome)
+    setup = parts.setup()
+    receiver, address = parts.receiver(session, joining.remote, host=host, secret=shown.secret)
+    closing.callback(receiver.close)
+    session.send(Prepared(data_address=address))
+    first, weights = receiver.first(parts.config.remote.wait_s), RemoteSource(receiver)
+    sampler = closing.enter_context(
+        Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
     )
+    weights.live(first.version)
+    return sampler
 
 
 def own_host(trainer: str) -> str:

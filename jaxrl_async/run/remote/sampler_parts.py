@@ -1,0 +1,150 @@
+"""What a sampler process is built of, from the trainer's Welcome: model, mesh, and the way of the
+weights. Each process of a sampler over several hosts builds the same."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from pydantic import ValidationError
+
+from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.config.schema import AxesSection, Config
+from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh
+from jaxrl_async.model.moe import check_experts
+from jaxrl_async.model.spec import ModelSpec, Params, RopeScaling
+from jaxrl_async.ports import Session
+from jaxrl_async.run.builders.samplers import sampler_settings, sent_weights, uses_one_thread
+from jaxrl_async.run.start import skip_absent_tpu
+from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
+from jaxrl_async.sampler.setup import SamplerSetup, build_setup
+from jaxrl_async.weights.manifest import manifest_of
+from jaxrl_async.weights.remote.receiver import WeightReceiver
+from jaxrl_async.weights.remote.transports import make_fetching
+from jaxrl_async.wire.messages import Welcome
+
+TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
+"""Settings of a connection that each side has its own of."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerParts:
+    """What the trainer's Welcome says, on this process's devices."""
+
+    welcome: Welcome
+    config: Config
+    spec: ModelSpec
+    mesh: Mesh
+    target: Params  # the weights as ShapeDtypeStructs with shardings
+
+    def setup(self, followers: Followers = NO_FOLLOWERS) -> SamplerSetup:
+        """Return the setup of the sampler. followers: its other processes, where this one leads."""
+        settings = replace(
+            sampler_settings(self.config, self.spec),
+            one_thread=uses_one_thread(self.mesh, colocated=False),
+            followers=followers,
+        )
+        return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)
+
+    def receiver(
+        self, session: Session, files: RemoteSection, *, host: str, secret: bytes
+    ) -> tuple[WeightReceiver, str]:
+        """Begin to fetch what is offered on a session; return also the address at which this
+        process passes weights on.
+
+        Args:
+            session: on which the offers come.
+            files: names the certificates.
+            host: of this machine, as other samplers reach it.
+            secret: that connections prove.
+        """
+        own = files.model_dump(include=TLS_FILES)
+        fetching = make_fetching(
+            self.config.remote.model_copy(update=own),
+            self.target,
+            listen=f"{host}:0",
+            advertise=host,
+            secret=secret,
+        )
+        layout = manifest_of(self.target).layout_hash
+        return WeightReceiver(session, fetching, layout_hash=layout), fetching.address
+
+
+def parts_of(welcome: Welcome) -> SamplerParts:
+    """Read a Welcome, and lay the sampler's mesh over the devices of this JAX world. Raises
+    ConfigError and MeshError."""
+    config = config_of(welcome)
+    spec, mesh = spec_of(welcome.spec), sampler_mesh(welcome.mesh)
+    check_experts(spec, mesh, "--mesh")
+    sent = sent_weights(config.weights, config.model, spec)
+    return SamplerParts(
+        welcome=welcome,
+        config=config,
+        spec=spec,
+        mesh=mesh,
+        target=sent.on(mesh, SAMPLER_RULES),
+    )
+
+
+def config_of(welcome: Welcome) -> Config:
+    """Return the run's configuration. Raises ConfigError if the trainer's version differs."""
+    try:
+        return Config.model_validate(welcome.config)
+    except ValidationError as error:
+        raise _other_version(error) from None
+
+
+def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
+    """Ask JAX's CPU backend, before its first use, for this process's part of a slice; without
+    effect if an accelerator is the default backend."""
+    skip_absent_tpu()
+    needed = math.prod(axes.values())
+    if needed > 1:
+        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
+    try:
+        jax.config.update("jax_num_cpu_devices", max(1, needed // processes))
+    except RuntimeError:
+        log.info("JAX was started before; the slice uses the devices that are there")
+
+
+def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
+    """Return the mesh of a sampler on the devices of this JAX world. Raises MeshError if they are
+    too few, or if the TPU compiler refuses them."""
+    if not jax.distributed.is_initialized():
+        claim_sampler_devices(axes)
+    needed, devices = math.prod(axes.values()), jax.devices()
+    if len(devices) < needed:
+        shape = ", ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        raise MeshError(
+            f"the sampler's slice needs {needed} devices ({shape}), and there are {len(devices)} "
+            f"here: {devices[0].platform}. Give --mesh other axes, such as tensor={len(devices)}, "
+            "or change mesh.sampler of the run."
+        )
+    mesh = make_mesh(AxesSection(**axes), devices[:needed])
+    if devices[0].platform == "tpu":
+        check_collective(mesh, "--mesh")
+    return mesh
+
+
+def spec_of(fields: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a Welcome describes. Raises ConfigError."""
+    try:
+        spec = ModelSpec(**fields)
+        scaling: Any = spec.rope_scaling
+        return replace(spec, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+    except (TypeError, ValueError) as error:
+        raise _other_version(error) from None
+
+
+def _other_version(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"what the trainer sent cannot be read ({error}). Run the same version of jaxrl_async on "
+        "both sides."
+    )

@@ -1,0 +1,104 @@
+"""A sampler over the hosts of one slice: one process on each, in one JAX world.
+
+    trainer ──session──> process 0: leads ──Begin, Round──> process 1, 2, ...: follow
+                            └──────────── Offer ───────────────> each fetches its own part
+
+The first process joins the run, as a sampler of one process does; the others get the trainer's
+Welcome from it. They end together: programs over all devices wait for every process.
+"""
+
+import logging
+import threading
+from contextlib import ExitStack
+
+import jax
+
+from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.run.remote.sampler_parts import parts_of
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.remote.following import follow
+from jaxrl_async.sampler.remote.joint_weights import JointWeights, OfferRelay
+from jaxrl_async.sampler.remote.leading import FollowerCrew, leading_sampler
+from jaxrl_async.sampler.remote.meeting import FollowerHub, LeaderPlace, dial_leader
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.weights.remote.source import RemoteSource
+from jaxrl_async.wire.messages import Prepared, Welcome
+from jaxrl_async.wire.session import WireLimits, WireSession
+
+LOOK_S = 0.1
+"""How often a following process looks whether it was told to go, seconds."""
+
+log = logging.getLogger(__name__)
+
+
+def lead_sampler(
+    session: WireSession,
+    welcome: Welcome,
+    files: RemoteSection,
+    *,
+    host: str,
+    secret: bytes,
+    stop: Stop,
+    closing: ExitStack,
+) -> Sampler:
+    """Return the sampler of all processes of this JAX world, in the first of them.
+
+    Args:
+        session: with the trainer.
+        welcome: from the trainer.
+        files: names the certificates.
+        host: of this machine, as others reach it.
+        secret: that connections for weights prove.
+        stop: asked for if a following process is told to go.
+        closing: closes what is made here.
+
+    Raises JoinRefused if a process does not come or differs, and what building a sampler raises.
+    """
+    limits = WireLimits()
+    hub = FollowerHub(jax.process_count(), welcome, limits=limits)
+    closing.callback(hub.close)
+    LeaderPlace.told(hub, host, leads=True)
+    parts = parts_of(welcome)
+    wait_s = parts.config.remote.wait_s
+    crew = FollowerCrew(hub.wait_for_all(wait_s), asked_to_leave=stop.request)
+    setup = parts.setup(crew)
+    crew.wait_ready(setup, wait_s)
+    relay = OfferRelay(session, crew.sessions)
+    receiver, address = parts.receiver(relay, files, host=host, secret=secret)
+    closing.callback(receiver.close)
+    weights = JointWeights(relay, RemoteSource(receiver))
+    session.send(Prepared(data_address=address))
+    return closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
+
+
+def follow_sampler(files: RemoteSection, *, secret: bytes, stop: Stop, wait_s: float) -> None:
+    """Do what the first process of this JAX world does, until its sampler is closed; blocks.
+
+    Args:
+        files: names the certificates.
+        secret: that connections for weights prove.
+        stop: asked for by a signal; the first process is then asked to leave.
+        wait_s: longest wait for it.
+
+    Raises as sampler.remote.following.follow does, and what building a sampler raises.
+    """
+    place = LeaderPlace.told(None, "", leads=False)
+    index = jax.process_index()
+    session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
+    parts = parts_of(welcome)
+    receiver, _ = parts.receiver(session, files, host="127.0.0.1", secret=secret)
+    told_to_go, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if stop.is_set():
+                told_to_go.set()
+                return
+
+    threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
+    try:
+        follow(session, parts.setup(), RemoteSource(receiver), process=index, told_to_go=told_to_go)
+    finally:
+        over.set()
+        receiver.close()
+    log.info("the sampler is closed")
