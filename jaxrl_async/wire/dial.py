@@ -5,7 +5,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxrl_async.errors import Disconnected, JoinRefused
 from jaxrl_async.wire.address import JoinPlace, locate_trainer
@@ -29,6 +29,7 @@ def dial(
     tls: TlsFiles | None,
     limits: WireLimits,
     timeout_s: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[WireSession, Welcome]:
     """Join a trainer; try again until it answers.
 
@@ -37,10 +38,11 @@ def dial(
         secret: see secret.read_secret.
         tls: None: not encrypted.
         timeout_s: longest time for all tries.
+        stopped: asked between two tries; True ends them.
 
     Raises:
         JoinRefused: the trainer says no, with its reason. Another try would not help.
-        Disconnected: no trainer answered in time.
+        Disconnected: no trainer answered in time, or it was stopped.
         ConfigError: `where` cannot be an address.
     """
     until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
@@ -51,6 +53,8 @@ def dial(
             left_s = max(until_s - time.monotonic(), 0.1)
             return _Call(place, hello, tls, limits).join(secret, left_s)
         except Disconnected as error:
+            if stopped():
+                raise Disconnected("asked to stop before a trainer answered") from error
             if time.monotonic() + pause_s > until_s:
                 raise Disconnected(
                     f"no trainer let this sampler join within {timeout_s:g} s at {where}; the last "

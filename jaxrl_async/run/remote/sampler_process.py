@@ -9,7 +9,6 @@ SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the p
 import logging
 import os
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -126,23 +125,21 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
 def _dialled(
     joining: Joining, hello: Hello, shown: Credentials, stop: Stop
 ) -> tuple[WireSession | None, Welcome | None]:
-    """Dial in short tries, so that a signal ends them; (None, None): it did."""
-    end = time.monotonic() + joining.wait_s
-    while not stop.is_set():
-        left_s = end - time.monotonic()
-        try:
-            return dial(
-                joining.address,
-                hello,
-                secret=shown.secret,
-                tls=shown.tls,
-                limits=WireLimits(),
-                timeout_s=max(0.1, min(1.0, left_s)),
-            )
-        except Disconnected:
-            if time.monotonic() > end:
-                raise
-    return None, None
+    """Dial until the trainer answers; (None, None): a signal came first."""
+    try:
+        return dial(
+            joining.address,
+            hello,
+            secret=shown.secret,
+            tls=shown.tls,
+            limits=WireLimits(),
+            timeout_s=joining.wait_s,
+            stopped=stop.is_set,
+        )
+    except Disconnected:
+        if stop.is_set():
+            return None, None
+        raise
 
 
 def _serve(

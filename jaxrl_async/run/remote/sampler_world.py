@@ -64,10 +64,10 @@ def lead_sampler(
     setup = parts.setup(crew)
     crew.wait_ready(setup, wait_s)
     relay = OfferRelay(session, crew.sessions)
-    receiver, address = parts.receiver(relay, files, host=host, secret=secret)
+    receiver, _ = parts.receiver(relay, files, host=host, secret=secret)
     closing.callback(receiver.close)
     weights = JointWeights(relay, RemoteSource(receiver))
-    session.send(Prepared(data_address=address))
+    session.send(Prepared())  # each process has only its part: none passes weights on
     return closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
 
 
