@@ -76,7 +76,10 @@ class VllmSampler:
     """
 
     seed: int | None = None  # it continues no Partial
-    has_logprobs: bool = True
+    has_logprobs: bool = True  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()
 
     def __init__(
         self,
