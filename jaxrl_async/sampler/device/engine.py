@@ -114,8 +114,9 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     if spec.mesh is None or not spans_processes(spec.mesh):
         return _Results()
     whole = NamedSharding(spec.mesh, PartitionSpec())
-    routes = whole if spec.keeps_routes else None
-    return _Results(prefill=Prefix(None, None, routes), insert=state, generate=(state, whole))
+    chosen: Any = None
+    routes = whole if spec.keeps_routes else chosen
+    return _Results(prefill=Prefix(chosen, chosen, routes), insert=state, generate=(state, whole))
 
 
 def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> EngineWeights:

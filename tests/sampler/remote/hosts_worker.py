@@ -64,7 +64,7 @@ class Case:
 
     devices: str = "all"  # or one: of each process
     section: dict[str, Any] = field(default_factory=dict)  # wishes
-    groups: int = 5
+    groups: int = 4
     plain: bool = False  # few lengths and one kind of sampling: few programs to compile
     endless: bool = False  # requests without end, until a process is killed
 

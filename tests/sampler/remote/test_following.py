@@ -42,8 +42,9 @@ class Two:
         self.pair, at_trainer = session_pair(), session_pair()
         self.lost: list[str] = []
         self.asked: list[str] = []
+        self.ended = threading.Event()
         self.crew = FollowerCrew(
-            [self.pair.trainer], lost=self.lost.append, asked_to_leave=self.asked.append
+            [self.pair.trainer], lost=self.note_lost, asked_to_leave=self.asked.append
         )
         self.setup = setup_of(CASE, meshes[0], SamplerSettings(followers=self.crew))
         relay = OfferRelay(at_trainer.sampler, self.crew.sessions)
@@ -56,10 +57,14 @@ class Two:
             setup_of(follower, meshes[1], SamplerSettings()),
             OfferedWeights(self.pair.sampler, meshes[1]),
             process=1,
-            lost=self.lost.append,
+            lost=self.note_lost,
             **wishes,
         )
         self.lives.offer(0)
+
+    def note_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.ended.set()
 
     def begun(self) -> Sampler:
         self.crew.wait_ready(self.setup, WAIT_S)
@@ -108,6 +113,7 @@ def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
         sampler.generate(LONG[:1])
         sampler.close()
         future.result(WAIT_S)
+    assert two.ended.wait(WAIT_S)
     assert len(two.lost) == 1 and "process 1 has failed" in two.lost[0]
 
 
@@ -117,7 +123,7 @@ def test_the_end_of_the_leader_ends_the_follower():
     two.pair.line.cut()
     with pytest.raises(Disconnected, match="lost the leader"):
         two.follower.result(WAIT_S)
-    assert any("which leads it" in reason for reason in two.lost)
+    assert two.ended.wait(WAIT_S) and all("the line was cut" in reason for reason in two.lost)
 
 
 def test_a_follower_that_must_go_asks_the_leader_to_leave():
