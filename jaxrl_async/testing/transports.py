@@ -61,7 +61,7 @@ class MemoryFetched:
 
 
 class MemoryFetching:
-    """A weights.remote.seams.Fetching from MemoryOfferings and MemoryFetchings, by address."""
+    """A weights.remote.seams.Fetching from the other side, or from others like it."""
 
     def __init__(self, peers: dict[str, Any], address: str = "") -> None:
         """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and be one of them."""

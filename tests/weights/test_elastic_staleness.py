@@ -8,7 +8,7 @@ import pytest
 from remote_side import TrainerSide
 
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
-from jaxrl_async.errors import Closed
+from jaxrl_async.errors import Closed, Disconnected
 from jaxrl_async.testing.fakes import make_group
 
 STEPS, PER_STEP = 25, 3
@@ -29,7 +29,10 @@ class Fleet:
         self.samplers.append(sampler)
 
     def serve(self, sampler):
-        sampler.begin()
+        try:
+            sampler.begin()
+        except Disconnected:
+            return  # it was lost before it had any weights
         pause_s = self.random.choice([0.0, 0.002, 0.01])  # between two blocks
         while not self.over.wait(pause_s or 0.0005):
             sampler.poll()
