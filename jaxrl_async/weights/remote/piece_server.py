@@ -99,7 +99,7 @@ class PieceServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Bytes and pieces sent or being sent, `not_here` answers, refused and broken connections so far."""
+        """Bytes and pieces sent or being sent, refusals and the like so far, by name."""
         with self._lock:
             return dict(self._counts)
 
