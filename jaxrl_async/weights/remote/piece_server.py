@@ -99,7 +99,7 @@ class PieceServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Sent bytes, pieces, `not_here` answers, refused and broken connections so far."""
+        """Bytes and pieces sent or being sent, refusals and the like so far, by name."""
         with self._lock:
             return dict(self._counts)
 
@@ -203,9 +203,9 @@ class PieceServer:
         checksum = host_sum(piece, request.box, assembly.shape_of(request.array))
         assert piece.size == volume(request.box), "Assembly.read returned another piece"
         raw = piece.reshape(-1).view(np.uint8).data
-        line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
         self._count("pieces")
         self._count("sent_bytes", raw.nbytes)
+        line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
 
     def _count(self, name: str, count: int = 1) -> None:
         with self._lock:

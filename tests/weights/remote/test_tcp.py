@@ -1,7 +1,9 @@
 """Weights over real sockets: torn, cut, slow, silent, lying and strange peers."""
 
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 import time
 
@@ -183,6 +185,42 @@ def test_a_wrong_secret_gets_no_byte_and_says_so(trainer, sampler):
         fetch(sampler(secret=b"guess"), where, [trainer.address])
     counts = trainer.counts
     assert "sent_bytes" not in counts and counts["refused"] >= 1
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """PEM files that one authority (the certificate itself) has signed."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    making = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    subprocess.run(
+        [*making.split(), "-subj", "/CN=run", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    files = {"tls_certificate": certificate, "tls_key": key, "tls_authority": certificate}
+    return {name: str(path) for name, path in files.items()}
+
+
+def test_with_certificates_streams_are_encrypted_and_others_are_refused(certificates, sampler):
+    section = SECTION.model_copy(update=certificates)
+    offering = make_offering(section, run="tls", secret=b"open sesame")
+    where = offering.offer(0, on_trainer(TREE))
+    seen = []
+
+    def listen(passed, data):
+        seen.append(data)
+        return data
+
+    proxy = Proxy(offering.address, listen)
+    assert fetch(sampler(section), where, [proxy.address]).num_bytes == NUM_BYTES
+    assert TREE["head"].tobytes()[:64] not in b"".join(seen)
+    with pytest.raises(WeightsError, match="no source"):
+        fetch(sampler(), where, [offering.address])
+    assert offering.counts["sent_bytes"] == NUM_BYTES
+    proxy.close()
+    offering.close()
 
 
 @pytest.mark.parametrize(
