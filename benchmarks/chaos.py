@@ -1,14 +1,17 @@
 """Kill a run at random moments, resume it each time, and compare it with an undisturbed run.
 
     python benchmarks/chaos.py [--kills 100] [--seed 0] [--staleness 0 2]
+    python benchmarks/chaos.py --samplers 2 --sampler-kills 50 --kills 10 --staleness 2
 
 The main job on the embedded addition task with a tiny decoder runs in a process of its own that
 gets SIGKILL: sometimes while it starts, mostly while it trains and writes checkpoints (one after
 every update).
+With --samplers the samplers are processes of their own, which get SIGKILL, too.
 At max_staleness 0 the metrics and the final weights must equal those of the undisturbed run bit for
 bit; at every staleness `python -m jaxrl_async.audit` must find the ledger clean.
 """
 
+import argparse
 import contextlib
 import os
 import random
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +50,12 @@ def many_digits(prompt, completion, reference):
     return sum(c.isdigit() for c in completion) / 16
 """
 """A reward that a random policy sometimes gets, so that every update moves the weights."""
+PROCESSES = (
+    "mesh.samplers_in=processes",
+    "remote.wait_s=120",
+    "faults={sampler_restarts: 1000, backoff_s: 0.1}",
+)
+"""Settings of a run whose samplers are processes, which are killed more often than it forgives."""
 START_SHARE = 0.15
 """Share of the kills during the start of the process."""
 
@@ -53,28 +63,34 @@ START_SHARE = 0.15
 def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--kills", type=int, default=100)
+    made.add_argument("--samplers", type=int, default=0, help="sampler processes; 0: threads")
+    made.add_argument("--sampler-kills", type=int, default=0, help="kills of sampler processes")
     made.add_argument("--staleness", nargs="+", type=int, default=[0, 2])
     made.add_argument("--seed", type=int, default=0, help="of the moments")
     args = options(made)
     if args.quick:
         args.kills, args.staleness = 1, [0]
-    steps = 4 * args.kills if args.kills < 20 else 2 * args.kills
+    kills = args.kills + args.sampler_kills
+    steps = 4 * kills if kills < 20 else 2 * kills
     rows = []
     for staleness in args.staleness:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(row(Path(folder), args.kills, steps, staleness, args.seed))
+            rows.append(row(Path(folder), args, steps, staleness))
             print(rows[-1], file=sys.stderr, flush=True)
     report("chaos", rows, args)
 
 
-def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
+def row(folder: Path, args: argparse.Namespace, steps: int, staleness: int) -> Row:
     """Measure one row of the table: the undisturbed run, then the killed one."""
     settings = [f"run.steps={steps}", f"staleness.max_staleness={staleness}"]
+    if args.samplers:
+        settings += [f"mesh.samplers={args.samplers}", *PROCESSES]
     start = time.perf_counter()
     whole = process(folder, "whole", settings)
     assert whole.wait() == 0, "the undisturbed run failed"
     whole_s = time.perf_counter() - start
-    done, redone, starts = survive(folder, "killed", settings, kills, steps, random.Random(seed))
+    hunt = Hunt(kills=args.kills, sampler_kills=args.sampler_kills, rng=random.Random(args.seed))
+    survive(folder, "killed", settings, hunt)
     first, second = folder / "whole", folder / "killed"
     lines = [[comparable(x) for x in read_lines(f / "metrics.jsonl")] for f in (first, second)]
     weights = [load_file(f / "policy" / "model.safetensors") for f in (first, second)]
@@ -85,9 +101,10 @@ def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
         "model": "addition, tiny",
         "max_staleness": staleness,
         "updates": steps,
-        "kills": done,
-        "while_starting": starts,
-        "updates_redone": redone,
+        "kills": args.kills - hunt.kills,
+        "sampler_kills": args.sampler_kills - hunt.sampler_kills,
+        "while_starting": hunt.starts,
+        "updates_redone": hunt.redone,
         "same_metrics": lines[0] == lines[1],
         "same_weights": all(np.array_equal(weights[0][k], weights[1][k]) for k in weights[0]),
         "audit_problems": len(found.problems),
@@ -97,36 +114,68 @@ def row(folder: Path, kills: int, steps: int, staleness: int, seed: int) -> Row:
     }
 
 
-def survive(
-    folder: Path, name: str, settings: list[str], kills: int, steps: int, rng: random.Random
-) -> tuple[int, int, int]:
-    """Run through the kills; return kills, updates made twice, kills before an update."""
+@dataclass(slots=True, kw_only=True)
+class Hunt:
+    """Kills that are still to come, and what they have cost."""
+
+    kills: int  # of the whole run
+    sampler_kills: int
+    rng: random.Random
+    starts: int = 0  # kills before an update
+    redone: int = 0  # updates that were made twice
+
+    @property
+    def over(self) -> bool:
+        """Whether all kills have been."""
+        return not (self.kills or self.sampler_kills)
+
+    def takes_a_sampler(self) -> bool:
+        """Choose the next victim, by how many kills of each kind are left."""
+        return self.rng.random() * (self.kills + self.sampler_kills) < self.sampler_kills
+
+
+def survive(folder: Path, name: str, settings: list[str], hunt: Hunt) -> None:
+    """Run through the kills, and to the end."""
     metrics = folder / name / "metrics.jsonl"
-    done = redone = starts = 0
     resume: list[str] = []
     while True:
         running = process(folder, name, [*settings, *resume])
-        early = rng.random() < START_SHARE
         before = last_step(metrics)
-        if done < kills:
-            if early:
-                time.sleep(rng.uniform(0.0, 6.0))
-            else:
-                wait_for_progress(running, metrics, before)
-                time.sleep(rng.uniform(0.0, 1.0))
-        if done == kills or running.poll() is not None:
+        while not hunt.over and hunt.takes_a_sampler():
+            wait_for_progress(running, metrics, last_step(metrics))
+            time.sleep(hunt.rng.uniform(0.0, 0.5))
+            if running.poll() is not None:
+                break
+            hunt.sampler_kills -= kill_a_child(running, hunt.rng)
+        if not hunt.over and hunt.rng.random() < START_SHARE:
+            time.sleep(hunt.rng.uniform(0.0, 6.0))
+        elif not hunt.over:
+            wait_for_progress(running, metrics, before)
+            time.sleep(hunt.rng.uniform(0.0, 1.0))
+        if hunt.over or running.poll() is not None:
             code = running.wait()
             assert code == 0, f"the run ended with {code}"
-            return done, redone, starts
+            return
         running.send_signal(signal.SIGKILL)
         running.wait()
-        done += 1
-        starts += last_step(metrics) == before
+        hunt.kills -= 1
+        hunt.starts += last_step(metrics) == before
         if (folder / name).is_dir():
             resume = list(RESUME)
-        redone += sum(1 for _ in superseded(folder / name))
+        hunt.redone += sum(1 for _ in superseded(folder / name))
         with contextlib.suppress(FileNotFoundError):
             (folder / name / "metrics.superseded.jsonl").unlink()
+
+
+def kill_a_child(running: "subprocess.Popen[bytes]", rng: random.Random) -> bool:
+    """Kill one of the run's own processes; return whether there was one."""
+    listed = Path(f"/proc/{running.pid}/task").glob("*/children")
+    children = [int(pid) for file in listed for pid in file.read_text().split()]
+    if not children:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rng.choice(children), signal.SIGKILL)
+    return True
 
 
 def superseded(folder: Path) -> list[dict[str, float]]:

@@ -135,11 +135,11 @@ def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
     return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
 
 
-def write(file: Path, text: str) -> None:
-    """Write the table between the two marks of docs/plans.md."""
-    before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+def write(file: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
+    """Write the table between its two marks in docs/plans.md."""
+    before, _, rest = file.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    file.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

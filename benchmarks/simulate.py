@@ -10,6 +10,7 @@ device    slept: a decode block and an update end when a formula says so, and th
           until then, so that trainer and samplers do not compete for the cores.
           computed: the model's own time, trainer and sampler on the same cores; each slows the
           other down, and the times come from a run in which they do.
+          Samplers in processes (mesh.samplers_in) sleep, too: benchmarks/slept_sampler.py.
 error     of the prediction, made from the times of the run with which it is compared.
 left_out  steps in which a program was compiled, or that took over five times the median (the
           process was delayed), and max_staleness + 1 steps after each; the numbers are medians
@@ -20,13 +21,15 @@ import argparse
 import asyncio
 import contextlib
 import io
+import json
 import logging
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,10 +42,11 @@ from common import Row, force_cpu_devices, long_tail, report
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
+from jaxrl_async.run.remote import local_samplers
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
@@ -84,6 +88,11 @@ class Setting:
     lengths: tuple[int, ...]  # of answers, dealt out at random; empty: what the model draws
     device: Dictated | None = None  # None: computed
     score_s: float = 0.0
+
+
+def processes(count: int) -> tuple[str, ...]:
+    """Return overrides for samplers in processes of their own."""
+    return (f"mesh.samplers={count}", f"remote.least={count}", "mesh.samplers_in=processes")
 
 
 TAIL = tuple(long_tail(512, median=24, most=128))
@@ -133,6 +142,24 @@ SETTINGS = (
         device=Dictated(update_s=0.45, token_s=6e-05),
     ),
     Setting(
+        name="two processes",
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=1", *processes(2)),
+        lengths=TAIL,
+        device=Dictated(update_s=0.45, token_s=6e-05),
+    ),
+    Setting(
+        name="two processes, in turns",
+        overrides=(TINY, "sampler.slots=32", "staleness.max_staleness=0", *processes(2)),
+        lengths=EVEN,
+        device=Dictated(update_s=0.6),
+    ),
+    Setting(
+        name="four processes",
+        overrides=(TINY, "sampler.slots=16", "staleness.max_staleness=2", *processes(4)),
+        lengths=TAIL,
+        device=Dictated(step_s=0.012, update_s=0.9),
+    ),
+    Setting(
         name="few slots, small groups",
         overrides=(
             TINY,
@@ -172,7 +199,11 @@ SETTINGS = (
 )
 HELD_UP = 5.0
 """A step that takes so many times the median was delayed by something else."""
-COMPARED = ("trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s")
+COMPARED = (
+    "trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s",
+    "staleness_mean",
+)  # fmt: skip
+SLEPT_SAMPLER = Path(__file__).parent / "slept_sampler.py"
 
 
 class Disturbed(Exception):
@@ -226,14 +257,16 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
 def markdown(rows: Sequence[Row]) -> str:
     """Format the table of docs/plans.md: predicted / measured, and the shares' largest error."""
     lines = [
-        "| setting | device | trainer busy | sampler busy | slots in use | tokens/s | error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| setting | device | trainer busy | sampler busy | slots in use | tokens/s | staleness "
+        "| error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for start in range(0, len(rows), len(COMPARED)):
         of_setting = rows[start : start + len(COMPARED)]
-        *shares, rate = of_setting
+        *shares, rate, staleness = of_setting
         cells = [f"{r['predicted']:.2f} / {r['measured']:.2f}" for r in shares]
         cells.append(f"{rate['predicted']:,.0f} / {rate['measured']:,.0f}")
+        cells.append(f"{staleness['predicted']:.2f} / {staleness['measured']:.2f}")
         worst = max((r["error_percent"] for r in shares), key=abs)
         names = [rate["setting"], rate["device"]]
         lines.append(f"| {' | '.join([*names, *cells, f'{worst:+.1f} %'])} |")
@@ -241,7 +274,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _compared(predictions: Sequence[float], seen: Sequence[float]) -> Row:
-    errors = [100 * (p / m - 1) for p, m in zip(predictions, seen, strict=True)]
+    errors = [100 * (p / m - 1 if m else p) for p, m in zip(predictions, seen, strict=True)]
     return {
         "predicted": statistics.median(predictions),
         "measured": statistics.median(seen),
@@ -298,10 +331,34 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         made = stack.enter_context(injected(lambda parts: prepare(parts, setting, notes)))
         took = stack.enter_context(timed_blocks(setting.device))
-        noted = _noting(DecodeLoop.round, notes.rounds, took, lambda: made[0].trainer.version)
+        noted = noting(DecodeLoop.round, notes.rounds, took, lambda _: made[0].trainer.version)
         stack.enter_context(patch.object(DecodeLoop, "round", noted))
+        if config.mesh.remote:
+            stack.enter_context(slept_samplers(setting.device, folder))
         loop.train(config)
+    for file in folder.glob("*.json"):
+        lines = json.loads(file.read_text(encoding="utf-8"))
+        notes.rounds.extend(Round(**x | {"making": range(*x["making"])}) for x in lines)
+        file.unlink()
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
+
+
+@contextlib.contextmanager
+def slept_samplers(device: Dictated | None, folder: Path) -> Iterator[None]:
+    """Let the run's sampler processes be benchmarks/slept_sampler.py."""
+    assert device is not None, "samplers in processes are measured with a forced device"
+    start = subprocess.Popen
+
+    def slept(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
+        assert command[1:3] == ["-m", "jaxrl_async.sample"], command
+        more["env"] = env | {
+            "SLEPT_DEVICE": json.dumps(asdict(device)),
+            "SLEPT_ROUNDS": str(folder),
+        }
+        return start([command[0], str(SLEPT_SAMPLER), *command[3:]], **more)
+
+    with patch.object(local_samplers.subprocess, "Popen", slept):
+        yield
 
 
 def prepare(parts: Parts, setting: Setting, notes: Run) -> None:
@@ -361,16 +418,16 @@ class Forced:
         return self._lengths[int(drawn)]
 
 
-def _noting(
+def noting(
     play: Callable[[Any, Any], bool],
     rounds: list[Round],
     took: dict[int, float],
-    version: Callable[[], int],
+    version: Callable[[Any], int],
 ) -> Callable[[Any, Any], bool]:
     """DecodeLoop.round, written down."""
 
     def noted(loop: Any, batch: Any) -> bool:
-        before, programs, first = loop.stats, batch.engine.num_compiled, version()
+        before, programs, first = loop.stats, batch.engine.num_compiled, version(loop)
         came = play(loop, batch)
         after = loop.stats
         steps = (after.slot_steps - before.slot_steps) // batch.engine.spec.slots
@@ -384,7 +441,7 @@ def _noting(
                     rows=(after.row_steps - before.row_steps) // max(steps, 1),
                     prefill_tokens=after.prefill_tokens - before.prefill_tokens,
                     swap_s=after.swap_pause_s if after.swaps > before.swaps else 0.0,
-                    making=range(first + 1, version() + 2),
+                    making=range(first + 1, version(loop) + 2),
                     compiled=batch.engine.num_compiled > programs,
                 )
             )
@@ -446,7 +503,16 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         for x in learnt
         if x["step"] - 1 in ends
     ]
+    transfers_s = [x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x]
+    tree = TransferTree(
+        num_bytes=0.0,
+        trainer_bytes_per_s=1.0,
+        sampler_bytes_per_s=1.0,
+        fanout=config.mesh.samplers,
+        offer_s=statistics.median(transfers_s),
+    )
     return Pipeline(
+        tree=tree if config.mesh.remote else None,
         samplers=calibrated_samplers(found, bad, warm_up),
         answer_tokens=Histogram.of(found.lengths),
         prompt_tokens=round(float((tokens - answers).mean()) / sequences),
@@ -458,7 +524,7 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
         update_s=float(train_s.mean() - update_token_s * tokens.mean()),
         update_token_s=update_token_s,
         publish_s=max(0.0, statistics.mean(publish_s)),
-        transfer_s=min(x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x),
+        transfer_s=min(transfers_s),
         report_s=max(0.0, statistics.mean(reports_s)),
     )
 
@@ -524,6 +590,9 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
         "sampler_busy_share": float(np.average(busy, weights=walls)),
         "slot_occupancy": float(drawn.sum() / slot_steps.sum()),
         "trained_tokens_per_s": float(column("train/tokens").sum() / walls.sum()),
+        "staleness_mean": float(
+            np.average(column("staleness/mean"), weights=column("train/tokens"))
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""Convert carriers to bytes and back, for checkpoints: JSON for structure, one buffer for arrays.
+"""Convert carriers to bytes and back, for checkpoints and for messages between processes: JSON for
+structure, one buffer for arrays.
 
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
@@ -7,8 +8,10 @@ Only the dataclasses and enums that the reader names can be loaded; there is no 
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +38,10 @@ ML_DTYPES: dict[str, Any] = {
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
 """dtypes that NumPy itself has no name for (bfloat16, 8-bit floats), by name."""
+LEAVES = frozenset((str, int, float, bool, type(None)))
+"""What JSON holds as it is."""
+PLAIN_DTYPE = re.compile(rf"[<>|][{PLAIN_KINDS}]\d{{1,9}}")
+"""What NumPy's own dtypes are called; no other text of a stranger's reaches np.dtype."""
 
 
 def dumps(tree: Any) -> Bytes:
@@ -43,42 +50,57 @@ def dumps(tree: Any) -> Bytes:
     Raises TypeError for anything else, naming it.
     """
     arrays: list[NDArray[Any]] = []
-    text = json.dumps(_encoded(tree, arrays)).encode()
+    text = json.dumps(_encoded(tree, arrays), check_circular=False).encode()
     head = np.array([len(text)], "<u8").tobytes()
     parts = [head, text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def loads(data: Bytes, kinds: Sequence[type] = ()) -> Any:
+def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
     """Convert what `dumps` wrote back; `kinds` are records in addition to those of types.py.
 
-    Raises ValueError for other bytes.
+    Raises ValueError for other bytes, whoever made them.
     """
-    known = {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
-    raw = np.ascontiguousarray(data, np.uint8).tobytes()
-    size = int(np.frombuffer(raw[:8], "<u8")[0]) if len(raw) >= 8 else -1
+    raw = np.ascontiguousarray(data, np.uint8).data
+    size = int.from_bytes(raw[:8], "little") if len(raw) >= 8 else -1
     if not 0 <= size <= len(raw) - 8:
         raise ValueError("not a record of this program: its head is torn")
     try:
-        return _decoded(json.loads(raw[8 : 8 + size]), memoryview(raw)[8 + size :], known, [0])
+        tree = json.loads(bytes(raw[8 : 8 + size]))
+        return _decoded(tree, raw[8 + size :], _kinds_by_name(tuple(kinds)), [0])
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"not a record of this program: {error}") from None
 
 
+@lru_cache(maxsize=64)
+def _kinds_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
+    return {kind.__name__: kind for kind in (*CARRIERS, *kinds)}
+
+
 def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    kind: type = type(value)
+    if kind in LEAVES:
+        return value
+    if kind is np.ndarray:
+        arrays.append(value)
+        return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": value.shape}
+    names = _field_names(kind)
+    if names is not None:
+        fields = [(name, getattr(value, name)) for name in names]
+        encoded = {k: v if type(v) in LEAVES else _encoded(v, arrays) for k, v in fields}
+        return {KIND: kind.__name__, "fields": encoded}
+    return _encoded_other(value, arrays)
+
+
+def _encoded_other(value: Any, arrays: list[NDArray[Any]]) -> Any:
     if isinstance(value, Enum):
         return {KIND: type(value).__name__, "value": value.value}
     if isinstance(value, np.generic):
         return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):
-        arrays.append(value)
-        return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        encoded = {name: _encoded(field, arrays) for name, field in fields.items()}
-        return {KIND: type(value).__name__, "fields": encoded}
+        return _encoded(value.view(np.ndarray), arrays)
     if isinstance(value, tuple):
         return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
     if isinstance(value, list):
@@ -86,21 +108,32 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         encoded = {k: _encoded(v, arrays) for k, v in value.items()}
         return {KIND: "mapping", "fields": encoded} if KIND in value else encoded
-    raise TypeError(f"{type(value).__name__} cannot be saved in a checkpoint")
+    raise TypeError(f"{type(value).__name__} cannot be saved: it is no plain value or record")
 
 
+@lru_cache(maxsize=1024)
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a record's fields; None: it is no record."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+@lru_cache(maxsize=256)
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     if dtype.name in ML_DTYPES:
         return dtype.name
     if dtype.kind not in PLAIN_KINDS:
-        raise TypeError(f"an array of {dtype} cannot be saved in a checkpoint")
+        raise TypeError(f"an array of {dtype} cannot be saved")
     return dtype.str
 
 
+@lru_cache(maxsize=256)
 def _named_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype that `_dtype_name` names so; raise ValueError for another name."""
-    dtype = ML_DTYPES[name] if name in ML_DTYPES else np.dtype(name)
-    if _dtype_name(dtype) != name:
+    if name in ML_DTYPES:
+        return np.dtype(ML_DTYPES[name])
+    if not PLAIN_DTYPE.fullmatch(name) or _dtype_name(dtype := np.dtype(name)) != name:
         raise ValueError(f"not a record of this program: arrays of {name!r} are never written")
     return dtype
 
@@ -108,23 +141,39 @@ def _named_dtype(name: str) -> np.dtype[Any]:
 def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
     """Decode a JSON value; `at[0]` is the byte at which the next array starts, in writing order."""
     if isinstance(value, list):
-        return [_decoded(v, buffer, known, at) for v in value]
+        return [v if type(v) in LEAVES else _decoded(v, buffer, known, at) for v in value]
     if not isinstance(value, dict):
         return value
     if KIND not in value:
-        return {k: _decoded(v, buffer, known, at) for k, v in value.items()}
+        return _decoded_fields(value, buffer, known, at)
     kind = value[KIND]
+    if kind == "array":
+        return _decoded_array(value, buffer, at)
     if kind == "mapping":  # a mapping that itself has the key KIND
-        return {k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()}
+        return _decoded_fields(value["fields"], buffer, known, at)
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])
-    if kind == "array":
-        dtype, shape = _named_dtype(value["dtype"]), tuple(value["shape"])
-        start, at[0] = at[0], at[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if min(shape, default=0) < 0 or at[0] > len(buffer):
-            raise ValueError("not a record of this program: an array is torn")
-        return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
     record = known[kind]
     if issubclass(record, Enum):
         return record(value["value"])
-    return record(**{k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()})
+    return record(**_decoded_fields(value["fields"], buffer, known, at))
+
+
+def _decoded_fields(
+    fields: Mapping[str, Any], buffer: memoryview, known: Mapping[str, type], at: list[int]
+) -> dict[str, Any]:
+    return {
+        k: v if type(v) in LEAVES else _decoded(v, buffer, known, at) for k, v in fields.items()
+    }
+
+
+def _decoded_array(head: Mapping[str, Any], buffer: memoryview, at: list[int]) -> NDArray[Any]:
+    dtype, shape, count = _named_dtype(head["dtype"]), head["shape"], 1
+    for length in shape:
+        if type(length) is not int or not 0 <= length < 2**48:
+            raise ValueError("not a record of this program: an array's shape is torn")
+        count *= length
+    start, at[0] = at[0], at[0] + dtype.itemsize * count
+    if at[0] > len(buffer):
+        raise ValueError("not a record of this program: an array is torn")
+    return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()

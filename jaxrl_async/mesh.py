@@ -59,7 +59,8 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 
 class Slices(NamedTuple):
-    """The trainer's mesh and each sampler's; the same devices if colocated."""
+    """The trainer's mesh and those of the samplers in this process; the same devices if
+    colocated."""
 
     trainer: Mesh
     samplers: tuple[Mesh, ...]
@@ -76,16 +77,16 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
 
     With several processes, each gives its first devices to the trainer's mesh, which spans them
     all; the samplers are those of this process (none if colocated: a slice that spans processes
-    cannot sample). Raises MeshError if there are too few devices, or if the TPU compiler refuses a
+    cannot sample). Samplers in processes of their own have devices of their own: all of these are
+    the trainer's. Raises MeshError if there are too few devices, or if the TPU compiler refuses a
     program over the devices of a slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
-            f"mesh needs {section.num_devices} devices (trainer {section.trainer.num_devices}, "
-            f"sampler {section.samplers} x {section.sampler.num_devices}, colocated "
-            f"{section.colocated}), but there are {len(devices)}: {devices[0].platform}. Make "
-            "the axes smaller or set mesh.colocated=true."
+            f"mesh needs {section.num_devices} devices ({_wanted(section)}), but there are "
+            f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
+            "mesh.colocated=true."
         )
     hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
     if len(hosts) > 1:
@@ -93,7 +94,8 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     count, each = section.trainer.num_devices // len(hosts), section.sampler.num_devices
     alone = len(hosts) == 1
     first = 0 if section.colocated else count
-    samplers = section.samplers // len(hosts) if alone or not section.colocated else 0
+    here_too = not section.remote and (alone or not section.colocated)
+    samplers = section.samplers // len(hosts) if here_too else 0
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     of_trainer = [d for host in hosts for d in host[:count]]
@@ -107,6 +109,15 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
         for mesh in slices.samplers:
             check_collective(mesh, "mesh.sampler")
     return slices
+
+
+def _wanted(section: schema.MeshSection) -> str:
+    """Return what the devices of this run's own process are for."""
+    trainer = f"trainer {section.trainer.num_devices}"
+    if section.remote:
+        return f"{trainer}; the samplers have their own"
+    each = section.sampler.num_devices
+    return f"{trainer}, sampler {section.samplers} x {each}, colocated {section.colocated}"
 
 
 def _processes(devices: Sequence[jax.Device]) -> list[int]:
@@ -283,6 +294,11 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
     )
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether several processes own the mesh's devices; None: the default device."""
+    return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
 def put(tree: Any, sharding: Any) -> Any:
     """Put host arrays on the devices of a sharding.
 
@@ -297,8 +313,10 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(spread, tree)
 
 
-def whole(array: jax.Array) -> np.ndarray:
+def whole(array: jax.Array | np.ndarray) -> np.ndarray:
     """Copy an array to the host. If other processes hold parts of it, all must call this."""
+    if isinstance(array, np.ndarray):
+        return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
         array = _everywhere(array.sharding.mesh)(array)

@@ -3,9 +3,9 @@ for what a part can do without."""
 
 import threading
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -99,6 +99,10 @@ class ReplicaStats(Protocol):
         """Return these statistics plus those of the replica that this one replaced."""
         ...
 
+    def since(self, earlier: Self) -> Self:
+        """Return these statistics less the counts of an earlier reading of the same replica."""
+        ...
+
     def ended(self) -> Self:
         """Return the statistics of a replica that is gone: its gauges are 0."""
         ...
@@ -108,8 +112,28 @@ class ReplicaStats(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """How a replica left on its own accord."""
+
+    reason: str
+    # of its running requests: what they had drawn, by the future of each; others had drawn nothing
+    partials: Mapping["ThreadFuture[Completion]", Partial] = field(default_factory=dict)
+
+
 class Replica(Protocol):
     """One of the samplers behind a router: all that the router uses of it."""
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether `successor` makes another in its place. False: it is in a process of its own, and
+        its seat is gone once it has failed or left."""
+        ...
+
+    @property
+    def departure(self) -> Departure | None:
+        """How it left, set before `error` is; None: it is there, or it failed."""
+        ...
 
     @property
     def seed(self) -> int | None:
@@ -128,12 +152,20 @@ class Replica(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that ended its thread, set before the futures of its requests fail."""
+        """The exception that ended its thread, set before the futures of its requests fail;
+        Disconnected: the connection to its process has ended, which is no request's fault."""
         ...
 
     @property
     def blamed(self) -> frozenset[str]:
-        """Ids of the requests that were on its device when its thread ended with `error`."""
+        """Ids of the requests that were on its device, or may have been, when it ended with
+        `error`."""
+        ...
+
+    @property
+    def unsent(self) -> "Sequence[ThreadFuture[Completion]]":
+        """Futures of the requests that it has not begun and can give to another replica, oldest
+        first; cancelling one takes it back."""
         ...
 
     def start(self) -> None:

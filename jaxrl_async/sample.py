@@ -1,1 +1,122 @@
-"""python -m jaxrl_async.sample --join HOST:PORT: a sampler that joins a run."""
+"""python -m jaxrl_async.sample --join ADDRESS: a sampler that joins a run, on its own devices.
+
+The trainer's run has mesh.samplers_in=elsewhere. If it listens on anything but loopback, both sides
+need the same secret in the environment variable JAXRL_ASYNC_SECRET.
+
+Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
+line or configuration; 75 ended by SIGTERM, with what was running handed back to the trainer.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
+from jaxrl_async.run.signals import end_on_ctrl_c
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Axes of a slice, as the settings of mesh.sampler name them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); return the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    end_on_ctrl_c()
+    try:
+        axes, cores = axes_of(args.mesh), cores_of(args.cores)
+        if cores:
+            os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
+        # Loaded late, so that --help and a typo answer without importing JAX.
+        process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
+        joining = process.Joining(
+            address=args.join,
+            name=args.name,
+            axes=axes,
+            wait_s=args.wait,
+            once=args.once,
+            remote=RemoteSection(
+                tls_certificate=args.tls_certificate,
+                tls_key=args.tls_key,
+                tls_authority=args.tls_authority,
+            ),
+        )
+        code: int = process.run_sampler(joining)
+        return code
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except JaxrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(
+            f"out of memory: {error}\nLower sampler.slots, or give --mesh more devices.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """Return the axes of `tensor=4,expert=2`; {}: none were given. Raises ConfigError."""
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdigit() or not int(size):
+            raise ConfigError(
+                f"--mesh {text}: {part!r} is no axis. Give AXIS=SIZE, separated by commas, of "
+                f"{', '.join(AXES)}: for example --mesh tensor=4."
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def cores_of(text: str) -> set[int]:
+    """Return the cores of `0,3`. Raises ConfigError for one that this process may not use."""
+    if not text:
+        return set()
+    allowed = os.sched_getaffinity(0)
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) in allowed for part in parts):
+        raise ConfigError(
+            f"--cores {text}: give numbers of cores that this process may use, by commas: "
+            f"{', '.join(map(str, sorted(allowed)))}."
+        )
+    return {int(part) for part in parts}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_async.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--join",
+        required=True,
+        metavar="ADDRESS",
+        help="where the trainer listens: HOST:PORT, the run's folder or file:PATH of its join.json",
+    )
+    add("--mesh", default="", metavar="AXES", help="its slice (default: mesh.sampler of the run)")
+    add("--name", default="", help="for logs (default: the machine's name and the process id)")
+    add("--wait", type=float, default=600.0, metavar="S", help="longest time without a trainer")
+    add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
+    add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")
+    for name, what in (
+        ("certificate", "this side's certificate"),
+        ("key", "its private key"),
+        ("authority", "the authority that signed the trainer's certificate"),
+    ):
+        add(f"--tls-{name}", metavar="PEM", help=f"file with {what}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

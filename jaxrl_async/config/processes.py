@@ -11,8 +11,8 @@ def run_devices_per_process(config: Config, count: int) -> int:
     """
     if config.run.job != "rl":
         return mesh_devices_per_process(config.mesh.without_samplers, count)
-    if count == 1:
-        return config.mesh.num_devices
+    if count == 1 or config.mesh.remote:  # the first process alone has rollouts and scorers
+        return mesh_devices_per_process(config.mesh, count)
     unsupported = {
         "reward.model": (config.reward.model is not None, "leave it null"),
         "data.curriculum": (config.data.curriculum != "none", "set data.curriculum=none"),
@@ -21,8 +21,9 @@ def run_devices_per_process(config: Config, count: int) -> int:
     for key, (is_set, remedy) in unsupported.items():
         if is_set:
             raise ConfigError(
-                f"{key} works in one process only, and this run has {count}: {remedy}, or run on "
-                "one host."
+                f"{key} does not work with samplers in the threads of several processes, and this "
+                f"run has {count}: {remedy}, run on one host, or give the samplers slices of their "
+                "own (mesh.samplers_in=elsewhere)."
             )
     if config.algorithm.groups_per_step % count:
         raise ConfigError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
     AlgorithmSection,
@@ -37,6 +38,17 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that may stand there for any job, too."""
+OF_OUR_ENGINE = (
+    "reserve",
+    "block",
+    "prefill_chunk",
+    "page_tokens",
+    "kv_memory_mib",
+    "prefix_cache",
+    "matmul",
+    "attention",
+)
+"""Settings of sampler that a server of somebody else has flags of its own for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +213,30 @@ OF_EVERY_JOB = (
         ("weights.probe",),
     ),
 )
+
+
+def _samples(config: Config) -> bool:
+    return config.sampler.engine == "ours"
+
+
 OF_RL = (
+    Use(
+        (
+            *(f"sampler.{name}" for name in OF_OUR_ENGINE),
+            "mesh.sampler",
+            "mesh.samplers",
+            "weights.checksum",
+            *_keys("remote", RemoteSection, "transfer", "folder"),
+        ),
+        _samples,
+        "sampler.engine=ours",
+    ),
+    Use(
+        _keys("remote", RemoteSection),
+        lambda c: c.mesh.remote,
+        "mesh.samplers_in=processes or elsewhere",
+        ("mesh.samplers_in",),
+    ),
     Use(
         ("data.curriculum_pool", "data.curriculum_threshold"),
         lambda c: c.data.curriculum != "none",

@@ -78,6 +78,9 @@ class ForeignSampler:
 
     seed: int | None = None  # it continues no Partial
     has_logprobs: bool = False  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,

@@ -393,6 +393,17 @@ METRICS: tuple[Metric, ...] = (
             "s",
             "From publish until the weights are complete on the sampler's devices.",
         ),
+        (
+            "weights/transfers",
+            "transfers",
+            "Copies of the weights that reached a sampler in a process of its own in this step; "
+            "this and the next four keys are there with mesh.samplers_in=processes or elsewhere.",
+        ),
+        ("weights/sent_bytes", "bytes", "Bytes that those samplers fetched from the trainer."),
+        ("weights/passed_bytes", "bytes", "Bytes that those samplers fetched from each other."),
+        ("weights/gb_per_s", "GB/s", "Mean speed of one of these transfers."),
+        ("weights/repeats", "transfers", "Transfers begun again: torn, or not done in time."),
+        ("sampler/joins", "samplers", "Samplers in processes of their own that joined the run."),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
         (
             "weights/probe_error",
@@ -422,7 +433,29 @@ METRICS: tuple[Metric, ...] = (
         (
             "faults/redone_requests",
             "requests",
-            "Requests restarted in another sampler, from the prompt.",
+            "Requests restarted in another sampler, from where they were handed to the last.",
+        ),
+        (
+            "faults/moved_requests",
+            "requests",
+            "Requests that a leaving sampler handed back; another continued them.",
+        ),
+        (
+            "faults/sampler_process_ends",
+            "processes",
+            "Sampler processes of this machine that ended and were started again.",
+        ),
+        ("faults/samplers_joined", "samplers", "Samplers that joined while the run went on."),
+        ("faults/samplers_left", "samplers", "Samplers that left and handed back their requests."),
+        (
+            "faults/samplers_cut_off",
+            "samplers",
+            "Samplers whose connection was lost, by a kill or a network cut.",
+        ),
+        (
+            "faults/refused_answers",
+            "messages",
+            "Messages of samplers that could not be true; each ended its connection.",
         ),
         (
             "faults/nonfinite_completions",
@@ -449,6 +482,11 @@ METRICS: tuple[Metric, ...] = (
             "faults/torn_transfers",
             "transfers",
             "Copies of weights that did not match their checksum or did not arrive; not used.",
+        ),
+        (
+            "faults/transfers_given_up",
+            "samplers",
+            "Samplers let go because the weights did not reach them in several tries.",
         ),
         (
             "faults/oom_retries",

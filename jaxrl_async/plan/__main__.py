@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import ConfigError, JaxrlError, MissingExtraError
+from jaxrl_async.errors import ConfigError, JaxrlError, MeshError, MissingExtraError
 from jaxrl_async.plan.chips import Slice, parse_chips, parse_slice
 from jaxrl_async.plan.lengths import assumed, read_lengths
 
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(args.config, args.overrides)
         trainer = parse_slice(args.topology)
-        chip, chips = parse_chips(args.sampler_topology or _samplers_of(config, trainer))
+        name = args.sampler_topology or _samplers_of(config, trainer)
+        samplers = parse_chips(name) if name else None
         longest = config.sampler.max_new_tokens
         lengths = read_lengths(Path(args.lengths), longest) if args.lengths else assumed(longest)
         _check_compiler()
@@ -49,18 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.cache:
             os.environ["JAXRL_ASYNC_CACHE"] = args.cache
         # Loaded late, so that the environment is set before JAX starts.
-        planning, text, tips = (
+        planning, text, tips, files = (
             importlib.import_module(f"jaxrl_async.plan.{name}")
-            for name in ("plan", "text", "advice")
+            for name in ("plan", "text", "advice", "launch_files")
         )
-        plan = planning.plan_run(config, trainer, chip, chips, lengths)
+        plan = planning.plan_run(config, trainer, samplers, lengths)
         print(text.plan_text(plan))
         for line in tips.advice(plan, config):
             print(line)
         if args.json:
             Path(args.json).write_text(json.dumps(text.plan_json(plan), indent=1) + "\n", "utf-8")
+        if args.write and plan.fits:
+            chosen, best = files.best_that_fits(config, plan, trainer, lengths)
+            print("\n" + text.choice_text(best))
+            print("\n".join(files.write_launch_files(Path(args.write), chosen, best)))
         return 0 if plan.fits else 1
-    except ConfigError as error:
+    except (ConfigError, MeshError) as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     except (JaxrlError, OSError) as error:
@@ -75,23 +80,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(
-        "--topology", required=True, help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8"
+        "--topology",
+        required=True,
+        help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; what trainer and samplers divide "
+        "unless mesh.samplers_in=elsewhere",
     )
     parser.add_argument(
         "--sampler-topology",
-        help="chips of all samplers together, each on its own slice; default: as mesh says, of the "
-        "trainer's generation",
+        help="chips of all samplers together, each on its own slice (mesh.samplers_in=elsewhere); "
+        "default: as mesh says, of the trainer's generation",
     )
     parser.add_argument(
         "--lengths", help='a run\'s folder, or JSON: {"LENGTH": WEIGHT, ...} or a list of lengths'
+    )
+    parser.add_argument(
+        "--write",
+        metavar="FOLDER",
+        help="write the best split that fits as configuration and values file, and say how to "
+        "launch them",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
     parser.add_argument("--cache", metavar="FOLDER", help="folder of compiled results")
     return parser
 
 
-def _samplers_of(config: Config, trainer: Slice) -> str:
+def _samplers_of(config: Config, trainer: Slice) -> str | None:
+    """Name the chips of the samplers; None: they have no slices of their own."""
     mesh = config.mesh
+    if mesh.samplers_in != "elsewhere":
+        return None
     devices = mesh.samplers * mesh.sampler.num_devices
     return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"
 

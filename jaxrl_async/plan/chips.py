@@ -78,10 +78,11 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A TPU slice: a box of chips of one generation."""
+    """A TPU slice: a box of chips of one generation; or a part of one, for one of its roles."""
 
     chip: Chip
     shape: tuple[int, ...]  # chips on each side
+    part: str = ""  # the slice that it is a part of, and which of its devices; "": it is whole
 
     @property
     def num_chips(self) -> int:
@@ -100,8 +101,8 @@ class Slice:
 
     @property
     def topology(self) -> str:
-        """The name for libtpu: v5e:8x8."""
-        return f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+        """The name for libtpu: v5e:8x8; of a part, which devices of which slice."""
+        return self.part or f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
 
     def link_share(self, group: int) -> float:
         """Return the share of a chip's links that a collective among `group` devices can use.
@@ -177,3 +178,12 @@ def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
     while prod(sides) < count:
         sides[sides.index(min(sides))] *= 2
     return tuple(sides) if 1 in sides[:-1] or sides[-1] == 1 else tuple(sorted(sides))
+
+
+def is_slice(chip: Chip, count: int) -> bool:
+    """Return whether so many chips of this generation can be one slice."""
+    try:
+        parse_slice(f"{chip.generation}-{count}")
+    except ConfigError:
+        return False
+    return True

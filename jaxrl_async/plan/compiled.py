@@ -128,9 +128,10 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
+            hint = PART_HINT if lowered.slice.part else ""
             raise ConfigError(
                 f"the compiler refuses the {lowered.side}'s program {lowered.name} for "
-                f"{lowered.slice.name}: {str(error).splitlines()[0][:400]}"
+                f"{lowered.slice.topology}: {str(error).splitlines()[0][:400]}{hint}"
             ) from error
         return {"numbers": {"fits": False, "needed_bytes": needed}, "text": ""}
     memory = program.memory_analysis()
@@ -145,6 +146,11 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
     return {"numbers": numbers, "text": program.as_text()}
 
 
+PART_HINT = (
+    ". A part of a TPU slice must be one that programs can run on: give trainer and samplers whole "
+    "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice), or take "
+    "one host."
+)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -63,6 +63,46 @@ class Samplers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTree:
+    """How a version reaches samplers in processes of their own (mesh.samplers_in: processes or
+    elsewhere): each passes on what it has, and the trainer waits for none of them."""
+
+    num_bytes: float  # of one sampler's weights
+    trainer_bytes_per_s: float  # that the trainer sends, to all together
+    sampler_bytes_per_s: float  # that one sampler receives, and sends to all together
+    fanout: int = 2  # samplers to which the trainer, and each sampler, sends a version
+    offer_s: float = 0.0  # from publish until samplers are offered it: the trainer's copy to host
+    hop_s: float = 0.0  # that a piece takes through one source, beside its bytes
+    stage_s: float = 0.0  # from the last piece until it can be swapped in: checksums, to the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetChange:
+    """Samplers that join or leave at a given time."""
+
+    at_s: float
+    joins: int = 0  # processes that are started
+    leaves: int = 0  # samplers at work that are told to leave (SIGTERM), chosen at random
+    kills: int = 0  # that end without a word (SIGKILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turnover:
+    """How samplers come and go while the run goes on."""
+
+    changes: tuple[FleetChange, ...] = ()
+    preempted_per_minute: float = 0.0  # at random times, of all samplers together; each is replaced
+    handed_back_share: float = 1.0  # of those, that leave with notice; the others are killed
+    again_first: bool = False  # requests of a sampler that has gone overtake those that wait
+    handover_s: float = 0.0  # from a leaver's last block until others have its requests
+    noticed_s: float = 0.0  # from a kill until the trainer counts the sampler as lost
+    replaced_s: Histogram = field(default_factory=lambda: Histogram.constant(0.0))
+    """From a preemption until the replacement's process starts."""
+    start_s: float = 0.0  # of a process, until it asks for its first weights: imports, compiling
+    wait_s: float = 600.0  # longest time without any sampler (remote.wait_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """All that the result depends on. Times in seconds, lengths in tokens."""
 
@@ -80,7 +120,9 @@ class Pipeline:
     update_s: float = 0.0  # constant part of packing, forward, backward and optimizer, and
     update_token_s: float = 0.0  # for each token of the batch, prompts included
     publish_s: float = 0.0  # of the trainer's time
-    transfer_s: float = 0.0  # from publish until the weights are in the samplers' memory
+    transfer_s: float = 0.0  # from publish until the weights are in the samplers' memory, if tree
+    tree: TransferTree | None = None  # is None: samplers in threads, which the next publish awaits
+    turnover: Turnover | None = None  # None: all samplers stay
     report_s: float = 0.0  # between two steps
     save_every: int = 0  # updates between two checkpoints; 0: none
     save_s: float = 0.0  # pause of the trainer for a checkpoint
@@ -119,6 +161,48 @@ def check_pipeline(p: Pipeline) -> None:
         if problem is not None:
             raise ConfigError(problem)
     _check_times(p, s)
+    if p.tree is not None:
+        _check_tree(p.tree)
+    if p.turnover is not None:
+        _check_turnover(p.turnover, p)
+
+
+def _check_tree(tree: TransferTree) -> None:
+    rates = (tree.trainer_bytes_per_s, tree.sampler_bytes_per_s)
+    names = ("num_bytes", "offer_s", "hop_s", "stage_s")
+    if tree.fanout < 1 or not all(0 <= getattr(tree, n) < np.inf for n in names):
+        raise ConfigError(
+            f"tree: {', '.join(names)} must be finite and not negative, and fanout "
+            f"({tree.fanout}) at least 1: {tree}. Correct the pipeline."
+        )
+    if not min(rates) > 0:
+        raise ConfigError(f"tree: rates of {rates} bytes/s must be above 0. Correct the pipeline.")
+
+
+def _check_turnover(turnover: Turnover, p: Pipeline) -> None:
+    if p.tree is None:
+        raise ConfigError(
+            "samplers in threads do not come and go: a pipeline with a turnover needs a tree, too."
+        )
+    numbers = {
+        "preempted_per_minute": turnover.preempted_per_minute,
+        "handover_s": turnover.handover_s,
+        "noticed_s": turnover.noticed_s,
+        "start_s": turnover.start_s,
+        "replaced_s": max(turnover.replaced_s.values),
+        "wait_s": turnover.wait_s,
+    }
+    for change in turnover.changes:
+        numbers["changes"] = min(change.at_s, change.joins, change.leaves, change.kills)
+        if numbers["changes"] < 0:
+            break
+    wrong = [f"{name} ({value})" for name, value in numbers.items() if not 0 <= value < np.inf]
+    if wrong:
+        raise ConfigError(f"turnover: {', '.join(wrong)} must be finite and not negative.")
+    if not 0 <= turnover.handed_back_share <= 1:
+        raise ConfigError(
+            f"turnover: handed_back_share ({turnover.handed_back_share}) is a share, from 0 to 1."
+        )
 
 
 def _check_times(p: Pipeline, s: Samplers) -> None:

@@ -10,19 +10,18 @@ from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.spec import ModelSpec, num_weights
-from jaxrl_async.plan.chips import Chip, Slice
+from jaxrl_async.plan.chips import Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.hbm import Memory, sampler_memory, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
-from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
+from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import (
     Held,
-    Places,
     bytes_per_device,
     check,
     holds_reference,
     lowered,
-    make_places,
     parameters,
     pass_columns_of,
     runs_reference,
@@ -38,6 +37,12 @@ PACKING = 0.95
 """Assumed share of a packed row that is tokens."""
 PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
+HOST_LINK_BYTES_PER_S = 8e9
+"""Assumed between a device and its host's memory (PCIe), in one direction."""
+HOST_BYTES_PER_S = 5e9
+"""Assumed from process to process through the memory of a host, by one copying thread."""
+HOP_S = 0.01
+"""Assumed delay of a piece of weights in a sampler that passes it on, seconds."""
 BLOCK_S = 0.5e-3
 """The host's work on a decode block, seconds."""
 
@@ -136,14 +141,16 @@ class Plan:
 
 
 def plan_run(
-    config: schema.Config, trainer: Slice, chip: Chip, chips: int, lengths: Histogram
+    config: schema.Config,
+    trainer: Slice,
+    samplers: tuple[Chip, int] | None,
+    lengths: Histogram,
 ) -> Plan:
     """Lower and compile a run's programs (or look them up in the cache), and make its plan.
 
     Args:
         config: the run.
-        trainer: the trainer's slice.
-        chip, chips: kind and number of the chips of all samplers together.
+        trainer, samplers: the slices, see make_places.
         lengths: of answers, tokens.
 
     Raises:
@@ -151,7 +158,7 @@ def plan_run(
     """
     check(config)
     spec = spec_of(config)
-    places = make_places(config, trainer, chip, chips)
+    places = make_places(config, trainer, samplers)
     programs, held = lowered(config, spec, places)
     return make_plan(config, spec, places, [compiled(one) for one in programs], held, lengths)
 
@@ -199,8 +206,10 @@ def together(
     """Estimate both sides at the mean lengths, and simulate the run."""
     decode = decode_of(config, spec, sampler, held, load, lengths)
     learning = learning_of(config, spec, places, trainer, lengths)
-    transfer_s = _transfer_s(places, sampler.memory.kinds["weights"])
+    copy_bytes = sampler.memory.kinds["weights"] * places.slices.sampler.size
+    transfer_s, tree = transfer_of(config, places, copy_bytes)
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
+    pipeline = replace(pipeline, tree=tree)
     return Together(
         learning=learning,
         decode=decode,
@@ -397,16 +406,19 @@ def best_splits(
     """Return splits of the same chips, fastest first.
 
     The trainer's slice is a power of two whose chips hold their share of its state; the rest are
-    samplers of their present size. Each side's speed per chip is assumed to stay the same.
+    samplers of their present size. Each side's speed per chip is assumed to stay the same. Of two
+    generations there is one split: that of the configuration.
     """
     now, own = places.trainer.num_chips, places.sampler.num_chips
     total = now + places.num_samplers * own
+    mixed = places.trainer.chip.generation != places.sampler.chip.generation
     state = sum(memory.kinds.get(kind, 0.0) for kind in SHARED)
     splits = []
     for chips in (2**n for n in range(total.bit_length())):
         samplers = (total - chips) // own
         needed = memory.total_bytes + state * (now / chips - 1)
-        if samplers < 1 or (chips != now and needed > memory.usable_bytes):
+        possible = not mixed and is_slice(places.trainer.chip, chips)
+        if samplers < 1 or (chips != now and not (possible and needed <= memory.usable_bytes)):
             continue
         of_trainer = learning.tokens_per_s / now * chips
         splits.append(
@@ -422,25 +434,60 @@ def best_splits(
 
 def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationResult:
     """Simulate a pipeline planned for `trainer_chips` with another split of the chips."""
+    share = trainer_chips / split.trainer_chips
+    tree = now.tree and replace(
+        now.tree,
+        trainer_bytes_per_s=now.tree.trainer_bytes_per_s / share,
+        offer_s=now.tree.offer_s * share,
+    )
     other = replace(
         now,
         samplers=replace(now.samplers, count=split.samplers),
-        update_token_s=now.update_token_s * trainer_chips / split.trainer_chips,
+        update_token_s=now.update_token_s * share,
+        tree=tree,
     )
     return simulate(other, updates=40, warm_up=10)
 
 
-def _transfer_s(places: Places, weights: float) -> float:
-    """Estimate the transfer from the trainer's slice to the samplers, a copy for each.
+def transfer_of(
+    config: schema.Config, places: Places, copy_bytes: float
+) -> tuple[float, TransferTree | None]:
+    """Estimate the transfer to all samplers, seconds, and the tree along which it goes.
 
-    It goes through the network between slices, as fast as the trainer's hosts send or a sampler's
-    receive.
+    From thread to thread it goes over the slice's links, with a copy for each sampler. Between
+    processes it goes through the hosts: along the tree, or through the memory of the one host.
+
+    copy_bytes: one sampler's weights.
     """
-    each = weights * places.slices.sampler.size
-    chip = places.trainer.chip
-    sent = each * places.num_samplers / (places.slices.trainer.size * chip.dcn_bytes_per_s)
-    received = weights / places.sampler.chip.dcn_bytes_per_s
-    return max(sent, received)
+    trainer, sampler = places.trainer.chip, places.sampler.chip
+    sends, takes = places.slices.trainer.size, places.slices.sampler.size
+    how = config.mesh.samplers_in
+    if how == "threads":
+        sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
+        return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
+    apart = how == "elsewhere"
+    tree = TransferTree(
+        num_bytes=copy_bytes,
+        trainer_bytes_per_s=sends * trainer.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
+        sampler_bytes_per_s=takes * sampler.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
+        fanout=config.remote.fanout if apart else places.num_samplers,
+        offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
+        hop_s=HOP_S,
+        stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
+    )
+    return tree_s(tree, places.num_samplers), tree
+
+
+def tree_s(tree: TransferTree, samplers: int) -> float:
+    """Return the seconds from publish until the last of so many samplers has the weights."""
+    depth, level, reached = 1, tree.fanout, tree.fanout
+    while reached < samplers:
+        level *= tree.fanout
+        depth, reached = depth + 1, reached + level
+    first = tree.trainer_bytes_per_s / min(samplers, tree.fanout)
+    later = tree.sampler_bytes_per_s / min(max(1, samplers - tree.fanout), tree.fanout)
+    rate = min(first, tree.sampler_bytes_per_s, later if depth > 1 else first)
+    return tree.offer_s + tree.num_bytes / rate + depth * tree.hop_s + tree.stage_s
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
@@ -21,15 +20,14 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import (
     SAMPLER_RULES,
     TRAINER_RULES,
-    Slices,
-    make_mesh,
     shapes_on,
     shardings,
 )
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.quantize import table_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.plan.chips import Chip, Slice, parse_slice
+from jaxrl_async.plan.chips import Slice
+from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
 from jaxrl_async.run.builders.samplers import make_push
 from jaxrl_async.sampler.batch import shapes
@@ -53,16 +51,6 @@ class Lowered:
     mesh: Mapping[str, int]  # axes and their sizes
     open_turns: tuple[float, ...] = ()  # turns of loops that end depending on data
     options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The slices that a run is planned for: the trainer's, and each sampler's."""
-
-    trainer: Slice
-    sampler: Slice
-    num_samplers: int
-    slices: Slices  # meshes of devices that are only described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,73 +93,6 @@ def spec_of(config: schema.Config) -> ModelSpec:
             "model.architecture.vocab."
         )
     return ModelSpec.from_architecture(config.model.architecture, vocab)
-
-
-def make_places(config: schema.Config, trainer: Slice, chip: Chip, chips: int) -> Places:
-    """Return the meshes of the configuration, on slices of devices that are described, not there.
-
-    The trainer takes the whole of its slice; each sampler has a slice of its own, of `chips` chips
-    together. Raises ConfigError if the meshes do not fill their slices.
-    """
-    section = config.mesh
-    given = section.trainer.num_devices
-    if given != trainer.num_devices:
-        raise ConfigError(
-            f"mesh.trainer has {given} devices, and the trainer's topology {trainer.name} has "
-            f"{trainer.num_devices}: a program runs on a whole slice. Change the axes (data * fsdp "
-            f"* expert * context * tensor = {trainer.num_devices}) or --topology."
-        )
-    each, count = section.sampler.num_devices, section.samplers
-    if each * count != chips * chip.devices:
-        raise ConfigError(
-            f"mesh.samplers ({count}) of mesh.sampler ({each} devices) are {each * count} devices, "
-            f"and --sampler-topology {chip.generation}-{chips} has {chips * chip.devices}. Set "
-            f"mesh.samplers={max(1, chips * chip.devices // each)} or change the topology."
-        )
-    sampler = _slice_of_sampler(chip, each)
-    return Places(
-        trainer=trainer,
-        sampler=sampler,
-        num_samplers=count,
-        slices=Slices(
-            make_mesh(section.trainer, devices_of(trainer)),
-            (make_mesh(section.sampler, devices_of(sampler)),),
-            False,
-        ),
-    )
-
-
-def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
-    size = f"mesh.sampler has {devices} devices (data * fsdp * expert * context * tensor)"
-    if devices % chip.devices:
-        raise ConfigError(
-            f"{size}, and a {chip.generation} chip is {chip.devices}: give mesh.sampler a multiple."
-        )
-    try:
-        return parse_slice(f"{chip.generation}-{devices // chip.devices}")
-    except ConfigError as error:
-        raise ConfigError(f"{size}, so that each sampler is a slice of its own: {error}") from error
-
-
-def devices_of(where: Slice) -> list[Any]:
-    """Return the devices of a slice as libtpu's compiler describes them. Raises ConfigError.
-
-    Those of a single chip are some of the smallest host's.
-    """
-    if where.num_chips == 1:
-        return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
-    try:
-        topology = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=where.topology,
-            **({"chip_config_name": "megacore"} if where.chip.megacore else {}),
-        )
-    except Exception as error:  # the plugin has no kinds of its own
-        raise ConfigError(
-            f"libtpu does not know the topology {where.topology} ({where.name}): "
-            f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."
-        ) from error
-    return list(topology.devices)
 
 
 # ---- both sides

@@ -8,27 +8,27 @@ It follows the same rules as a run: the gate's bounds come from staleness.py, ro
 sampler/batch/shapes.py, a block's take-overs from sampler/device/decode.py. One event is one block
 of one sampler, and its slots are NumPy arrays. The result depends only on pipeline and seed;
 lengths are keyed by the group's number, so two pipelines can be compared on the same answers.
+Gate, buffer and trainer are here, the samplers in simulated_fleet.py.
 
-Not simulated: running out of KV pages, failures, evaluations, several turns, groups that are
-reused or dropped for lack of a signal; sampler.on_new_weights is "continue".
+Not simulated: running out of KV pages, requests that fail, evaluations, several turns, groups that
+are reused or dropped for lack of a signal; sampler.on_new_weights is "continue".
 """
 
-import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.plan.pipeline import Histogram, Pipeline, check_pipeline
-from jaxrl_async.sampler.batch.shapes import decode_rows
+from jaxrl_async.plan.pipeline import Pipeline, check_pipeline
+from jaxrl_async.plan.simulated_fleet import FleetEvents, FleetTotals, SimulatedFleet
+from jaxrl_async.plan.simulated_sampler import drawing
+from jaxrl_async.plan.timeline import Timeline
 
-Longs = npt.NDArray[np.int64]
-Doubles = npt.NDArray[np.float64]
+STUCK_S = 86_400.0
+"""Simulated time without an update after which samplers that come and go are given up, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,24 @@ class SimulationResult:
     sampler_idle_share: float  # of wall time: nothing to decode
     scoring_mean: float  # groups in the scorers or waiting for one, over wall time
     ready_mean: float  # groups waiting for the trainer, over wall time
-    drawn_tokens: int  # since the start: the sum of trained, dropped and left
+    drawn_tokens: int  # since the start: the sum of trained, dropped, left and lost
     trained_tokens: int
     dropped_tokens: int
     left_tokens: int  # of groups under way, or waiting, at the end
     dropped_groups: int
+    # with samplers that come and go; since the start unless said otherwise
+    samplers_mean: float = 1.0  # samplers at work, over wall time, after the warm-up
+    joins: int = 0
+    leaves: int = 0  # with notice
+    kills: int = 0
+    moved_answers: int = 0  # unfinished answers that went on elsewhere
+    begun_again_answers: int = 0
+    lost_tokens: int = 0  # drawn, and drawn again elsewhere
+    prefilled_again_tokens: int = 0  # of moved answers
+    trainer_sent_bytes: float = 0.0  # of weights
+    moved_transfers: int = 0  # that went on with another source
+    replaced_versions: int = 0  # never offered: a newer one came
+    live_s: float = 0.0  # mean, from publish until live in every sampler, after the warm-up
 
 
 def simulate(
@@ -115,26 +128,6 @@ class _Group:
     ready: bool = False
 
 
-class _Sampler:
-    """One sampler. A column of `seqs` is an admitted sequence, in order of admission."""
-
-    LEFT, DRAWN, VERSIONS, GROUP, MARK = range(5)
-    # tokens left to draw | tokens drawn | sum of their versions | group's number | prefilled
-    # tokens, since the start, after which the sequence can decode
-
-    def __init__(self, places: int) -> None:
-        self.seqs: Longs = np.zeros((5, places), np.int64)
-        self.held = 0  # columns in use
-        self.queue: deque[tuple[_Group, Longs]] = deque()  # lengths of the waiting answers
-        self.version = 0
-        self.staged: int | None = None  # a version in transfer, or arrived
-        self.arrives_s = 0.0
-        self.to_prefill = self.prefilled = 0  # tokens, since the start
-        self.idle_since: float | None = 0.0
-        self.idle_s = 0.0
-        self.called = False  # a wake event is pending
-
-
 @dataclass(slots=True)
 class _Totals:
     """Counters since the start; a measurement is the difference of two."""
@@ -144,192 +137,93 @@ class _Totals:
     trained: int = 0  # tokens
     lag_tokens: int = 0  # sum of the trained tokens' staleness
     oldest: int = 0  # largest staleness of a group since the last reading
-    drawn: int = 0  # tokens
-    slot_steps: int = 0
     train_s: float = 0.0
     step_s: float = 0.0
     data_s: float = 0.0
     publish_s: float = 0.0
-    idle_s: float = 0.0  # all samplers together
     scoring_group_s: float = 0.0
     ready_group_s: float = 0.0
+    fleet: FleetTotals = field(default_factory=FleetTotals)
 
 
 class _Run:
-    """The state of the pipeline, and the coming events."""
+    """The gate, the buffer and the trainer."""
 
     def __init__(self, pipeline: Pipeline, seed: int) -> None:
-        self.p, self.now, self.version = pipeline, 0.0, 0
-        side = pipeline.samplers
-        self.samplers = [_Sampler(side.slots + side.reserve) for _ in range(side.count)]
-        self.loads = np.zeros(side.count, np.int64)  # unfinished answers of each sampler
+        self.p, self.version, self.time = pipeline, 0, Timeline()
         self.totals, self.dropped_tokens, self.dropped_groups = _Totals(), 0, 0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._next_event = 0
-        self._lengths = _drawing(pipeline.answer_tokens, np.random.default_rng([seed, 0]))
-        self._scores = _drawing(pipeline.score_s, np.random.default_rng([seed, 1]))
-        self._step_s: dict[int, float] = {}  # by rows
+        self._lengths = drawing(pipeline.answer_tokens, np.random.default_rng([seed, 0]))
+        self._scores = drawing(pipeline.score_s, np.random.default_rng([seed, 1]))
         # the gate and the buffer
         self.pending: dict[int, _Group] = {}  # admitted, not taken or dropped; ascending
         self.next_group = 0
         self.first_unready = 0  # lowest number of a pending group that is not ready
         self.leading = 0  # pending groups below that, all ready
         self.taken: dict[int, int] = {}  # version drawn at -> slots held until it is live
-        self.live = 0
         self.num_ready = self.num_scoring = 0
         self.to_score: deque[_Group] = deque()  # wait for a scorer
         # the trainer
         self.waits = True  # for groups
         self.step_from = self.learnt_at = 0.0
         self.waits_to_publish = False
+        events = FleetEvents(on_finished=self.finished, on_taken=self.taken_by, on_live=self.freed)
+        self.fleet = SimulatedFleet(pipeline, self.time, events, seed)
         self.admit()
 
     def to(self, updates: int) -> _Totals:
-        """Simulate until a number of updates is done; return the counters then."""
+        """Simulate until a number of updates is done; return the counters then.
+
+        Raises ConfigError if samplers come and go so that no step is ever filled.
+        """
+        updated_at = self.time.now
         while self.totals.updates < updates:
-            at_s, _, act, given = heapq.heappop(self._events)
+            before = self.totals.updates
+            at_s, act, given = self.time.next()
             self._pass(at_s)
             act(*given)
-        idle_s = sum(
-            s.idle_s + (0.0 if s.idle_since is None else self.now - s.idle_since)
-            for s in self.samplers
-        )
-        reading = replace(self.totals, at_s=self.now, idle_s=idle_s)
+            if self.totals.updates > before:
+                updated_at = self.time.now
+            elif self.p.turnover is not None and self.time.now - updated_at > STUCK_S:
+                raise ConfigError(
+                    f"no update within {STUCK_S / 3600:.0f} simulated hours: samplers leave before "
+                    "they have drawn a step's answers. Let fewer be preempted, or let them hand "
+                    "their requests back."
+                )
+        reading = replace(self.totals, at_s=self.time.now, fleet=self.fleet.reading())
         self.totals.oldest = 0
         return reading
 
-    def after(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
-        """Schedule an event; events at equal times happen in the order of scheduling."""
-        self._next_event += 1
-        heapq.heappush(self._events, (self.now + seconds, self._next_event, act, given))
-
     def _pass(self, at_s: float) -> None:
-        passed_s = at_s - self.now
+        passed_s = at_s - self.time.now
         self.totals.scoring_group_s += passed_s * self.num_scoring
         self.totals.ready_group_s += passed_s * self.num_ready
-        self.now = at_s
+        self.fleet.totals.present_s += passed_s * len(self.fleet.at_work)
+        self.time.now = at_s
 
     # ---- the gate
 
     def admit(self) -> None:
-        """Admit groups to all free slots, each to the least loaded sampler (router.choose)."""
+        """Admit groups to all free slots."""
         active = len(self.pending) + sum(self.taken.values())
         for _ in range(max(0, self.p.places - active)):
             group = _Group(self.next_group, self.p.group_size)
             self.pending[group.number] = group
             self.next_group += 1
-            index = int(self.loads.argmin())
-            sampler = self.samplers[index]
-            sampler.queue.append((group, self._lengths(self.p.group_size).astype(np.int64)))
-            self.loads[index] += self.p.group_size
-            if sampler.idle_since is not None and not sampler.called:
-                sampler.called = True
-                self.after(0.0, self.wake, index)
+            self.fleet.submit(group.number, self._lengths(self.p.group_size))
 
-    # ---- a sampler
+    def freed(self, live: int) -> None:
+        """Free the slots of the steps whose weights are live in every sampler."""
+        self.taken = {at: n for at, n in self.taken.items() if at >= live}
+        self.admit()
 
-    def wake(self, index: int) -> None:
-        """Begin a round if the sampler is idle."""
-        sampler = self.samplers[index]
-        sampler.called = False
-        if sampler.idle_since is not None:
-            sampler.idle_s += self.now - sampler.idle_since
-            sampler.idle_since = None
-            self.round(index)
-
-    def round(self, index: int) -> None:
-        """Swap the weights if new ones have arrived, else start a block."""
-        sampler = self.samplers[index]
-        if sampler.staged is None or sampler.arrives_s > self.now:
-            self.block(index)
-            return
-        sampler.version, sampler.staged = sampler.staged, None
-        if self.waits_to_publish:
-            self.publish()
-        self.after(self.p.samplers.swap_s, self.swapped, index)
-
-    def swapped(self, index: int) -> None:
-        """Start the next block after a swap; slots freed by it are filled from the block after."""
-        self.block(index)
-        lowest = min(s.version for s in self.samplers)
-        if lowest > self.live:
-            self.live = lowest
-            self.taken = {at: n for at, n in self.taken.items() if at >= lowest}
-            self.admit()
-
-    def block(self, index: int) -> None:
-        """Admit sequences, prefill a round and decode a block, or become idle."""
-        sampler, side = self.samplers[index], self.p.samplers
-        self._place(sampler)
-        if not sampler.held:
-            sampler.idle_since = self.now
-            if sampler.staged is not None:  # sent during the last swap
-                self.after(max(0.0, sampler.arrives_s - self.now), self.wake, index)
-            return
-        taken_s = side.block_s
-        prefilled = min(sampler.to_prefill - sampler.prefilled, side.prefill_chunk)
-        if prefilled:
-            sampler.prefilled += prefilled
-            taken_s += side.prefill_s + prefilled * side.prefill_token_s
-        seqs = sampler.seqs
-        can = int(np.searchsorted(seqs[_Sampler.MARK, : sampler.held], sampler.prefilled, "right"))
-        drawn, steps, rows = block_of(seqs[_Sampler.LEFT, :can], side.slots, side.block)
-        if steps:
-            context = int(seqs[_Sampler.DRAWN, :rows].sum())
-            context += rows * (self.p.prompt_tokens + steps // 2)
-            taken_s += steps * (self._step(rows) + context * side.context_token_s)
-        self.after(taken_s, self.block_done, index, drawn, steps)
-
-    def _place(self, sampler: _Sampler) -> None:
-        """Move the longest waiting into free columns; members moved together share a prefill."""
-        free = sampler.seqs.shape[1] - sampler.held
-        while sampler.queue and free:
-            group, lengths = sampler.queue[0]
-            new = lengths[:free]
-            start, end = sampler.held, sampler.held + len(new)
-            sampler.to_prefill += self.p.prompt_tokens
-            columns = sampler.seqs[:, start:end]
-            columns[:] = 0
-            columns[_Sampler.LEFT] = new
-            columns[_Sampler.GROUP] = group.number
-            columns[_Sampler.MARK] = sampler.to_prefill
-            if group.oldest < 0:
-                group.oldest = sampler.version
-            if len(new) < len(lengths):
-                sampler.queue[0] = (group, lengths[free:])
-            else:
-                sampler.queue.popleft()
-            sampler.held, free = end, free - len(new)
-
-    def _step(self, running: int) -> float:
-        """Return the seconds of a decode step without those for its context."""
-        side = self.p.samplers
-        rows = decode_rows(running, side.slots)
-        if rows not in self._step_s:
-            self._step_s[rows] = float(np.interp(rows, side.rows, side.step_s))
-        return self._step_s[rows]
-
-    def block_done(self, index: int, drawn: Longs, steps: int) -> None:
-        """Count the drawn tokens; start the next block before handing out answers."""
-        sampler, n = self.samplers[index], len(drawn)
-        self.totals.drawn += int(drawn.sum())
-        self.totals.slot_steps += steps * self.p.samplers.slots
-        seqs = sampler.seqs
-        seqs[:3, :n] += drawn * np.array([[-1], [1], [sampler.version]])
-        ends = np.flatnonzero(seqs[_Sampler.LEFT, :n] == 0)
-        done = seqs[_Sampler.DRAWN : _Sampler.MARK, ends].T.tolist()
-        if done:
-            held = seqs[:, : sampler.held]
-            kept = held.compress(held[_Sampler.LEFT] > 0, axis=1)
-            sampler.held = kept.shape[1]
-            seqs[:, : sampler.held] = kept
-            self.loads[index] -= len(done)
-        self.round(index)
-        for tokens, versions, number in done:
+    def finished(self, answers: Sequence[list[int]]) -> None:
+        """Score the groups whose last answer is done."""
+        for tokens, versions, number, oldest in answers:
             group = self.pending[number]
             group.left -= 1
             group.tokens += tokens
             group.version_tokens += versions
+            group.oldest = oldest if group.oldest < 0 else min(group.oldest, oldest)
             if not group.left:
                 self.num_scoring += 1
                 self.to_score.append(group)
@@ -341,7 +235,8 @@ class _Run:
         """Start scoring finished groups while scorers are free, first come, first served."""
         most = self.p.scorers
         while self.to_score and (most is None or self.num_scoring - len(self.to_score) < most):
-            self.after(float(self._scores(1)[0]), self.scored, self.to_score.popleft())
+            seconds = float(self._scores(1)[0])
+            self.time.after(seconds, self.scored, self.to_score.popleft())
 
     def scored(self, group: _Group) -> None:
         """Make a scored group ready."""
@@ -413,7 +308,7 @@ class _Run:
         self.totals.trained += tokens
         self.totals.lag_tokens += tokens * self.version - sum(g.version_tokens for g in groups)
         self.totals.oldest = max(self.totals.oldest, lag)
-        self.totals.data_s += self.now - self.step_from
+        self.totals.data_s += self.time.now - self.step_from
         if drops:  # their slots are free at once
             self.admit()
         else:
@@ -421,81 +316,51 @@ class _Run:
         tokens += len(groups) * self.p.group_size * self.p.prompt_tokens
         update_s = self.p.update_s + tokens * self.p.update_token_s
         self.totals.train_s += update_s
-        self.after(update_s, self.learnt)
+        self.time.after(update_s, self.learnt)
 
     def learnt(self) -> None:
         """Finish an update: a new version."""
         self.version += 1
-        self.learnt_at = self.now
+        self.learnt_at = self.time.now
         self.publish()
 
     def publish(self) -> None:
-        """Publish it once every sampler has taken the version before."""
-        self.waits_to_publish = any(s.staged is not None for s in self.samplers)
+        """Publish it, once every sampler that is a thread has taken the version before."""
+        self.waits_to_publish = not self.fleet.all_taken
         if not self.waits_to_publish:
-            self.after(self.p.publish_s, self.published)
+            self.time.after(self.p.publish_s, self.published)
+
+    def taken_by(self) -> None:
+        """Publish what waits for the samplers."""
+        if self.waits_to_publish:
+            self.publish()
 
     def published(self) -> None:
         """Start the transfer to the samplers; the next step begins."""
-        more_s = max(0.0, self.p.transfer_s - self.p.publish_s)
-        for index, sampler in enumerate(self.samplers):
-            sampler.staged, sampler.arrives_s = self.version, self.now + more_s
-            self.after(more_s, self.wake, index)
-        totals = self.totals
-        totals.publish_s += self.now - self.learnt_at
-        totals.step_s += self.now - self.step_from
+        self.fleet.send(self.version)
+        totals, now = self.totals, self.time.now
+        totals.publish_s += now - self.learnt_at
+        totals.step_s += now - self.step_from
         totals.updates += 1
         saves = self.p.save_every and self.version % self.p.save_every == 0
-        self.after(self.p.report_s + (self.p.save_s if saves else 0.0), self.begin_step)
+        self.time.after(self.p.report_s + (self.p.save_s if saves else 0.0), self.begin_step)
 
     def begin_step(self) -> None:
         """Begin a step: wait for groups."""
-        self.waits, self.step_from = True, self.now
+        self.waits, self.step_from = True, self.time.now
         self.draw()
-
-
-def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
-    """Simulate one decode block; return (tokens drawn by each [n], steps run, rows).
-
-    left: [n] tokens that each sequence may still draw, >= 1, oldest first. The first `slots` of
-    them have rows; a finished row is taken over by the next of the others at the next step. The
-    block ends early if no row runs.
-    """
-    rows = min(len(left), slots)
-    drawn = np.zeros(len(left), np.int64)
-    drawn[:rows] = np.minimum(left[:rows], block)
-    steps = int(drawn[:rows].max(initial=0))
-    if rows < len(left):
-        free = drawn[:rows][drawn[:rows] < block].tolist()  # steps at which a row becomes free
-        heapq.heapify(free)
-        for i in range(rows, len(left)):
-            if not free:
-                break
-            start = heapq.heappop(free)
-            drawn[i] = min(int(left[i]), block - start)
-            end = start + int(drawn[i])
-            steps = max(steps, end)
-            if end < block:
-                heapq.heappush(free, end)
-    return drawn, steps, rows
-
-
-def _drawing(histogram: Histogram, rng: np.random.Generator) -> Callable[[int], Doubles]:
-    """Return a function that draws n random values [n]."""
-    values = np.asarray(histogram.values, np.float64)
-    edges = np.cumsum(histogram.weights) / np.sum(histogram.weights)
-    edges[-1] = 1.0
-    return lambda n: values[np.searchsorted(edges, rng.random(n), "right")]
 
 
 def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
     wall_s = max(after.at_s - before.at_s, 1e-12)
     updates = after.updates - before.updates
-    trained, drawn = after.trained - before.trained, after.drawn - before.drawn
-    slot_steps = after.slot_steps - before.slot_steps
+    first, last, tree = before.fleet, after.fleet, run.fleet.tree
+    trained, drawn = after.trained - before.trained, last.drawn - first.drawn
+    slot_steps = last.slot_steps - first.slot_steps
     step_s, data_s = after.step_s - before.step_s, after.data_s - before.data_s
     publish_s, train_s = after.publish_s - before.publish_s, after.train_s - before.train_s
-    idle = (after.idle_s - before.idle_s) / (len(run.samplers) * wall_s)
+    present_s = max(last.present_s - first.present_s, 1e-12)
+    idle = (last.idle_s - first.idle_s) / present_s
     return SimulationResult(
         updates=updates,
         wall_s=wall_s,
@@ -513,15 +378,21 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
         sampler_idle_share=idle,
         scoring_mean=(after.scoring_group_s - before.scoring_group_s) / wall_s,
         ready_mean=(after.ready_group_s - before.ready_group_s) / wall_s,
-        drawn_tokens=after.drawn,
+        drawn_tokens=last.drawn,
         trained_tokens=after.trained,
         dropped_tokens=run.dropped_tokens,
-        left_tokens=_left(run),
+        left_tokens=run.fleet.left_tokens + sum(g.tokens for g in run.pending.values()),
         dropped_groups=run.dropped_groups,
+        samplers_mean=present_s / wall_s,
+        joins=last.joins,
+        leaves=last.leaves,
+        kills=last.kills,
+        moved_answers=last.moved,
+        begun_again_answers=last.begun_again,
+        lost_tokens=last.lost,
+        prefilled_again_tokens=last.prefilled_again,
+        trainer_sent_bytes=tree.sent_bytes if tree is not None else 0.0,
+        moved_transfers=tree.moved if tree is not None else 0,
+        replaced_versions=tree.replaced if tree is not None else 0,
+        live_s=(last.live_s - first.live_s) / max(1, last.versions - first.versions),
     )
-
-
-def _left(run: _Run) -> int:
-    """Count the tokens drawn for groups that are neither trained on nor dropped."""
-    running = sum(int(s.seqs[_Sampler.DRAWN, : s.held].sum()) for s in run.samplers)
-    return running + sum(g.tokens for g in run.pending.values())

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_async.plan.chips import GIB
 from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.hbm import Memory
+from jaxrl_async.plan.pipeline import TransferTree
 from jaxrl_async.plan.plan import Plan, Side, Together, at_split
 from jaxrl_async.plan.timing import Timing
 
@@ -22,6 +23,14 @@ def plan_text(plan: Plan) -> str:
             *(_whole(plan, plan.together) if plan.together else _refused(plan)),
         ]
     )
+
+
+def choice_text(plan: Plan) -> str:
+    """Say which split is written out."""
+    chips = f"{plan.trainer.where.num_chips} + {plan.num_samplers * plan.sampler.where.num_chips}"
+    assert plan.together is not None, "it fits"
+    rate = plan.together.outcome.trained_tokens_per_s
+    return f"the best split that fits: {chips} chips, simulated {rate:,.0f} answer tokens/s"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -137,7 +146,7 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
         f"            a step's time: {of_decode}",
-        f"  weights   {_time(whole.transfer_s)} to the samplers' slices",
+        f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole.pipeline.tree)}",
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
         f"trainer {1 - outcome.trainer_busy_share:.0%}, samplers "
         f"{outcome.sampler_idle_share:.0%}; staleness {outcome.staleness_mean:.2f} mean, "
@@ -146,6 +155,13 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
     ]
     lines += _splits(whole, plan.trainer.where.num_chips)
     return [*lines, *(f"  {note}" for note in plan.notes)]
+
+
+def _way(tree: TransferTree | None) -> str:
+    """Say how the weights get there."""
+    if tree is None:
+        return ""
+    return f": {tree.num_bytes / 1e9:.1f} GB each, the trainer sends {tree.fanout} copies at most"
 
 
 def _splits(whole: Together, now: int) -> Iterable[str]:

@@ -25,6 +25,7 @@ from jaxrl_async.run.builders.inputs import check_inputs
 from jaxrl_async.run.builders.learning import make_learner, warm_started
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
 from jaxrl_async.run.builders.rollouts import make_rollout_side, open_records
+from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
 from jaxrl_async.run.builders.training import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
@@ -50,14 +51,24 @@ class Parts:
     paths: Paths
     policy: Policy
     trainer: Trainer
-    sampler: Router
+    sampling: Sampling
     rollouts: RolloutLoop
     scorers: Scorers
     envs: GuardedEnvs
     buffer: ReplayBuffer
     schedule: RunSchedule
-    channel: WeightChannel
     watchdog: Watchdog
+    plays: bool  # whether this process has rollouts
+
+    @property
+    def sampler(self) -> Router:
+        """All samplers as one."""
+        return self.sampling.router
+
+    @property
+    def channel(self) -> WeightChannel:
+        """The way of the weights to the samplers."""
+        return self.sampling.channel
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; return its path."""
@@ -103,7 +114,8 @@ def assemble(
     )
     if warm_metrics:
         records.recorder.log(0, warm_metrics)
-    side = make_rollout_side(config, inputs, records, learner, start, lockstep, stop)
+    side = make_rollout_side(config, inputs, records, learner, start, lockstep, stop, paths.root)
+    closing.callback(side.sampling.dismiss)
     observer = make_observer(config.metrics, side, lockstep)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
     trainer = make_trainer(config, learner, side, outlets)
@@ -112,12 +124,12 @@ def assemble(
         paths=paths,
         policy=policy,
         trainer=trainer,
-        sampler=side.sampling.router,
+        sampling=side.sampling,
         rollouts=side.rollouts,
         scorers=inputs.scorers,
         envs=inputs.envs,
         buffer=side.buffer,
         schedule=records.schedule,
-        channel=side.sampling.channel,
         watchdog=make_watchdog(config.faults, side, trainer, paths),
+        plays=lockstep.plays,
     )

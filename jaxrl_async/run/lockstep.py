@@ -3,6 +3,9 @@
     process 0   samplers, rollouts, buffer ──draw──┐            ┌──> the same groups ──> Trainer
     process 1   samplers, rollouts, buffer ──draw──┴── gather ──┴──> the same groups ──> Trainer
 
+If the samplers are processes of their own, the first process alone has rollouts and a buffer
+(`players` is 1), and the others get their groups from it.
+
 The trainer's mesh spans all processes, so that each must run its programs in the same order: every
 decision of the trainer's thread is made from values that are equal everywhere. A process that
 fails alone leaves the others waiting; it ends at once, and JAX's coordinator ends them.
@@ -43,17 +46,25 @@ class Lockstep:
     nothing is sent and JAX is not touched.
     """
 
-    def __init__(self) -> None:
-        self.count, self.index = 1, 0
+    def __init__(self, *, first_plays: bool = False) -> None:
+        """first_plays: only the first process plays rollouts."""
+        index, count = 0, 1
         if jax.distributed.is_initialized():
-            self.count, self.index = jax.process_count(), jax.process_index()
-        self.writes = self.index == 0  # logs, metrics, ledger, report
+            index, count = jax.process_index(), jax.process_count()
+        self._place(index, count, first_plays=first_plays)
         if self.count > 1:
             first = {d.process_index: d for d in reversed(jax.devices())}
             mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
             self._by_process = NamedSharding(mesh, PartitionSpec("process"))
             everywhere = NamedSharding(mesh, PartitionSpec())
             self._share = jax.jit(lambda x: x, out_shardings=everywhere)
+
+    def _place(self, index: int, count: int, *, first_plays: bool) -> None:
+        self.index, self.count = index, count
+        self.writes = index == 0  # logs, metrics, ledger, report
+        self.players = 1 if first_plays else count  # processes with rollouts, the first ones
+        self.plays = index < self.players
+        self.player = index if self.plays else 0  # whose share of the data this one reads
 
     # ---- what differs between one process and several
 
@@ -85,7 +96,7 @@ class Lockstep:
         """
         if self.count == 1:
             return Joined(source=source, stop=stop, accounts=OwnAccounts())
-        shared = SharedSource(source, self, stop, kept, ledger)
+        shared = SharedSource(source if self.plays else NO_GROUPS, self, stop, kept, ledger)
         return Joined(source=shared, stop=shared, accounts=shared)
 
     # ---- messages
@@ -160,6 +171,29 @@ class Joined:
     source: GroupSource  # gives the groups of a step
     stop: StopRequests  # made by all in the same step
     accounts: Accounts
+
+
+class NoGroups:
+    """The GroupSource of a process without rollouts: its part of each step is empty."""
+
+    def draw(self, version: int, timeout_s: float | None = None) -> Draw:
+        """Return no groups."""
+        return Draw(groups=(), dropped=(), waited_s=0.0)
+
+    def give_back(self) -> None:
+        """Do nothing: nothing was drawn."""
+
+    def pause(self) -> None:
+        """Do nothing: nothing is admitted."""
+
+    def resume(self) -> None:
+        """Do nothing: nothing is admitted."""
+
+    def set_limit(self, limit: int) -> None:
+        """Do nothing: no group is ever too old."""
+
+
+NO_GROUPS = NoGroups()
 
 
 class SharedStop:
@@ -243,7 +277,8 @@ class SharedSource:
         ]
         self._write(lines)
         waited_s = self._clock() - start
-        return replace(merged([share["draw"] for share in shares]), waited_s=waited_s)
+        players = shares[: self._lockstep.players]
+        return replace(merged([share["draw"] for share in players]), waited_s=waited_s)
 
     def _try(self, version: int) -> Draw | None:
         try:
@@ -296,7 +331,7 @@ class SharedSource:
             return
         for process, of_process in enumerate(lines):
             for line in of_process:
-                facts = line | {"group": line["group"] * self._lockstep.count + process}
+                facts = line | {"group": line["group"] * self._lockstep.players + process}
                 self._ledger.write(**facts)
 
 

@@ -92,7 +92,7 @@ def train(config: Config) -> None:
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
-    lockstep = Lockstep()
+    lockstep = Lockstep(first_plays=config.mesh.remote)
     config = look_together(config, lockstep)
     check_paths(config)
     paths = Paths(Path(config.run.dir) / config.run.name)
@@ -184,6 +184,7 @@ def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep:
     """Run reinforcement learning (run.job=rl) to its end; return the folder of the policy."""
     with ExitStack() as closing:
         parts = assemble(config, claim, stop, console, lockstep, closing)
+        parts.sampling.wait_for_samplers(stop)
         run_threads(parts, stop)
     if lockstep.writes:
         forget_warm_start(parts.paths)
@@ -212,24 +213,29 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     """Start all threads, wait until the trainer ends or one fails, and stop them in order. Raises
     the first failure."""
     failure = Failure()
-    threads = [
-        threading.Thread(
-            target=failure.guard(lambda: asyncio.run(parts.rollouts.run()), ends_run=False),
-            name="rollouts",
-            daemon=True,
-        ),
-        threading.Thread(
-            target=failure.guard(parts.trainer.run, ends_run=True), name="trainer", daemon=True
-        ),
-        threading.Thread(
-            target=failure.guard(parts.watchdog.run, ends_run=False), name="watchdog", daemon=True
-        ),
-    ]
+
+    def new_thread(
+        name: str, work: Callable[[], None], *, ends_run: bool = False
+    ) -> threading.Thread:
+        return threading.Thread(
+            target=failure.guard(work, ends_run=ends_run), name=name, daemon=True
+        )
+
+    threads = [new_thread("trainer", parts.trainer.run, ends_run=True)]
+    threads += [new_thread("watchdog", parts.watchdog.run)]
+    if parts.plays:
+        threads += [new_thread("rollouts", lambda: asyncio.run(parts.rollouts.run()))]
+    processes = parts.sampling.processes
+    if processes is not None:
+        threads += [new_thread("sampler processes", processes.run)]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
     with ExitStack() as stopping:  # each is done whatever the one before raises
+        stopping.callback(parts.sampling.dismiss)
         stopping.callback(parts.sampler.close)
         for thread in reversed(threads):
             stopping.callback(_join, thread)
+        if processes is not None:
+            stopping.callback(processes.stop)
         stopping.callback(parts.channel.close)
         stopping.callback(parts.buffer.close)
         stopping.callback(parts.watchdog.stop)

@@ -122,6 +122,17 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
 # ---- the evaluation
 
 
+NOT_ASKED = EvalResult(
+    num_prompts=0,
+    mean_reward=0.0,
+    accuracy=None,
+    mean_length_tokens=0.0,
+    truncated_share=0.0,
+    samples=(),
+)
+"""The part of a process without rollouts in an evaluation: it counts for nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Held-out prompts, and all that answers and judges them; each process answers its part."""
@@ -141,10 +152,12 @@ class Evaluation:
         holes the numbers could not be compared.
         """
         start = time.perf_counter()
-        result: EvalResult | None = None
+        result: EvalResult | None = NOT_ASKED
         try:
-            result = asyncio.run(self._answered())
+            if self.lockstep.plays:
+                result = asyncio.run(self._answered())
         except RolloutError as error:
+            result = None
             self.faults.add("failed_evaluations")
             log.warning("an evaluation is left out: %s", error)
         if not all(self.lockstep.gather_json(result is not None)) or result is None:

@@ -6,7 +6,7 @@ sampler works with: nothing that the caller does to its arrays later reaches the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ LARGEST = float(np.finfo(np.float32).max)
 """Largest number of float32, which the device works with."""
 INT32_END = 2**31
 """One more than the largest int32: keys, branches and counts stay below it."""
+FRESH = -1
+"""First number of the keys that requests without one get: no prompt has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,31 @@ class Room:
     kv_shape: tuple[int, int, int] | None = None  # layers, kv_heads, head_dim
     kv_dtype: str | None = None
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
+
+
+class RequestCheck:
+    """Checks requests where they come in, whichever sampler will serve them, and gives those
+    without a key a fresh one."""
+
+    def __init__(self, room: Room, fresh_keys: Iterator[int]) -> None:
+        """fresh_keys: numbers for requests that come without a key."""
+        self.room, self._keys = room, fresh_keys
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as a sampler will serve them. Raises RolloutError for one that cannot
+        be served, which names the field."""
+        return [
+            checked_partial(r, self.room)
+            if isinstance(r, Partial)
+            else self._keyed(checked_request(r, self.room))
+            for r in requests
+        ]
+
+    def _keyed(self, request: Request) -> Request:
+        """Give a request without a key a fresh one."""
+        if request.key is not None:
+            return request
+        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
 
 
 def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:
@@ -89,7 +116,7 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
         )
     if request.key is None:
         raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
-    drawn = _ids(saved.token_ids, room.vocab)
+    drawn = checked_ids(saved.token_ids, room.vocab)
     if isinstance(drawn, str):
         raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
     count, wanted = len(drawn), num_wanted(request)
@@ -110,9 +137,9 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
                 f"{name}: {field} is not one number for each of its {count} tokens. Give what a "
                 "sampler saved."
             )
-    _check_masks(name, saved, request, count)
+    check_masks(name, saved, request, count)
     _check_kv(name, saved, len(request.token_ids) + count, room)
-    _check_experts(name, saved, len(request.token_ids) + count - 1, room)
+    check_experts(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **columns)
 
 
@@ -138,7 +165,7 @@ def _whole(request: Request, field: str, value: Any, least: int, end: int) -> in
     return int(value)
 
 
-def _ids(values: Any, vocab: int | None) -> IntArray | str:
+def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
     """Return token ids as a new array, or a text that says what is wrong with them."""
     try:
         given = np.asarray(values)
@@ -156,7 +183,7 @@ def _ids(values: Any, vocab: int | None) -> IntArray | str:
 
 
 def _prompt(request: Request, room: Room) -> IntArray:
-    ids = _ids(request.token_ids, room.vocab)
+    ids = checked_ids(request.token_ids, room.vocab)
     if isinstance(ids, str):
         raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
     if not len(ids):
@@ -260,7 +287,7 @@ def _row(values: Any, count: int, dtype: type) -> Any:
     return values.astype(dtype)
 
 
-def _check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
+def check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
     """Raise RolloutError unless the columns that `extras` asks for cover every drawn token."""
     kept = saved.kept
     if request.extras and count and (saved.full_logprobs is None or kept is None):
@@ -308,7 +335,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         )
 
 
-def _check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids

@@ -11,27 +11,18 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.ports import Clock
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.request_checks import (
-    INT32_END,
-    Room,
-    checked_partial,
-    checked_request,
-    num_wanted,
-)
+from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 
 log = logging.getLogger(__name__)
 
 CLOSED = "the sampler is closed"
-FRESH = -1
-"""First number of the keys that requests without one get: no prompt has it."""
-
 AnyFuture = Any
 """An asyncio.Future or a concurrent.futures.Future."""
 
@@ -60,8 +51,8 @@ class Inbox:
         self, lifetime: Lifetime, room: Room, clock: Clock, fresh_keys: Iterator[int]
     ) -> None:
         """fresh_keys: numbers for requests that come without a key."""
-        self._lifetime, self._room, self._clock = lifetime, room, clock
-        self._keys = fresh_keys
+        self._lifetime, self._clock = lifetime, clock
+        self._check = RequestCheck(room, fresh_keys)
         self._requests: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
 
@@ -70,12 +61,7 @@ class Inbox:
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the sampler will serve them; requests without a key get a fresh
         one. Raises RolloutError for one that cannot be served, which names the field."""
-        return [
-            checked_partial(r, self._room)
-            if isinstance(r, Partial)
-            else self._keyed(checked_request(r, self._room))
-            for r in requests
-        ]
+        return self._check.checked(requests)
 
     def submit(
         self,
@@ -94,7 +80,7 @@ class Inbox:
         self._lifetime.check_process()
         now = self._clock()
         live = [
-            _live_request(given, Waiter(queued_at=now, future=future, loop=loop))
+            live_request(given, Waiter(queued_at=now, future=future, loop=loop))
             for given, future in zip(self.checked(requests), futures, strict=True)
         ]
         self._lifetime.start()
@@ -114,12 +100,6 @@ class Inbox:
             self._commands.append((command, future))
         self._lifetime.wake.set()
         return future.result()
-
-    def _keyed(self, request: Request) -> Request:
-        """Give a request without a key a fresh one."""
-        if request.key is not None:
-            return request
-        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
 
     # ---- the sampler's thread
 
@@ -162,7 +142,7 @@ class Inbox:
         return commands
 
 
-def _live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
+def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
     """Return a checked request as the batch takes it."""
     saved = given if isinstance(given, Partial) else None
     request = given.request if isinstance(given, Partial) else given

@@ -26,14 +26,15 @@ from typing import Any, Self
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed, ConfigError, RolloutError
+from jaxrl_async.mesh import spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage
+from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
 from jaxrl_async.sampler.device.arguments import Block
-from jaxrl_async.sampler.intake import Receiver
+from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.requests import CLOSED, Inbox, cancelled_on_error, completion_of, resolve
@@ -64,6 +65,9 @@ class Sampler:
     """
 
     has_logprobs: bool = True  # see ports.Replica
+    replaceable: bool = True
+    departure: None = None
+    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,
@@ -105,6 +109,11 @@ class Sampler:
     def _begin(
         self, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
     ) -> None:
+        if spans_processes(setup.engine.spec.mesh) and setup.settings.followers is NO_FOLLOWERS:
+            raise ConfigError(
+                "a sampler whose mesh spans several processes needs followers in the others, which "
+                "do as it does: see sampler/remote/leading.py."
+            )
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
         self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
@@ -148,6 +157,7 @@ class Sampler:
             log.error("the thread of %s did not end within %.0f s", name, CLOSE_S)
         if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
             self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
+        self.setup.settings.followers.dismiss()
 
     def __enter__(self) -> Self:
         return self
@@ -256,10 +266,17 @@ class Sampler:
         Args:
             request_id: of the request.
             stop: end it, with its tokens so far and StopReason.CANCELLED.
-            with_kv: include its KV if one version of the weights made all of it.
+            with_kv: include its KV if one version of the weights made all of it, and if the mesh
+                is this process's alone.
         """
         saved: Partial = self._inbox.run(lambda: self.loop.save(request_id, stop, with_kv))
         return saved
+
+    def unfinished(self) -> tuple[Partial, ...]:
+        """Return every request that is not done, also one that has drawn nothing, without KV,
+        between two blocks: none has a token on its way. One that is missing is done. Blocks."""
+        found: tuple[Partial, ...] = self._inbox.run(self.loop.unfinished)
+        return found
 
     def has(self, request_id: str) -> bool:
         """Return whether a request of this id is running; answered between two blocks."""
@@ -285,8 +302,12 @@ class DecodeLoop:
         *,
         version: int,
         prepared: Any,
+        receiver: TakesIn | None = None,
     ) -> None:
-        """Begin with weights of this version that are prepared (Engine.prepare) already."""
+        """Begin with weights of this version that are prepared (Engine.prepare) already.
+
+        receiver: decides what is taken in; None: whatever comes to the inbox and from the source.
+        """
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
         self._clock, self._device_lock = settings.clock, settings.device_lock
@@ -299,7 +320,10 @@ class DecodeLoop:
             version=version,
             prepared=prepared,
         )
-        self._receiver = Receiver(settings.name, self.inbox, source, settings.schedule)
+        self._receiver = receiver or settings.followers.led(
+            Receiver(settings.name, self.inbox, source, settings.schedule)
+        )
+        self._one_process = not spans_processes(setup.engine.spec.mesh)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
         self.finished: list[tuple[Running, Output]] = []  # not handed out yet
@@ -332,6 +356,7 @@ class DecodeLoop:
             self._lifetime.fail(error)
             log.error("the sampler stopped: %s", error, exc_info=error)
             self.fail_all(error)
+            self._setup.settings.followers.fail(error)
             return None
         if self.busy:
             return 0.0 if took_in else LOOK_S
@@ -390,7 +415,7 @@ class DecodeLoop:
                 self._hand_out(batch)  # no block may run for long, and `progress` waits for this
                 return False
             self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
-            self._count(batch, cancelled=taken.num_cancelled)
+            self._count(batch, cancelled=len(taken.cancelled))
             self._swap(batch, taken.update)
             return True
 
@@ -490,10 +515,11 @@ class DecodeLoop:
                 "submitted to this sampler."
             )
         with self._device_lock:
-            partial = batch.snapshot(sequence, with_kv=with_kv)
+            partial = batch.snapshot(sequence, with_kv=with_kv and self._one_process)
         if stop:
             output = batch.output(sequence)
             batch.cancel(sequence)
+            self._receiver.stopped(live_of(sequence))
             done = completion_of(sequence, output, self._clock())
             resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
             self._count(batch, cancelled=1)
@@ -508,7 +534,7 @@ class DecodeLoop:
                 if self._lifetime.closed:  # also where a thread that hangs never lets go
                     raise self._lifetime.error or Closed(CLOSED)
                 if held and not self.finished:  # else handed out soon, in a replay too
-                    return self._progress()
+                    return tuple(p for p in self.unfinished() if len(p.token_ids))
             finally:
                 if held:
                     self.changing.release()
@@ -516,15 +542,15 @@ class DecodeLoop:
         name = self._setup.settings.name
         raise TimeoutError(f"{name} did not come to a block for {PROGRESS_S:.0f} s")
 
-    def _progress(self) -> tuple[Partial, ...]:
+    def unfinished(self) -> tuple[Partial, ...]:
+        """See Sampler.unfinished; while the batch does not change."""
         queued, placed = self.inbox.requests(), []
         if self.batch is not None:
             batch = self.batch
             placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
             queued += batch.queue
-        known = [s.partial for s in queued if s.partial is not None]
-        waiting = [replace(p, kv=None, kv_version=None) for p in known]
-        return tuple(p for p in (*placed, *waiting) if len(p.token_ids))
+        seed = self._setup.seed
+        return (*placed, *(s.as_partial(s.saved_output, seed) for s in queued))
 
     # ---- the end
 

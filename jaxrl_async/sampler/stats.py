@@ -92,6 +92,16 @@ class SamplerStats:
         """Return these statistics plus those of the sampler that this one replaced."""
         return _merged([earlier, self], lambda kind: kind.over_time)
 
+    def since(self, earlier: "SamplerStats") -> Self:
+        """Return these statistics less the counters of an earlier reading of the same sampler."""
+        return self.plus(
+            **{
+                f.name: -getattr(earlier, f.name)
+                for f in fields(self)
+                if f.metadata["kind"].over_time is sum
+            }
+        )
+
     def ended(self) -> Self:
         """Return the statistics of a sampler that is gone: its gauges are 0."""
         gauges: dict[str, Any] = {

@@ -12,6 +12,9 @@ until they are taken.
 
 A sampler that is taken out leaves: no publish waits for it, and the newest weights are kept for the
 replacement that rejoins in its place.
+
+Samplers in processes of their own come and go (`admit`): an outbox keeps the newest weights where
+they can fetch them. No publish waits for one of these; the live version does, once it has entered.
 """
 
 import logging
@@ -23,92 +26,41 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.errors import Closed, WeightsError
+from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports import Clock, Session
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
+from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
 from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
+from jaxrl_async.weights.remote.end import RemoteEnd
+from jaxrl_async.weights.remote.outbox import WeightOutbox
+from jaxrl_async.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelStats:
-    """The last transfer's times and size; `published` counts all."""
-
-    published: int = 0  # updates since the start
-    transfer_bytes: int = 0  # moved to one sampler
-    publish_s: float = 0.0  # the trainer's time in publish, waiting included, seconds
-    wait_s: float = 0.0  # of that, until the update before was taken, seconds
-    transfer_s: float = 0.0  # from publish to complete, as the samplers' polls saw it, seconds
-    live_s: float = 0.0  # from publish to live in every sampler, seconds
-
-
-@dataclass(slots=True, kw_only=True)
-class _End:
-    """One sampler's place at the channel. Changed under the channel's lock."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _End(Standing):
+    """One local sampler's place at the channel. Changed under the channel's lock."""
 
     link: Link
-    live_version: int
     staged: Delivery | None = None
     taken: Delivery | None = None  # polled, but not live yet
     holder: int = 0  # number of the subscription that holds it; older ones are ignored
-    away: bool = False  # no sampler draws here now
     wake: threading.Event = field(default_factory=threading.Event)  # a placeholder before `attach`
 
     @property
     def pending(self) -> bool:
         """Whether a sampler has yet to take its update."""
-        return self.staged is not None and not self.away
-
-
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
-    """What the trainer's and the samplers' threads share; `changed` guards it."""
-
-    ends: tuple[_End, ...]
-    live_version: int  # every sampler draws from it, or from something newer
-    on_live: Callable[[int], None]
-    count: Callable[[str], None]
-    clock: Clock
-    published_at: dict[int, float] = field(default_factory=dict)  # of versions not live everywhere
-    stats: ChannelStats = field(default_factory=ChannelStats)
-    closed: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def all_taken(self) -> bool:
-        """Whether no sampler has yet to take its update."""
-        return not any(end.pending for end in self.ends)
-
-    def seconds_since_publish(self, version: int) -> float:
-        """Return the age of a version that is not live everywhere; 0 for any other."""
-        now = self.clock()
-        return now - self.published_at.get(version, now)
-
-    def raise_live(self) -> int | None:
-        """Move `live_version` up to the lowest of all samplers; return it if it rose."""
-        lowest = min((e.live_version for e in self.ends if not e.away), default=self.live_version)
-        if lowest <= self.live_version:
-            return None
-        self.live_version = lowest
-        self.stats = replace(self.stats, live_s=self.seconds_since_publish(lowest))
-        self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
-        self.changed.notify_all()
-        return lowest
-
-    def raise_if_closed(self) -> None:
-        """Raise Closed once the channel is closed."""
-        if self.closed:
-            raise Closed("the weight channel is closed: the run is stopping")
+        return self.staged is not None and self.counts
 
 
 class Subscription:
     """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
 
-    def __init__(self, exchange: _Exchange, end: _End) -> None:
+    def __init__(self, exchange: Exchange, end: _End) -> None:
         self._exchange, self._end, self._number = exchange, end, end.holder
 
     @property
@@ -152,9 +104,8 @@ class Subscription:
             if not self.holds:
                 return
             self._end.live_version, self._end.taken = version, None
-            lowest = self._exchange.raise_live()
-        if lowest is not None:
-            self._exchange.on_live(lowest)
+            self._exchange.raise_live()
+        self._exchange.tell()
 
     def attach(self, wake: threading.Event) -> None:
         """Set this event at every publish and at close, and now if either has happened."""
@@ -173,12 +124,11 @@ class Subscription:
                 return
             end = self._end
             end.holder += 1
-            end.away = True
+            end.counts = False
             end.staged, end.taken = end.staged or end.taken, None
-            lowest = self._exchange.raise_live()
+            self._exchange.raise_live()
             self._exchange.changed.notify_all()
-        if lowest is not None:
-            self._exchange.on_live(lowest)
+        self._exchange.tell()
 
     def rejoin(self) -> "Subscription":
         """Return the end for the replacement of this sampler, which has left.
@@ -189,8 +139,10 @@ class Subscription:
         with self._exchange.changed:
             self._exchange.raise_if_closed()
             end = self._end
-            assert end.away and end.holder == self._number + 1, "it left, and nobody came since"
-            end.away, end.wake = False, threading.Event()
+            assert not end.counts and end.holder == self._number + 1, (
+                "it left, and nobody came since"
+            )
+            end.counts, end.wake = True, threading.Event()
             return Subscription(self._exchange, end)
 
     def _take(self, delivery: Delivery) -> bool:
@@ -234,13 +186,15 @@ class Subscription:
 class WeightChannel:
     """One trainer, any number of samplers; at most one update is under way to each.
 
-    Each sampler takes one `subscribe()` as its ports.WeightSource.
+    Each local sampler takes one `subscribe()` as its ports.WeightSource; `admit` takes in a sampler
+    in a process of its own, whose source is a weights.remote.source.RemoteSource.
     """
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[Link] = (),
         *,
+        outbox: WeightOutbox | None = None,
         on_live: Callable[[int], None] = lambda version: None,
         expected: Manifest | None = None,
         version: int = 0,
@@ -251,9 +205,11 @@ class WeightChannel:
         """Make one end per link.
 
         Args:
-            links: The transfer to each sampler.
-            on_live: Called with each version that has become live in every sampler, outside the
-                lock, on the thread of the sampler that was last.
+            links: The transfer to each local sampler.
+            outbox: Of samplers in processes of their own; the channel closes it. None: there are
+                none, and `admit` refuses them.
+            on_live: Called with each version that has become live in every sampler, in rising
+                order, outside the lock, on the thread of a sampler.
             expected: What the trainer publishes. None: what it publishes first.
             version: What the samplers were built with; it is live from the start.
             checksum: Compare what arrives with what was sent, on links that cross devices.
@@ -261,9 +217,10 @@ class WeightChannel:
             clock: Seconds, monotone.
         """
         self.links = tuple(links)
-        self._expected, self._checksum = expected, checksum
-        self._exchange = _Exchange(
-            ends=tuple(_End(link=link, live_version=version) for link in self.links),
+        self._outbox, self._expected, self._checksum = outbox, expected, checksum
+        self._ends = tuple(_End(link=link, live_version=version) for link in self.links)
+        self._exchange = Exchange(
+            standings=list(self._ends),
             live_version=version,
             on_live=on_live,
             count=count,
@@ -274,8 +231,17 @@ class WeightChannel:
 
     # ---- the trainer
 
+    def begin(self, params: Params, probe_logprobs: Any = None) -> None:
+        """Let samplers in processes of their own fetch the weights that the run begins with."""
+        assert self._outbox is not None, "without remote samplers there is nothing to begin"
+        self._expected = self._expected or manifest_of(params)
+        self._outbox.publish(
+            VersionedParams(version=self._published, params=params, probe_logprobs=probe_logprobs)
+        )
+
     def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
-        """Start the copies and return; wait only while a sampler has yet to take the last update.
+        """Start the copies and return; wait only while a local sampler has yet to take the last
+        update.
 
         params may be donated right after. Raises Closed, and WeightsError if the manifest differs
         or the copies could not be started twice: then no sampler gets any of it. If trainer and
@@ -290,21 +256,21 @@ class WeightChannel:
         compare(manifest, self._expected)
         self.wait_taken()
         waited_s = exchange.clock() - start
-        deliveries = self._send(
-            VersionedParams(version=version, params=params, probe_logprobs=probe_logprobs)
-        )
+        update = VersionedParams(version=version, params=params, probe_logprobs=probe_logprobs)
+        deliveries = self._send(update)
         with exchange.changed:
             exchange.raise_if_closed()
-            for end, delivery in zip(exchange.ends, deliveries, strict=True):
+            exchange.published_at[version] = start
+        if self._outbox is not None:
+            self._outbox.publish(update)
+        with exchange.changed:
+            for end, delivery in zip(self._ends, deliveries, strict=True):
                 end.staged = delivery
             self._published = version
-            exchange.published_at[version] = start
             exchange.stats = replace(
                 exchange.stats,
                 published=exchange.stats.published + 1,
-                transfer_bytes=sum(
-                    leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params)
-                ),
+                transfer_bytes=self._num_bytes(deliveries),
                 publish_s=exchange.clock() - start,
                 wait_s=waited_s,
             )
@@ -320,21 +286,37 @@ class WeightChannel:
     def wait_live(self, version: int, timeout_s: float) -> None:
         """Block until all samplers draw from `version`.
 
-        Raises Closed, and WeightsError after the timeout.
+        Raises Closed, and WeightsError after the timeout. Where samplers come and go, it is counted
+        from the last moment without any, plus the time of the tries that a transfer has; a time
+        without any is bounded by remote.wait_s.
         """
-        exchange = self._exchange
+        exchange, outbox = self._exchange, self._outbox
+        patience_s = timeout_s + (outbox.patience_s if outbox is not None else 0.0)
+
+        def done() -> bool:
+            return exchange.closed or exchange.live_version >= version
+
         with exchange.changed:
-            exchange.changed.wait_for(
-                lambda: exchange.closed or exchange.live_version >= version, timeout_s
-            )
-            if exchange.live_version >= version:
-                return
-            exchange.raise_if_closed()
-            raise WeightsError(
-                f"version {version} was not live in the sampler after {timeout_s:.0f} s (it draws "
-                f"from {exchange.live_version}). Look at the sampler's thread: it may hang or "
-                "still compile."
-            )
+            while not done():
+                if outbox is not None and exchange.deserted:
+                    wait_s = outbox.section.wait_s
+                    if not exchange.changed.wait_for(
+                        lambda: done() or not exchange.deserted, wait_s
+                    ):
+                        raise WeightsError(
+                            f"version {version} is live nowhere: no sampler has joined within "
+                            f"{wait_s:g} s (remote.wait_s). Start samplers, and resume the run."
+                        )
+                elif not exchange.changed.wait_for(
+                    lambda: done() or (outbox is not None and exchange.deserted), patience_s
+                ):
+                    raise WeightsError(
+                        f"version {version} was not live in the sampler after {patience_s:.0f} s "
+                        f"(it draws from {exchange.live_version}). Look at the sampler's thread: "
+                        "it may hang or still compile."
+                    )
+            if exchange.live_version < version:
+                exchange.raise_if_closed()
 
     # ---- any thread
 
@@ -342,13 +324,22 @@ class WeightChannel:
         """Return the next sampler's end. Raises WeightsError once there are no more links."""
         exchange = self._exchange
         with exchange.changed:
-            if self._subscribed == len(exchange.ends):
+            if self._subscribed == len(self._ends):
                 raise WeightsError(
-                    f"the weight channel was made for {len(exchange.ends)} samplers, and all have "
+                    f"the weight channel was made for {len(self._ends)} samplers, and all have "
                     "subscribed. Make it with one link for each sampler."
                 )
             self._subscribed += 1
-            return Subscription(exchange, exchange.ends[self._subscribed - 1])
+            return Subscription(exchange, self._ends[self._subscribed - 1])
+
+    def admit(self, session: Session, hello: Hello) -> RemoteEnd:
+        """Take in a sampler that has joined over a session: it is offered the newest weights.
+
+        It counts from the moment it draws from weights as new as the live ones
+        (RemoteEnd.on_entered); send it requests only then. Raises Closed.
+        """
+        assert self._outbox is not None, "this run has no samplers in processes of their own"
+        return RemoteEnd(session, hello, self._exchange, self._outbox)
 
     @property
     def live_version(self) -> int:
@@ -362,7 +353,8 @@ class WeightChannel:
 
     def stats(self) -> ChannelStats:
         """Return a consistent reading."""
-        return self._exchange.stats
+        stats = self._exchange.stats
+        return stats if self._outbox is None else replace(stats, remote=self._outbox.traffic())
 
     def close(self) -> None:
         """Wake every waiter with Closed. Idempotent."""
@@ -370,6 +362,8 @@ class WeightChannel:
             self._exchange.closed = True
             self._exchange.changed.notify_all()
         self._wake_all()
+        if self._outbox is not None:
+            self._outbox.close()
 
     def _send(self, update: VersionedParams) -> list[Delivery]:
         """Start the copies to every sampler, in two tries. Raises WeightsError after the second."""
@@ -388,5 +382,11 @@ class WeightChannel:
             ) from error
 
     def _wake_all(self) -> None:
-        for end in self._exchange.ends:
+        for end in self._ends:
             end.wake.set()
+
+    def _num_bytes(self, deliveries: Sequence[Delivery]) -> int:
+        """Return the size of what one sampler gets."""
+        if not deliveries:
+            return self._outbox.manifest.num_bytes if self._outbox is not None else 0
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params))

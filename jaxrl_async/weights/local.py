@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import shapes_on
 from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.conversion import Conversion
 
 Shardings = Any
 """A pytree of NamedSharding, all on one mesh."""
@@ -58,7 +58,7 @@ class Push:
         Raises MeshError if the larger slice is no multiple of the smaller one, or if they share
         some devices but not all.
         """
-        self._dtype, self._convert = dtype, convert
+        copied = Conversion(dtype=dtype, convert=convert).copied
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
         self.crosses = set(trainer) != set(sampler)
@@ -66,15 +66,15 @@ class Push:
         if self.crosses:
             _check(trainer, sampler)
         if not self.crosses:
-            self._cast = jax.jit(self._copy, out_shardings=target)
+            self._cast = jax.jit(copied, out_shardings=target)
         elif self.grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
-            self._cast = jax.jit(self._copy, out_shardings=source)
+            self._cast = jax.jit(copied, out_shardings=source)
             self._across = _on(bridge, source)
             self._reshard = jax.jit(lambda moved: moved, out_shardings=target)
         else:
             bridge = _arranged(trainer, len(trainer) // len(sampler), target_mesh)
-            self._cast = jax.jit(self._copy, out_shardings=_on(bridge, target))
+            self._cast = jax.jit(copied, out_shardings=_on(bridge, target))
             self._across = target
 
     def __call__(self, params: Params) -> Params:
@@ -103,16 +103,6 @@ class Push:
     def finish(self, moved: Params) -> Params:
         """Reshard on the sampler's devices, if its slice is the larger one."""
         return self._reshard(moved) if self.grows else moved
-
-    def _copy(self, params: Params) -> Params:
-        """Copy and cast: the source may be donated to the next step at once."""
-        if self._convert is not None:
-            return self._convert(params)
-        return jax.tree.map(lambda p: jnp.array(p, self._dtype_of(p), copy=True), params)
-
-    def _dtype_of(self, leaf: jax.Array) -> Any:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return self._dtype if self._dtype is not None and floating else leaf.dtype
 
 
 def _move(params: Params, target: Shardings) -> Params:

@@ -4,6 +4,7 @@ of types.py, encoded by codec.py.
     sampler                                  trainer
       │ Hello ───────────────────────────────> │   after both have proved that they know the secret
       │ <─────────────────────────── Welcome │
+      │ Prepared ────────────────────────────> │   its engine is built
       │ <───────────────────────────── Offer │   the first weights, and every version that follows
       │ Staged, Live ────────────────────────> │   from the first Live on it is dealt requests
       │ <─────────────────────────── Start, Cancel, Ask
@@ -49,6 +50,13 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The sampler has built its engine, and waits for weights."""
+
+    data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Requests for the sampler, which queues them all at once, in this order."""
 
@@ -64,7 +72,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A request that failed, alone."""
+    """A request that failed, alone, or was cancelled."""
 
     request_id: str
     error: str
@@ -102,6 +110,7 @@ class Beat:
     """The sampler lives: its statistics, at least four times in remote.silence_s."""
 
     stats: Mapping[str, float]  # fields of SamplerStats
+    places: int  # requests that it holds at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +174,52 @@ class Live:
     version: int
 
 
+# ---- between the processes of one sampler: the first leads, the others follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A follower's engine is built."""
+
+    process: int  # its number in the sampler's JAX world
+    alike: str  # hash of all that must be the same in every process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Every process has the weights of this version: begin with them."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What the leader takes in before its next decode block; its followers take in the same."""
+
+    requests: tuple[Request | Partial, ...] = ()  # in the order of the queue
+    first_number: int = 0  # of the requests: they are numbered as they come
+    cancelled: tuple[int, ...] = ()  # numbers of requests, in this order
+    version: int | None = None  # of new weights; None: none
+    probe_logprobs: FloatArray | None = None  # of that version, see types.VersionedParams
+    state_hash: int = 0  # of the leader's batch before it takes this in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Another process could not get weights of this version: let go of them."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismissed:
+    """The sampler is closed: its followers are done."""
+
+
 MESSAGES: tuple[type, ...] = (
     Hello,
     Welcome,
+    Prepared,
     Start,
     Cancel,
     Failure,
@@ -182,5 +234,10 @@ MESSAGES: tuple[type, ...] = (
     Staged,
     Torn,
     Live,
+    Ready,
+    Begin,
+    Round,
+    GivenUp,
+    Dismissed,
 )
 """What may come over a session; anything else ends it."""

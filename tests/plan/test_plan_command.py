@@ -17,7 +17,7 @@ model:
   architecture: {layers: 2, width: 128, heads: 2, kv_heads: 2, head_dim: 128, mlp: 256, vocab: 1024}
   dtype: bfloat16
   remat: layer
-mesh: {trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
+mesh: {samplers_in: elsewhere, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
 data: {max_prompt_tokens: 64}
 sampler: {slots: 8, max_length: 256, max_new_tokens: 192, block: 4, prefill_chunk: 128}
 algorithm: {groups_per_step: 4, group_size: 2}
@@ -114,7 +114,7 @@ def test_the_devices_of_every_generation_can_be_arranged():
         "from jaxrl_async.config import schema",
         "from jaxrl_async.mesh import make_mesh",
         "from jaxrl_async.plan.chips import CHIPS, parse_slice",
-        "from jaxrl_async.plan.programs import devices_of",
+        "from jaxrl_async.plan.places import devices_of",
         "for name in CHIPS:",
         "    where = parse_slice(f'{name}-8')",
         "    axes = schema.AxesSection(fsdp=where.num_devices // 2, tensor=2)",

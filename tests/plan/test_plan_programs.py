@@ -15,7 +15,8 @@ from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
 from jaxrl_async.plan.chips import CHIPS, parse_slice
-from jaxrl_async.plan.programs import Lowered, Places, check, lowered, make_places
+from jaxrl_async.plan.places import Places, make_places
+from jaxrl_async.plan.programs import Lowered, check, lowered
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 
@@ -216,14 +217,16 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     generation, trainer, sampler, said
 ):
     section = schema.MeshSection(
-        trainer=schema.AxesSection(**trainer), sampler=schema.AxesSection(**sampler)
+        samplers_in="elsewhere",
+        trainer=schema.AxesSection(**trainer),
+        sampler=schema.AxesSection(**sampler),
     )
     count = CHIPS[generation].devices * 4 // section.sampler.num_devices or 1
     section = section.model_copy(update={"samplers": count})
     chips = count * section.sampler.num_devices // CHIPS[generation].devices
     config = config_of().model_copy(update={"mesh": section})
     with pytest.raises(ConfigError, match=said):
-        make_places(config, parse_slice(f"{generation}-4"), CHIPS[generation], chips)
+        make_places(config, parse_slice(f"{generation}-4"), (CHIPS[generation], chips))
 
 
 def test_two_programs_of_other_devices_have_keys_of_their_own(plain):

@@ -14,9 +14,9 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
 from jaxrl_async.plan.simulate import (
     SimulationResult,
     best_split,
-    block_of,
     simulate,
 )
+from jaxrl_async.plan.simulated_sampler import block_of
 
 STEP_S = 0.01
 """A decode step of ONE, seconds: 64 tokens take 0.64."""

@@ -118,8 +118,16 @@ def test_draws_of_processes_are_joined_in_the_order_of_one_process():
 class Together(Lockstep):
     """Lockstep between threads: gather waits for all."""
 
-    def __init__(self, index: int, count: int, table: list, barrier: threading.Barrier) -> None:
-        self.index, self.count, self.writes = index, count, index == 0
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        table: list,
+        barrier: threading.Barrier,
+        *,
+        first_plays: bool = False,
+    ) -> None:
+        self._place(index, count, first_plays=first_plays)
         self._table, self._barrier = table, barrier
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -189,6 +197,32 @@ def test_every_process_learns_from_the_same_groups_and_one_keeps_the_ledger(tmp_
 
 def ledger(folder):
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp_path):
+    """Samplers in processes of their own: the others' part of each step is empty."""
+    table, barrier = [b"", b""], threading.Barrier(2)
+    learnt: list = [None, None]
+
+    def process(index: int) -> None:
+        place = Together(index, 2, table, barrier, first_plays=True)
+        kept, run = Ledger(keep=True), Ledger()
+        if place.writes:
+            run = Ledger(tmp_path / "ledger.jsonl")
+        numbers = [LATE, 0, 5] if place.plays else []
+        joined = place.joined(Buffer(numbers, kept), Stop(), kept, run)
+        joined.source.set_limit(3) if not place.plays else None
+        learnt[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
+        run.close()
+
+    threads = [threading.Thread(target=process, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert learnt == [[[0], [5]]] * 2, "in the numbers of the one that played them"
+    trained = [(x["group"], x["version"]) for x in ledger(tmp_path) if x["fate"] == "trained"]
+    assert trained == [(0, 0), (5, 1)]
 
 
 def test_who_has_its_groups_waits_for_who_has_not(tmp_path):

@@ -16,6 +16,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
+from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -57,6 +58,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
+    check_engines(config, spec)
     locks = make_locks(config.reward, slices, lockstep)
     held_out = eval_prompts(config.data, tokenizer)
     scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults)
@@ -85,7 +87,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
         envs=envs,
         keep_mask=keep_mask,
         prompts=make_stream(
-            config.data, tokenizer, config.run.seed, lockstep.index, lockstep.count
+            config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players
         ),
     )
     return inputs, warm_pairs(config, tokenizer) if config.warm_start.steps else None
@@ -99,8 +101,8 @@ def recorded_schedule(config: Config) -> Recorded | None:
 
 def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:
     """Raise ConfigError if a process would have no held-out problem to answer."""
-    if len(held_out) < lockstep.count:
+    if len(held_out) < lockstep.players:
         raise ConfigError(
-            f"{len(held_out)} held-out problems are too few for {lockstep.count} processes, which "
-            "answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+            f"{len(held_out)} held-out problems are too few for {lockstep.players} processes, "
+            "which answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )

@@ -1,6 +1,7 @@
 """What watches the parts: the rates of a step, and the watchdog."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 from jaxrl_async.config.schema import FaultsSection, MetricsSection
 from jaxrl_async.metrics.fault_counts import AwakeClock
@@ -28,8 +29,11 @@ def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep
             faults={**faults.read(), "failed_groups": rollouts.stats().failures},
         )
 
+    def share(own: dict[str, float]) -> Sequence[Mapping[str, float]]:
+        return lockstep.gather_json(own)[: lockstep.players]
+
     peak_flops = section.peak_flops or measured_peak_flops(trainer_mesh.local_devices[0])
-    return Observer(read, peak_flops=peak_flops * trainer_mesh.size, share=lockstep.gather_json)
+    return Observer(read, peak_flops=peak_flops * trainer_mesh.size, share=share)
 
 
 def make_watchdog(

@@ -3,6 +3,7 @@
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxrl_async.algorithms.shaping import has_signal
 from jaxrl_async.buffer.ledger import Ledger
@@ -21,6 +22,7 @@ from jaxrl_async.ports import Gate, Generate
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import Sampling, make_sampling
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
@@ -76,7 +78,9 @@ def open_records(
     if lockstep.writes:
         ledger = reopened(paths.ledger, start.whole, start.version, continued)
     closing.callback(ledger.close)
-    recording = Recording(lockstep.schedule_file(paths.schedule), header_of(config, start.version))
+    # Samplers in other processes do not write down what they take in: half a schedule is none.
+    file = None if config.mesh.remote else lockstep.schedule_file(paths.schedule)
+    recording = Recording(file, header_of(config, start.version))
     return Records(
         recorder=recorder,
         ledger=ledger,
@@ -106,6 +110,7 @@ def make_rollout_side(
     start: StartingPoint,
     lockstep: Lockstep,
     stop: Stop,
+    folder: Path,
 ) -> RolloutSide:
     """Make buffer, samplers and rollouts.
 
@@ -117,16 +122,22 @@ def make_rollout_side(
         start: has the version of these weights.
         lockstep: the processes, each with a buffer of its own.
         stop: ends waiting for the others' groups.
+        folder: the run's.
     """
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
     buffer = ReplayBuffer(
-        buffer_settings(config.algorithm, config.staleness, config.buffer, lockstep.count),
+        buffer_settings(config.algorithm, config.staleness, config.buffer, lockstep.players),
         ledger=records.buffer_ledger,
         note=schedule.write,
     )
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
-    sampling = make_sampling(config, inputs, learner.params, start.version, schedule, gate)
+    if config.mesh.remote:
+        sampling = make_remote_sampling(
+            config, inputs, learner.params, start.version, buffer, lockstep, folder
+        )
+    else:
+        sampling = make_sampling(config, inputs, learner.params, start.version, schedule, gate)
     rollouts = make_rollouts(config, inputs, prompts, sampling.router, gate)
     return RolloutSide(
         inputs=inputs,

@@ -2,28 +2,36 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
-from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
+from jaxrl_async.ports import Replica
+from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.remote.local_samplers import LocalSamplers
+from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
-from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
 
 PROBE_LENGTH = 16
@@ -40,24 +48,81 @@ class Sampling:
     router: Router
     channel: WeightChannel
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
+    members: Members | None = None  # who joins from other processes; None: all are threads here
+    processes: LocalSamplers | None = None  # those that the run starts itself; None: none
+
+    def wait_for_samplers(self, stop: Stop) -> None:
+        """Wait until as many draw as the run begins with. Raises RolloutError."""
+        if self.members is not None:
+            self.members.wait_for_least(stop)
+
+    def dismiss(self) -> None:
+        """Tell samplers in processes of their own that the run has ended. Idempotent."""
+        if self.members is not None:
+            self.members.close()
+        if self.processes is not None:
+            self.processes.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """The weights as they are sent to a sampler."""
+
+    table: Any  # tree of Weight: names, shapes and logical axes
+    conversion: Conversion  # makes them from the trainer's
+    lowered: Any  # as ShapeDtypeStructs
+
+    def on(self, mesh: Mesh, rules: Rules) -> Any:
+        """Return the arrays as ShapeDtypeStructs with the shardings of a role on a mesh."""
+        return shapes_on(self.lowered, shardings(self.table, mesh, rules))
+
+
+def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
+    """Return what of the policy is sent to samplers, and in which types."""
+    dtype, table = jnp.dtype(model.dtype), weight_table(spec)
+    whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
+    if section.eight_bits is None:
+        sent, conversion = table, Conversion(dtype=jnp.dtype(section.dtype or dtype))
+    else:
+        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+        sent, conversion = quantized_table(table), Conversion(dtype=dtype, convert=convert)
+    return SentWeights(
+        table=sent, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
+    )
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, Weight)
 
 
 def make_push(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
 ) -> Push:
     """Compile the transfer of the policy's weights to one sampler."""
-    dtype = jnp.dtype(model.dtype)
-    table = sent = weight_table(spec)
-    convert = None
-    if section.eight_bits is not None:
-        sent = quantized_table(table)
-        convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
+    sent = sent_weights(section, model, spec)
     return Push(
-        shardings(sent, trainer, TRAINER_RULES),
-        shardings(sent, sampler, SAMPLER_RULES),
-        dtype=jnp.dtype(section.dtype or dtype),
-        convert=convert,
+        shardings(sent.table, trainer, TRAINER_RULES),
+        shardings(sent.table, sampler, SAMPLER_RULES),
+        dtype=sent.conversion.dtype,
+        convert=sent.conversion.convert,
     )
+
+
+def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
+    """Return what all samplers of a run have in common, wherever they run."""
+    probe = None
+    if config.weights.probe:
+        tokens = probe_tokens(spec.vocab, PROBE_LENGTH)
+        probe = Probe(token_ids=tokens, tolerance=config.weights.probe_tolerance)
+    return SamplerSettings(
+        dtype=jnp.dtype(config.model.dtype), keep_routing=config.algorithm.keep_routing, probe=probe
+    )
+
+
+def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
+    """Return whether a sampler computes on one core: XLA's own threads cost more than they bring
+    beside a trainer that computes, too."""
+    return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
 def make_sampling(
@@ -79,6 +144,8 @@ def make_sampling(
         gate: notified when a version is live in every sampler.
     """
     slices, spec = inputs.slices, inputs.spec
+    if config.sampler.engine != "ours":
+        return make_foreign_sampling(config, inputs, params, version, gate)
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
         for mesh in slices.samplers
@@ -90,17 +157,9 @@ def make_sampling(
         checksum=config.weights.checksum,
         count=inputs.faults.add,
     )
-    probe = probe_tokens(spec.vocab, PROBE_LENGTH) if config.weights.probe else None
-    settings = SamplerSettings(
-        dtype=jnp.dtype(config.model.dtype),
-        keep_routing=config.algorithm.keep_routing,
-        probe=None
-        if probe is None
-        else Probe(token_ids=probe, tolerance=config.weights.probe_tolerance),
-        schedule=schedule,
-        device_lock=inputs.locks.sampler,
+    settings = replace(
+        sampler_settings(config, spec), schedule=schedule, device_lock=inputs.locks.sampler
     )
-    on_cpu = slices.sampler.devices.flat[0].platform == "cpu"
     samplers = [
         Sampler(
             (spec, push(params)),
@@ -111,24 +170,59 @@ def make_sampling(
             version=version,
             settings=replace(
                 settings,
-                # XLA's own threads cost more than they bring beside a trainer that computes, too.
-                one_thread=on_cpu and mesh.size == 1 and not slices.colocated,
+                one_thread=uses_one_thread(mesh, colocated=slices.colocated),
                 name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
             ),
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
-    router = make_router(config.faults, samplers, schedule, inputs.faults)
+    router = make_router(config.faults, samplers, inputs.faults, recorded=schedule.home)
+    probe = None if settings.probe is None else settings.probe.token_ids
     return Sampling(router=router, channel=channel, probe=probe)
+
+
+def make_foreign_sampling(
+    config: Config,
+    inputs: Inputs,
+    params: Params,
+    version: int,
+    gate: ReplayBuffer | ReplayedBuffer,
+) -> Sampling:
+    """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
+    probe = sampler_settings(config, inputs.spec).probe
+    engines, channel = make_engines(
+        config,
+        inputs.spec,
+        inputs.slices.trainer,
+        VersionedParams(version=version, params=params),
+        on_live=gate.set_live,
+        probe=probe,
+        count=inputs.faults.add,
+    )
+    return Sampling(
+        router=make_router(config.faults, engines, inputs.faults),
+        channel=channel,
+        probe=None if probe is None else probe.token_ids,
+    )
 
 
 def make_router(
     section: FaultsSection,
-    samplers: Sequence[Sampler],
-    schedule: RunSchedule,
+    samplers: Sequence[Replica],
     faults: FaultCounts,
+    *,
+    recorded: Callable[[str], int | None] | None = None,
+    elastic: Elastic | None = None,
 ) -> Router:
-    """Put the samplers behind a router, which restarts those that fail."""
+    """Put the samplers behind a router, which restarts those that fail.
+
+    Args:
+        section: when one has failed, and how often it may.
+        samplers: those that are there from the start.
+        faults: counts what is survived.
+        recorded: in a replay, returns the number of the sampler for a request.
+        elastic: for samplers that join and leave; None: there are none.
+    """
     limits = RestartLimits(
         restarts=section.sampler_restarts,
         backoff_s=section.backoff_s,
@@ -136,4 +230,11 @@ def make_router(
         nonfinite_in_a_row=section.nonfinite_in_a_row,
     )
     awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
-    return Router(samplers, limits=limits, count=faults.add, clock=awake, recorded=schedule.home)
+    return Router(
+        samplers,
+        limits=limits,
+        count=faults.add,
+        clock=awake,
+        recorded=recorded,
+        elastic=elastic,
+    )

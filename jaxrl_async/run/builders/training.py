@@ -56,7 +56,7 @@ def make_outlets(
     inputs, stop = side.inputs, side.joined.stop
     evaluation = Evaluation(
         sampler=side.sampling.router,
-        prompts=inputs.held_out[lockstep.index :: lockstep.count],
+        prompts=inputs.held_out[lockstep.player :: lockstep.players],
         scorer=inputs.scorers.evaluation,
         make_env=inputs.envs,
         limits=EpisodeLimits(

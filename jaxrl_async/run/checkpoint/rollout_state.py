@@ -3,7 +3,8 @@
     buffer, rollouts, ledger, prompts ──save──> Checkpoints ──restore──> the same, in a new process
 
 All that was active comes back, in each process what was active there; at max_staleness 0 it is
-drawn anew. A run is resumed by as many processes as saved it.
+drawn anew. A run is resumed by as many processes with rollouts as saved it: one, if the samplers
+are processes of their own, however many there are and on however many hosts the trainer is.
 """
 
 import functools
@@ -89,6 +90,7 @@ def gathered_state(
         loads(np.frombuffer(message, np.uint8), ROLLOUT_KINDS)
         for message in lockstep.gather(dumps(own).tobytes())
     ]
+    states = states[: lockstep.players]
     first = replace(states[0], buffer=replace(states[0].buffer, ledger_lines=lines))
     return replace(first, others=tuple(states[1:]))
 
@@ -98,12 +100,14 @@ def local_share(state: RolloutsState, lockstep: Lockstep) -> RolloutsState:
     processes saved it."""
     if state is NOTHING_YET:
         return state
-    if len(state.others) + 1 != lockstep.count:
+    if len(state.others) + 1 != lockstep.players:
         raise CheckpointError(
-            f"the checkpoint is of {len(state.others) + 1} processes, and these are "
-            f"{lockstep.count}. Resume with as many; model.path=.../policy starts from a finished "
-            "run's weights."
+            f"the checkpoint is of {len(state.others) + 1} processes with rollouts, and these are "
+            f"{lockstep.players}. Resume with as many; model.path=.../policy starts from a "
+            "finished run's weights."
         )
+    if not lockstep.plays:
+        return NOTHING_YET
     return (replace(state, others=()), *state.others)[lockstep.index]
 
 
@@ -144,7 +148,7 @@ class RunSaver:
             "config": dump(self.config),
             "numbers": learner.numbers(),
             "trainer": dict(numbers),
-            "prompts": self.lockstep.gather_json(position),
+            "prompts": self.lockstep.gather_json(position)[: self.lockstep.players],
         }
         with self.lock:
             self.checkpoints.save(
@@ -200,7 +204,7 @@ def resumed(
     assert saved.rollouts is not None, "every checkpoint of rl has them"
     whole = loads(saved.rollouts, ROLLOUT_KINDS)
     share = local_share(whole, lockstep)
-    prompts.restore(saved.loop["prompts"][lockstep.index])
+    prompts.restore(saved.loop["prompts"][lockstep.player])
     return StartingPoint(
         version=saved.step, whole=whole, share=share, numbers=saved.loop["trainer"]
     )

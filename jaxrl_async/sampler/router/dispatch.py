@@ -84,7 +84,10 @@ class Dispatcher:
         )
         fleet.waiting += deal.waiting
         for number in sorted(deal.shares):
-            seat, share = fleet.seats[number], deal.shares[number]
+            seat, share = fleet.seat(number), deal.shares[number]
+            if seat is None:  # recorded, and gone
+                fleet.waiting += share
+                continue
             if not fleet.hand_over(seat, share):
                 self._lifetime.wake.set()
                 continue

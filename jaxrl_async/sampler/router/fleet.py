@@ -1,7 +1,8 @@
 """The replicas in their seats: which request is where, who is at work, and who is replaced.
 
     [ seat: replica ] ──dead, hangs, draws NaN──> out ──backoff──> [ seat: its successor ]
-                                                   └── too often ──> lost
+        ^                                          └── too often ──> lost
+        └── join                 process ended, or it left ──> the seat is removed
 
 supervise.py decides what to do, and when. The router's threads share all of it under `lock`; a
 replica is never called while the lock is held, except to hand it requests.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.ports import Clock, Replica, ReplicaStats
 from jaxrl_async.sampler.router.dealing import Candidate
-from jaxrl_async.sampler.router.job import SUSPECT_AFTER, RouterJob, refusal
+from jaxrl_async.sampler.router.job import RouterJob, refusal
 from jaxrl_async.sampler.router.supervise import (
     FORGIVEN_S,
     Act,
@@ -23,10 +24,20 @@ from jaxrl_async.sampler.router.supervise import (
     RestartLimits,
     Trouble,
     decide,
+    messages_due,
     trouble,
 )
+from jaxrl_async.sampler.router.totals import Totals
 
 log = logging.getLogger(__name__)
+
+FAULT_OF = {
+    Trouble.LEFT: "samplers_left",
+    Trouble.CUT_OFF: "samplers_cut_off",
+    Trouble.DEAD: "sampler_deaths",
+    Trouble.HANGS: "sampler_hangs",
+}
+"""What is counted when a replica is taken out; refused completions are counted one by one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,24 +89,30 @@ class Fleet:
         limits: RestartLimits,
         count: Callable[[str, int], None],
         clock: Clock,
+        wait_s: float | None = None,
     ) -> None:
         """Seat the replicas.
 
         Args:
-            replicas: At least one; all serve the same requests.
+            replicas: All serve the same requests.
             limits: When a replica is taken out, and when it is given up.
             count: Called with the name of each fault and how often (metrics.fault_counts).
             clock: Seconds, monotone.
+            wait_s: Longest time without any replica, seconds; None: none will join.
         """
-        assert replicas, "at least one sampler"
-        self.limits, self._count, self._clock = limits, count, clock
+        assert replicas or wait_s is not None, "at least one sampler, or wait for one"
+        self.limits, self._count, self._clock, self._wait_s = limits, count, clock, wait_s
         self.lock = threading.RLock()
-        self.seats = tuple(
-            Seat(number=number, replica=replica, up_at=clock(), moved_at=clock())
-            for number, replica in enumerate(replicas)
-        )
+        self.seats: tuple[Seat, ...] = ()  # replaced whole, so that any thread may read it
+        self._by_number: dict[int, Seat] = {}
+        for number, replica in enumerate(replicas):
+            self._seat(number, replica)
+        self._next_number = len(replicas)
+        self._totals = Totals()
         self.waiting: list[RouterJob] = []  # no replica has them now
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
+        self._empty_at: float | None = None  # since when there has been no replica
+        self._said = 0  # how often a message said so
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -112,10 +129,48 @@ class Fleet:
         """All requests that are not answered; read it under the lock."""
         return [*self.waiting, *(job for seat in self.seats for job in seat.jobs)]
 
+    def seat(self, number: int) -> Seat | None:
+        """Return the seat of this number; None: it was removed."""
+        return self._by_number.get(number)
+
     def stats(self) -> ReplicaStats:
-        """Return one reading of all replicas, including those that were replaced."""
-        first, *others = [seat.stats for seat in self.seats]
-        return first.beside(others)
+        """Return one reading of all replicas, including those that were replaced, or are gone."""
+        with self.lock:
+            return self._totals.read(self._readings())
+
+    def join(self, replica: Replica) -> int:
+        """Give a replica a seat of its own; return the seat's number."""
+        with self.lock:
+            self._totals.change(self._readings())
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._seat(number, replica)
+            waiting = len(self.waiting)
+        self._count("samplers_joined", 1)
+        log.info("sampler %d has joined: %s; %d requests wait", number, replica, waiting)
+        return number
+
+    def _seat(self, number: int, replica: Replica) -> None:
+        now = self._clock()
+        seat = Seat(number=number, replica=replica, up_at=now, moved_at=now)
+        self._by_number[number] = seat
+        self.seats = (*self.seats, seat)
+
+    def _readings(self) -> dict[int, ReplicaStats]:
+        return {seat.number: seat.stats for seat in self.seats}
+
+    def take_back(self) -> None:
+        """Let the requests wait again that no replica has begun: one that has just joined will get
+        its share. Those under way stay where they are."""
+        with self.lock:
+            for seat in self.seats:
+                unsent = frozenset(seat.replica.unsent) if seat.at_work else frozenset()
+                for job in [job for job in seat.jobs if job.inner in unsent]:
+                    inner, job.inner = job.inner, None
+                    del seat.jobs[job]
+                    self.waiting.append(job)
+                    if inner is not None:
+                        inner.cancel()
+            self.waiting.sort(key=lambda job: job.order)
 
     def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
@@ -159,7 +214,8 @@ class Fleet:
     def retire(self, seat: Seat) -> None:
         """Take the replica out if it failed, and give it up if it failed too often.
 
-        Raises RolloutError if it was the last one, and WeightsError if the weights are to blame.
+        A seat whose replica nobody can replace is removed. Raises RolloutError if it was the last
+        one and none will join, and WeightsError if the weights are to blame.
         """
         if seat.lost:
             return
@@ -169,6 +225,34 @@ class Fleet:
             act = decide(self._health(seat), self.limits)
         if act is Act.GIVE_UP:
             self._give_up(seat)
+        elif act is Act.REMOVE:
+            self._remove(seat)
+
+    def watch_vacancy(self) -> None:
+        """Say that there is no replica, at once and from time to time. Raises RolloutError if that
+        has lasted too long."""
+        now = self._clock()
+        if any(not seat.lost for seat in self.seats):
+            if self._said and self._empty_at is not None:
+                log.warning("a sampler is there again after %.1f s", now - self._empty_at)
+            self._empty_at, self._said = None, 0
+            return
+        self._empty_at = now if self._empty_at is None else self._empty_at
+        empty_s, wait_s = now - self._empty_at, self._wait_s or 0.0
+        if empty_s >= wait_s:
+            raise RolloutError(
+                f"no sampler is there, and none has joined within {wait_s:.0f} s (remote.wait_s). "
+                "Start samplers (python -m jaxrl_async.sample --join HOST:PORT) and resume the "
+                "run, or raise remote.wait_s."
+            )
+        if self._said < messages_due(empty_s):
+            self._said = messages_due(empty_s)
+            log.warning(
+                "no sampler is there: %d requests wait for one to join (python -m "
+                "jaxrl_async.sample --join HOST:PORT); the run ends in %.0f s (remote.wait_s)",
+                self.num_jobs,
+                wait_s - empty_s,
+            )
 
     def restart(self, seat: Seat) -> bool:
         """Seat a successor with the newest weights if the backoff is over, and return whether it is
@@ -198,7 +282,11 @@ class Fleet:
     def _health(self, seat: Seat) -> Health:
         now = self._clock()
         if seat.out_at is not None:
-            return Health(restarts=seat.restarts, out_s=now - seat.out_at)
+            return Health(
+                restarts=seat.restarts,
+                out_s=now - seat.out_at,
+                replaceable=seat.replica.replaceable,
+            )
         work_done = seat.replica.stats().work_done
         with self.lock:
             if work_done != seat.work_done or not seat.jobs:
@@ -211,6 +299,8 @@ class Fleet:
                 quiet_s=now - seat.moved_at,
                 nonfinite=seat.nonfinite,
                 restarts=seat.restarts,
+                left=seat.replica.departure is not None,
+                replaceable=seat.replica.replaceable,
             )
 
     def _take_out(self, seat: Seat) -> None:
@@ -221,39 +311,60 @@ class Fleet:
         kind = trouble(health, self.limits)
         if kind is None:  # it made progress just now
             return
-        blamed = seat.replica.blamed
         with self.lock:
             seat.out_at = self._clock()
             jobs = list(seat.jobs)
             seat.jobs.clear()
+            moved = self._judge(seat, kind, jobs)
             for job in jobs:
                 job.inner = None
-                if kind is Trouble.DEAD and job.request.request_id in blamed:
-                    job.died.append(seat.number)
-            guilty = jobs if self._is_to_blame(jobs) else []
+            guilty = jobs if kind is not Trouble.LEFT and self._is_to_blame(jobs) else []
             self._blamed_in_a_row += len(guilty)
-            self.waiting += [job for job in jobs if job not in guilty]
+            back = [job for job in jobs if job not in guilty]
+            self.waiting += back
             seat.excused = bool(guilty)
             for earlier in (number for job in guilty for number in job.died[:-1]):
-                self.seats[earlier].restarts = max(0, self.seats[earlier].restarts - 1)
+                if (sat := self.seat(earlier)) is not None:
+                    sat.restarts = max(0, sat.restarts - 1)
         seat.replica.abandon()
-        if kind is not Trouble.NONFINITE:
-            self._count("sampler_deaths" if kind is Trouble.DEAD else "sampler_hangs", 1)
-        self._count("redone_requests", len(jobs) - len(guilty))
+        if kind in FAULT_OF:
+            self._count(FAULT_OF[kind], 1)
+        self._count("moved_requests", moved)
+        self._count("redone_requests", 0 if kind is Trouble.LEFT else len(back))
         for job in guilty:
             job.settle(refusal(job, health.error))
         reasons = {
-            Trouble.DEAD: health.error,
             Trouble.HANGS: f"no block for {health.quiet_s:.1f} s",
             Trouble.NONFINITE: f"{health.nonfinite} refused completions in a row",
         }
-        log.error(
-            "sampler %d is taken out (%s), and its %d requests begin again elsewhere: %s",
+        log.log(
+            logging.WARNING if kind is Trouble.LEFT else logging.ERROR,
+            "sampler %d is taken out (%s), its %d requests go to another, %d of them with what "
+            "they have drawn: %s",
             seat.number,
             kind,
-            len(jobs) - len(guilty),
-            reasons[kind],
+            len(back),
+            moved,
+            reasons.get(kind, health.error),
         )
+
+    @staticmethod
+    def _judge(seat: Seat, kind: Trouble, jobs: Sequence[RouterJob]) -> int:
+        """Note in the requests what the end of their replica says about them; return how many
+        continue from what it handed back."""
+        departure, blamed, moved = seat.replica.departure, seat.replica.blamed, 0
+        for job in jobs:
+            if departure is not None:
+                partial = departure.partials.get(job.inner) if job.inner is not None else None
+                job.moved(partial)
+                moved += partial is not None
+            elif job.request.request_id not in blamed:
+                continue
+            elif kind is Trouble.DEAD:
+                job.died.append(seat.number)
+            elif kind is Trouble.CUT_OFF:
+                job.cut_off += 1
+        return moved
 
     def _is_to_blame(self, jobs: Sequence[RouterJob]) -> bool:
         """Return whether the only request of a replica caused its death.
@@ -261,14 +372,22 @@ class Fleet:
         Not if as many requests were blamed in a row as a replica may restart: then the replicas
         fail whatever they are given.
         """
-        alone = len(jobs) == 1 and len(jobs[0].died) > SUSPECT_AFTER
+        alone = len(jobs) == 1 and jobs[0].to_blame
         return alone and self._blamed_in_a_row < self.limits.restarts
+
+    def _remove(self, seat: Seat) -> None:
+        """Take the seat of a replica away that nobody can replace; what it counted stays."""
+        with self.lock:
+            self._totals.change(self._readings())
+            self.seats = tuple(s for s in self.seats if s is not seat)
+            del self._by_number[seat.number]
+        log.warning("sampler %d is gone; %d are there", seat.number, len(self.seats))
 
     def _give_up(self, seat: Seat) -> None:
         seat.lost = True
         self._count("samplers_lost", 1)
         log.error("sampler %d is given up after %d restarts", seat.number, seat.restarts)
-        if all(s.lost for s in self.seats):
+        if all(s.lost for s in self.seats) and self._wait_s is None:
             cause = seat.replica.error
             raise RolloutError(
                 f"no sampler is left: the last one failed {seat.restarts + 1} times in a row "

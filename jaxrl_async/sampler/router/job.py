@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ log = logging.getLogger(__name__)
 
 SUSPECT_AFTER = 2
 """Deaths of replicas that had a request on the device, after which it is tried alone."""
+SUSPECT_AFTER_CUTS = 5
+"""Lost connections in a row to replicas that had a request on the device, after which it is tried
+alone: the processes may have been killed by what it made them do."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,22 +28,36 @@ class RouterJob:
     begun: Partial | None = None  # where to continue; None: at the prompt
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
+    order: int = field(default_factory=itertools.count().__next__)  # of asking
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it
     avoid: int | None = None  # seat whose replica drew a log-prob that is not finite
     died: list[int] = field(default_factory=list)  # seats whose replicas died with it on the device
+    cut_off: int = 0  # connections in a row that were lost with it on the device
 
     @property
     def suspect(self) -> bool:
         """Whether it must be tried alone."""
-        return len(self.died) >= SUSPECT_AFTER
+        return len(self.died) >= SUSPECT_AFTER or self.cut_off >= SUSPECT_AFTER_CUTS
+
+    @property
+    def to_blame(self) -> bool:
+        """Whether it was a suspect before its replica's end; if it was alone there, it caused
+        that."""
+        return len(self.died) > SUSPECT_AFTER or self.cut_off > SUSPECT_AFTER_CUTS
+
+    def moved(self, partial: Partial | None) -> None:
+        """Take note that a replica left and handed it back, so that nothing is drawn again; None:
+        it had drawn nothing there."""
+        self.cut_off = 0
+        self.begun = self.begun if partial is None else partial
 
     def settle(self, result: Completion | BaseException) -> None:
         """Set the result of the caller's future, on the caller's own loop."""
         if self.loop is None:
-            _set(self.future, result)
+            fulfil(self.future, result)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-                self.loop.call_soon_threadsafe(_set, self.future, result)
+                self.loop.call_soon_threadsafe(fulfil, self.future, result)
 
 
 def job_for_thread(given: Request | Partial) -> RouterJob:
@@ -54,10 +72,12 @@ def job_for_loop(given: Request | Partial, loop: asyncio.AbstractEventLoop) -> R
 
 def refusal(job: RouterJob, cause: BaseException | None) -> RolloutError:
     """Return the error for a request that is to blame for the deaths of replicas."""
+    ends = f"{len(job.died)} samplers died that had it on the device"
+    if job.cut_off > SUSPECT_AFTER_CUTS:
+        ends = f"the connections to {job.cut_off} samplers in a row were lost that had it"
     error = RolloutError(
-        f"request {job.request.request_id}: {len(job.died)} samplers died that had it on the "
-        f"device, the last with nothing else to do ({cause}). It is not tried again: look at what "
-        "it asks."
+        f"request {job.request.request_id}: {ends}, the last with nothing else to do ({cause}). It "
+        "is not tried again: look at what it asks."
     )
     error.__cause__ = cause
     return error
@@ -71,7 +91,8 @@ def _job(
     return RouterJob(request=given, future=future, loop=loop)
 
 
-def _set(future: Any, result: Completion | BaseException) -> None:
+def fulfil(future: Any, result: Any) -> None:
+    """Set a future's result, or the exception given in its place, unless it is cancelled."""
     try:
         if isinstance(result, BaseException):
             future.set_exception(result)

@@ -9,26 +9,33 @@ Replicas know nothing of each other; each swaps weights on its own. Requests of 
 by a pure function of what was dealt before and of which requests are answered (dealing.py), so
 equal calls to idle replicas are dealt equally.
 
+Replicas in processes of their own come (Router.join) and go. One that leaves hands back its running
+requests, which continue elsewhere: nothing is drawn again. Its seat is removed when it leaves or
+fails; while no replica is there requests wait, up to a limit.
+
 A request that a failed replica had begins again from its prompt in another: its randomness is keyed
 by identity, so the same weights draw the same tokens. A request that was on the device of two
 replicas when they died is then tried alone: if that replica dies too, the request is to blame and
 is refused. If one request after another is blamed and none is answered, the replicas fail whatever
-they are given, and are given up. Each caller gets exactly one answer; what a replica answers after
-it was taken out is ignored. One thread looks after the replicas; supervise.py decides what it does,
-and when.
+they are given, and are given up. A lost connection is no request's fault, unless it is lost again
+and again with the same request on the device (job.py). Each caller gets exactly one answer; what a
+replica answers after it was taken out is ignored. One thread looks after the replicas; supervise.py
+decides what it does, and when.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Self
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Clock, Replica
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
+from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.dealing import Dealer, unrecorded
 from jaxrl_async.sampler.router.dispatch import Dispatcher
 from jaxrl_async.sampler.router.fleet import Fleet
@@ -42,6 +49,14 @@ LOOK_S = 0.2
 """Time between two checks of the replicas, seconds; a death is noticed at once."""
 JOIN_S = 10.0
 """Longest wait for the thread that looks after the replicas, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """What a router has to know without any replica, for replicas that come and go."""
+
+    check: RequestCheck  # of the requests, whichever replica will serve them
+    wait_s: float = 600.0  # longest time without any replica
 
 
 class Router:
@@ -61,18 +76,27 @@ class Router:
         count: Callable[[str, int], None] = lambda name, number: None,
         clock: Clock = time.monotonic,
         recorded: Callable[[str], int | None] | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         """Seat the replicas; start() starts them.
 
         Args:
-            samplers: The replicas, at least one; all serve the same requests.
+            samplers: The replicas, at least one unless `elastic`; all serve the same requests.
             limits: When a replica is taken out, and when it is given up. None: the defaults.
             count: Called with the name of each fault and how often (metrics.fault_counts).
             clock: Seconds, monotone.
             recorded: In a replay, returns the number of the replica for a request; if it returns
                 None, or there is no function, one is chosen.
+            elastic: For replicas that join and leave; None: it ends with its last replica.
         """
-        self.fleet = Fleet(samplers, limits=limits or RestartLimits(), count=count, clock=clock)
+        self._elastic = elastic
+        self.fleet = Fleet(
+            samplers,
+            limits=limits or RestartLimits(),
+            count=count,
+            clock=clock,
+            wait_s=None if elastic is None else elastic.wait_s,
+        )
         self._lifetime = Lifetime(self, Router.look_after, name="router")
         self._dispatcher = Dispatcher(self.fleet, Dealer(recorded or unrecorded), self._lifetime)
         self._started = False
@@ -95,7 +119,7 @@ class Router:
     @property
     def seed(self) -> int | None:
         """Seed of every replica (ports.Generate)."""
-        return self.samplers[0].seed
+        return self.samplers[0].seed if self._elastic is None else self._elastic.check.room.seed
 
     @property
     def error(self) -> BaseException | None:
@@ -112,6 +136,18 @@ class Router:
         self._started = True
         if own_thread:
             self._lifetime.start()
+
+    def join(self, replica: Replica) -> int:
+        """Take a replica in, at any time: it gets its share of the requests that no other has
+        begun. Return its seat's number. Raises Closed, and the error that ended the router."""
+        with self.fleet.lock:
+            self._lifetime.check_open("the samplers are closed")
+            if self._started:
+                replica.start()
+            number = self.fleet.join(replica)
+            self.fleet.take_back()
+        self._lifetime.wake.set()
+        return number
 
     def close(self) -> None:
         """Stop every replica; requests that are not done fail with Closed. Idempotent."""
@@ -189,11 +225,14 @@ class Router:
             at_work = [seat.replica for seat in self.fleet.seats if seat.at_work]
             jobs = self.fleet.jobs
         partials = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
-        for sampler in at_work:
-            try:
-                partials |= {p.request.request_id: p for p in sampler.progress()}
-            except Exception as error:
-                log.warning("a sampler does not report its progress: %s", error)
+        remote = [replica for replica in at_work if not replica.replaceable]
+        with ThreadPoolExecutor(max(1, len(remote))) as pool:  # one may keep us waiting
+            reports = [pool.submit(replica.progress) for replica in remote]
+            for sampler in at_work:
+                if sampler.replaceable:
+                    partials |= _reported(sampler.progress)
+            for report in reports:
+                partials |= _reported(report.result)
         return tuple(partials.values())
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
@@ -215,6 +254,8 @@ class Router:
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the replicas serve them; works while none is at work."""
         self._lifetime.check_process()
+        if self._elastic is not None:
+            return self._elastic.check.checked(requests)
         return self.samplers[0].checked(requests)
 
     def _submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
@@ -271,7 +312,17 @@ class Router:
         backoff is over."""
         for seat in self.fleet.seats:
             self.fleet.retire(seat)
+        self.fleet.watch_vacancy()
         self._dispatcher.deal_waiting()
         for seat in self.fleet.seats:
             if self.fleet.restart(seat):
                 self._dispatcher.deal_waiting()
+
+
+def _reported(report: Callable[[], tuple[Partial, ...]]) -> dict[str, Partial]:
+    """Return what a replica reports, by request; nothing if it cannot."""
+    try:
+        return {p.request.request_id: p for p in report()}
+    except Exception as error:
+        log.warning("a sampler does not report its progress: %s", error)
+        return {}

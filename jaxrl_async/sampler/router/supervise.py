@@ -1,14 +1,18 @@
 """When a replica is taken out, restarted, or given up. Pure: no clock, no thread.
 
 well ──trouble──> out ──backoff──> restarted ──an hour without trouble──> its restarts are forgotten
-                   └── restarted too often in that time ──> lost
+                   ├── restarted too often in that time ──> lost
+                   └── in a process of its own ──> removed: it may join again, in a new seat
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.metrics.fault_counts import backoff_s
 
+REMIND_S = 60.0
+"""Time between two messages that no sampler is there, seconds."""
 FORGIVEN_S = 3600.0
 """Time without trouble after which earlier restarts no longer count, seconds."""
 
@@ -33,6 +37,8 @@ class Health:
     nonfinite: int = 0  # refused completions in a row
     restarts: int = 0  # in a row
     out_s: float | None = None  # since it was taken out; None: it is at work
+    left: bool = False  # on its own accord
+    replaceable: bool = True  # see ports.Replica
 
 
 class Act(StrEnum):
@@ -42,11 +48,14 @@ class Act(StrEnum):
     TAKE_OUT = "take out"
     START = "start again"
     GIVE_UP = "give up"
+    REMOVE = "remove"
 
 
 class Trouble(StrEnum):
-    """How a replica has failed."""
+    """How a replica has failed, or ended otherwise."""
 
+    LEFT = "left"
+    CUT_OFF = "cut off"
     DEAD = "dead"
     HANGS = "hangs"
     NONFINITE = "nonfinite"
@@ -54,8 +63,10 @@ class Trouble(StrEnum):
 
 def trouble(health: Health, limits: RestartLimits) -> Trouble | None:
     """Return how a replica at work has failed, None if it is well."""
+    if health.left:
+        return Trouble.LEFT
     if health.error is not None:
-        return Trouble.DEAD
+        return Trouble.CUT_OFF if isinstance(health.error, Disconnected) else Trouble.DEAD
     if health.working and health.quiet_s > limits.hang_s:
         return Trouble.HANGS
     if health.nonfinite >= limits.nonfinite_in_a_row:
@@ -67,7 +78,14 @@ def decide(health: Health, limits: RestartLimits) -> Act:
     """Return what to do next with a replica."""
     if health.out_s is None:
         return Act.NOTHING if trouble(health, limits) is None else Act.TAKE_OUT
+    if not health.replaceable:
+        return Act.REMOVE
     if health.restarts >= limits.restarts:
         return Act.GIVE_UP
     ready = health.out_s >= backoff_s(limits.backoff_s, health.restarts)
     return Act.START if ready else Act.NOTHING
+
+
+def messages_due(empty_s: float) -> int:
+    """Return how often it must have been said that no sampler is there, after so many seconds."""
+    return 1 + int(empty_s // REMIND_S)

@@ -5,14 +5,15 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed, Disconnected, RolloutError
+from jaxrl_async.ports import Departure
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Completion, Partial, Request
 
 
 class ScriptedReplica:
-    """A ports.Replica without a thread: it hangs until the test calls answer() or die().
+    """A ports.Replica without a thread: it hangs until the test calls answer(), die() or leave().
 
     Attributes:
         name: Its name; its successor's has one more prime.
@@ -21,14 +22,19 @@ class ScriptedReplica:
         abandoned: Whether it was abandoned.
         starts: How often it was started.
         partials: The result of progress().
+        replaceable: False: as if in a process of its own.
+        departure: Set by leave().
+        unsent: As the test sets it.
     """
 
     has_logprobs = True
     seed = 0
     places = 4
 
-    def __init__(self, name: str = "replica") -> None:
-        self.name = name
+    def __init__(self, name: str = "replica", *, replaceable: bool = True) -> None:
+        self.name, self.replaceable = name, replaceable
+        self.departure: Departure | None = None
+        self.unsent: tuple[Future[Completion], ...] = ()
         self.held: list[tuple[Request | Partial, Future[Completion]]] = []
         self.blocks = self.starts = 0
         self.abandoned = False
@@ -107,6 +113,16 @@ class ScriptedReplica:
         """End as a replica's thread does: set `error` and `blamed`, then fail the futures."""
         self.blamed = frozenset(self.held_ids)
         self.error = error or ValueError("broken")
+        self._fail(self.error)
+
+    def leave(self, partials: Sequence[Partial] = ()) -> None:
+        """Hand back these requests, and end."""
+        drawn = {p.request.request_id: p for p in partials}
+        held = [(_request(given).request_id, future) for given, future in self.held]
+        self.departure = Departure(
+            reason="told to", partials={f: drawn[i] for i, f in held if i in drawn}
+        )
+        self.error = Disconnected("told to")
         self._fail(self.error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,0 +1,67 @@
+"""Rules about samplers in processes of their own (mesh.samplers_in, remote). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+
+rule = RuleBook()
+
+
+@rule("mesh")
+def colocated_samplers_are_threads(config: Config) -> Iterator[str]:
+    """Require samplers on the trainer's devices to be threads of its process."""
+    mesh = config.mesh
+    if mesh.colocated and mesh.remote:
+        yield (
+            f"mesh.colocated puts the sampler on the trainer's devices, and mesh.samplers_in="
+            f"{mesh.samplers_in} gives it devices of its own. Set one of them to its default."
+        )
+
+
+@rule(job="rl")
+def a_replay_has_its_samplers_in_threads(config: Config) -> Iterator[str]:
+    """Require the samplers of a replay in this process: others do not record what they do."""
+    if config.run.replay_schedule is not None and config.mesh.remote:
+        yield (
+            f"run.replay_schedule prescribes what each sampler does, which one of "
+            f"mesh.samplers_in={config.mesh.samplers_in} does not follow. Set it to threads; at "
+            "staleness.max_staleness=0 the numbers are the same, bit for bit."
+        )
+
+
+@rule("remote")
+def the_folder_transfer_has_a_folder(config: Config) -> Iterator[str]:
+    """Require a folder exactly for transfer=folder."""
+    remote = config.remote
+    if (remote.transfer == "folder") != (remote.folder is not None):
+        yield (
+            f"remote.folder ({remote.folder}) and remote.transfer ({remote.transfer}) do not match:"
+            " transfer=folder needs a folder that all machines see, and nothing else reads one."
+        )
+
+
+@rule("remote")
+def tls_has_all_its_files(config: Config) -> Iterator[str]:
+    """Require all three files for encrypted connections, or none."""
+    files = {
+        f"remote.tls_{name}": getattr(config.remote, f"tls_{name}")
+        for name in ("certificate", "key", "authority")
+    }
+    missing = [key for key, file in files.items() if file is None]
+    if missing and len(missing) < len(files):
+        yield (
+            f"{' and '.join(missing)} must be set, too: encrypted connections need a certificate, "
+            "its key, and the authority of the other side."
+        )
+
+
+@rule(job="rl")
+def the_least_number_of_samplers_is_started(config: Config) -> Iterator[str]:
+    """Require the run to start as many processes as it waits for."""
+    mesh, least = config.mesh, config.remote.least
+    if mesh.samplers_in == "processes" and least > mesh.samplers:
+        yield (
+            f"remote.least ({least}) is more than the {mesh.samplers} processes that mesh.samplers "
+            "starts: the run would wait for ever. Lower it, or raise mesh.samplers."
+        )

@@ -1,0 +1,161 @@
+"""One simulated sampler: its sequences as columns, and what a decode block draws."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxrl_async.plan.pipeline import Histogram
+
+Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+LEFT, DRAWN, VERSIONS, GROUP, OLDEST, BEGUN, BEGUN_VERSIONS, MARK = range(8)
+"""Rows of a sequence's column: tokens left to draw | tokens drawn | sum of their versions | group's
+number | version of the first, -1: none | tokens drawn, and sum of their versions, when it was dealt
+to this sampler | prefilled tokens, since the sampler's start, after which it can decode."""
+
+
+class SimulatedSampler:
+    """One sampler, and its sequences in order of admission."""
+
+    def __init__(self, number: int, places: int, *, version: int = 0, now: float = 0.0) -> None:
+        self.number = number
+        self.seqs: Longs = np.zeros((8, places), np.int64)
+        self.held = 0  # columns in use
+        self.queue: deque[Longs] = deque()  # waiting answers, those of one group together
+        self.version = version
+        self.staged: int | None = None  # a version in transfer, or arrived
+        self.arrives_s = 0.0
+        self.to_prefill = self.prefilled = 0  # tokens, since the start
+        self.idle_since: float | None = now
+        self.idle_s = 0.0
+        self.called = False  # a wake event is pending
+        self.leaves = False  # after the running block
+        self.gone = False
+
+    def place(self, prompt_tokens: int) -> None:
+        """Move the longest waiting into free columns; members moved together share a prefill of
+        their prompt, and what they have drawn elsewhere is prefilled, too."""
+        free = self.seqs.shape[1] - self.held
+        while self.queue and free:
+            waiting = self.queue[0]
+            new = waiting[:, :free]
+            start, end = self.held, self.held + new.shape[1]
+            columns = self.seqs[:, start:end]
+            columns[:] = new
+            if columns[BEGUN].any():
+                columns[MARK] = self.to_prefill + prompt_tokens + columns[BEGUN].cumsum()
+                self.to_prefill = int(columns[MARK, -1])
+            else:
+                self.to_prefill += prompt_tokens
+                columns[MARK] = self.to_prefill
+            oldest = columns[OLDEST]
+            columns[OLDEST] = np.where(oldest < 0, self.version, np.minimum(oldest, self.version))
+            if new.shape[1] < waiting.shape[1]:
+                self.queue[0] = waiting[:, free:]
+            else:
+                self.queue.popleft()
+            self.held, free = end, free - new.shape[1]
+
+    def unsent(self, room: int) -> list[Longs]:
+        """Remove and return the waiting answers that come after the first `room` of all."""
+        room -= self.held
+        sent, unsent = deque[Longs](), list[Longs]()
+        for columns in self.queue:
+            (sent if room > 0 else unsent).append(columns)
+            room -= columns.shape[1]
+        self.queue = sent
+        return unsent
+
+    def decodable(self) -> Longs:
+        """Return [n] tokens left of the sequences that are prefilled, the oldest first."""
+        ready = int(np.searchsorted(self.seqs[MARK, : self.held], self.prefilled, "right"))
+        return self.seqs[LEFT, :ready]
+
+    def drew(self, drawn: Longs) -> list[list[int]]:
+        """Count the drawn tokens [n] of a block; remove and return the finished answers, each
+        [tokens, sum of versions, group's number, oldest version]."""
+        seqs, n = self.seqs, len(drawn)
+        seqs[:3, :n] += drawn * np.array([[-1], [1], [self.version]])
+        ends = np.flatnonzero(seqs[LEFT, :n] == 0)
+        done: list[list[int]] = seqs[DRAWN:BEGUN, ends].T.tolist()
+        if done:
+            held = seqs[:, : self.held]
+            kept = held.compress(held[LEFT] > 0, axis=1)
+            self.held = kept.shape[1]
+            seqs[:, : self.held] = kept
+        return done
+
+    def hand_back(self, *, with_tokens: bool) -> tuple[list[Longs], int]:
+        """Give up all sequences; return them by group, and how many drawn tokens are lost.
+
+        with_tokens: they continue elsewhere; otherwise each begins as it was dealt to this sampler.
+        """
+        held, lost = self.seqs[:, : self.held].copy(), 0
+        if not with_tokens:
+            again = held[DRAWN] - held[BEGUN]
+            lost = int(again.sum())
+            held[LEFT] += again
+            held[DRAWN], held[VERSIONS] = held[BEGUN], held[BEGUN_VERSIONS]
+            held[OLDEST][held[DRAWN] == 0] = -1
+        held[BEGUN], held[BEGUN_VERSIONS] = held[DRAWN], held[VERSIONS]
+        held[OLDEST][held[DRAWN] == 0] = -1
+        numbers = dict.fromkeys(held[GROUP].tolist())
+        groups = [held[:, held[GROUP] == number] for number in numbers]
+        groups += self.queue
+        self.held, self.queue = 0, deque()
+        return groups, lost
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens drawn of the sequences that it holds, or that wait here."""
+        return int(self.seqs[DRAWN, : self.held].sum()) + drawn_of(self.queue)
+
+
+def drawn_of(waiting: "deque[Longs] | list[Longs]") -> int:
+    """Return the tokens drawn of waiting sequences."""
+    return sum(int(columns[DRAWN].sum()) for columns in waiting)
+
+
+def fresh_sequences(group: int, lengths: Doubles) -> Longs:
+    """Return the columns of a group's answers, of which nothing is drawn."""
+    columns = np.zeros((8, len(lengths)), np.int64)
+    columns[LEFT], columns[GROUP], columns[OLDEST] = lengths, group, -1
+    return columns
+
+
+def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
+    """Simulate one decode block; return (tokens drawn by each [n], steps run, rows).
+
+    left: [n] tokens that each sequence may still draw, >= 1, oldest first. The first `slots` of
+    them have rows; a finished row is taken over by the next of the others at the next step. The
+    block ends early if no row runs.
+    """
+    rows = min(len(left), slots)
+    drawn = np.zeros(len(left), np.int64)
+    drawn[:rows] = np.minimum(left[:rows], block)
+    steps = int(drawn[:rows].max(initial=0))
+    if rows < len(left):
+        free = drawn[:rows][drawn[:rows] < block].tolist()  # steps at which a row becomes free
+        heapq.heapify(free)
+        for i in range(rows, len(left)):
+            if not free:
+                break
+            start = heapq.heappop(free)
+            drawn[i] = min(int(left[i]), block - start)
+            end = start + int(drawn[i])
+            steps = max(steps, end)
+            if end < block:
+                heapq.heappush(free, end)
+    return drawn, steps, rows
+
+
+def drawing(histogram: Histogram, rng: np.random.Generator) -> Callable[[int], Doubles]:
+    """Return a function that draws n random values [n]."""
+    values = np.asarray(histogram.values, np.float64)
+    edges = np.cumsum(histogram.weights) / np.sum(histogram.weights)
+    edges[-1] = 1.0
+    return lambda n: values[np.searchsorted(edges, rng.random(n), "right")]

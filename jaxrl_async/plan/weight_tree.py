@@ -1,0 +1,180 @@
+"""Who sends a version of the weights to which sampler: a tree that repairs itself. Pure, no clock.
+
+    trainer ──> 0 ──> 2 ──> 6 ...      each sends a version to `fanout` others, pieces of it as soon
+           │     └──> 3                as it has them itself
+           └──> 1 ──> 4, 5
+
+The rules are those of weights/remote: places in the order of the offers; a sampler fetches one
+version at a time, and is offered the newest one once it draws from that; at most two versions are
+offered at a time, and a newer one replaces one that waits for that. If a source goes, those to
+which it was sending go on with the next one above it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jaxrl_async.plan.pipeline import TransferTree
+
+TRAINER = -1
+"""The trainer's number as a source."""
+EPSILON_S = 1e-9
+KEPT = 2
+"""Most versions that are fetched at once."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sending:
+    """One transfer of a version to a sampler."""
+
+    version: int
+    sampler: int
+    sources: list[int]  # samplers above it, nearest first
+    part: float = 1.0  # of the bytes, that its present source sends
+    began_s: float = 0.0  # with its present source
+    ends_s: float = 0.0  # if its source has everything when it is needed
+    children: int = 0  # to which the sampler sends
+
+    @property
+    def source(self) -> int:
+        """The number of the sampler that sends, or TRAINER."""
+        return self.sources[0] if self.sources else TRAINER
+
+
+@dataclass(slots=True, kw_only=True)
+class _Spread:
+    """One version's way through the fleet."""
+
+    trainer_children: int = 0
+    places: list[Sending] = field(default_factory=list)  # in the order of the offers
+    by_sampler: dict[int, Sending] = field(default_factory=dict)
+
+
+class WeightTree:
+    """All transfers, and who waits for one."""
+
+    def __init__(self, tree: TransferTree) -> None:
+        self._tree = tree
+        self.sent_bytes = 0.0  # by the trainer, since the start
+        self.moved = 0  # transfers that went on with another source
+        self.replaced = 0  # versions that were never offered: a newer one came
+        self.under_way: dict[int, Sending] = {}  # by sampler
+        self._newest = 0
+        self._pending: int | None = None
+        self._spreads = {0: _Spread()}
+        self._fetched: Counter[int] = Counter()  # transfers under way, by version
+        self._takers: dict[int, None] = {}  # can begin now, in the order in which they asked
+        self._content: dict[int, None] = {}  # have the newest version, and room for the next
+
+    def publish(self, version: int) -> None:
+        """Offer a newer version from now on."""
+        self.replaced += self._pending is not None
+        self._pending = version
+
+    def ready(self, sampler: int, version: int) -> None:
+        """Take note that a sampler has room for a version that is newer than this one."""
+        (self._takers if version < self._newest else self._content)[sampler] = None
+
+    def start(self, now: float) -> list[Sending]:
+        """Start all transfers that can begin, and return them."""
+        if self._pending is not None and len(self._fetched) < KEPT:
+            self._newest, self._pending = self._pending, None
+            self._spreads = {v: s for v, s in self._spreads.items() if v in self._fetched}
+            self._spreads[self._newest] = _Spread()
+            self._takers |= self._content
+            self._content = {}
+        spread, takers = self._spreads[self._newest], self._takers
+        self._takers = {}
+        new = [self._offer(spread, sampler) for sampler in takers]
+        for sending in new:
+            self._set_times(sending, now)
+        return new
+
+    def _offer(self, spread: _Spread, sampler: int) -> Sending:
+        parent = len(spread.places) // self._tree.fanout - 1
+        sources = []
+        if parent >= 0:
+            above = spread.places[parent]
+            sources = [above.sampler, *above.sources]
+        sending = Sending(version=self._newest, sampler=sampler, sources=sources)
+        spread.places.append(sending)
+        spread.by_sampler[sampler] = self.under_way[sampler] = sending
+        self._fetched[self._newest] += 1
+        self._count_child(sending, 1)
+        return sending
+
+    def look(self, sending: Sending, now: float) -> float | None:
+        """Return in how many seconds to look again for this transfer; 0: it is done now; None: it
+        will not be."""
+        if self.under_way.get(sending.sampler) is not sending:
+            return None
+        left_s = self._ends_s(sending) - now
+        if left_s > EPSILON_S:
+            return left_s
+        self._end(sending, now)
+        return 0.0
+
+    def _ends_s(self, sending: Sending) -> float:
+        """Return when a transfer ends: not before the source has everything itself."""
+        above = self._spreads[sending.version].by_sampler.get(sending.source)
+        if above is None or self.under_way.get(above.sampler) is not above:
+            return sending.ends_s
+        return max(sending.ends_s, self._ends_s(above) + self._tree.hop_s)
+
+    def gone(self, sampler: int, now: float) -> list[Sending]:
+        """Take a sampler out; return the transfers that go on with another source."""
+        self._takers.pop(sampler, None)
+        self._content.pop(sampler, None)
+        if (sending := self.under_way.get(sampler)) is not None:
+            self._end(sending, now)
+        for spread in self._spreads.values():
+            if (place := spread.by_sampler.pop(sampler, None)) is not None:
+                spread.places.remove(place)
+        moved = []
+        for other in self.under_way.values():
+            if other.source == sampler:
+                other.part *= 1 - self._progress(other, now)
+                moved.append(other)
+            if sampler in other.sources:
+                other.sources.remove(sampler)
+        for other in moved:
+            self._count_child(other, 1)
+            self._set_times(other, now)
+        self.moved += len(moved)
+        return moved
+
+    def _count_child(self, sending: Sending, count: int) -> None:
+        """Count one child more, or less, of its source."""
+        spread = self._spreads[sending.version]
+        above = spread.by_sampler.get(sending.source)
+        if above is None:
+            spread.trainer_children += count
+        else:
+            above.children += count
+
+    def _set_times(self, sending: Sending, now: float) -> None:
+        tree, spread = self._tree, self._spreads[sending.version]
+        above = spread.by_sampler.get(sending.source)
+        if above is None:
+            rate = tree.trainer_bytes_per_s / spread.trainer_children
+        else:
+            rate = tree.sampler_bytes_per_s / above.children
+        rate = min(rate, tree.sampler_bytes_per_s)
+        sending.began_s = now
+        sending.ends_s = now + tree.hop_s + sending.part * tree.num_bytes / rate
+
+    def _progress(self, sending: Sending, now: float) -> float:
+        """Return the share of its part that the present source has sent; count the trainer's."""
+        taken_s = sending.ends_s - sending.began_s
+        share = min(1.0, (now - sending.began_s) / taken_s) if taken_s > 0 else 1.0
+        if sending.source == TRAINER:
+            self.sent_bytes += share * sending.part * self._tree.num_bytes
+        return share
+
+    def _end(self, sending: Sending, now: float) -> None:
+        """Take a transfer off the books, done or not."""
+        self._progress(sending, now)
+        self._count_child(sending, -1)
+        del self.under_way[sending.sampler]
+        self._fetched[sending.version] -= 1
+        if not self._fetched[sending.version]:
+            del self._fetched[sending.version]

@@ -1,0 +1,160 @@
+"""Samplers in processes of their own: the router and the channel that they join, and, where the run
+starts them itself, the processes."""
+
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.config.schema import Config
+from jaxrl_async.mesh import TRAINER_RULES, shardings
+from jaxrl_async.model.spec import Params
+from jaxrl_async.run.builders.devices import cache_folder
+from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.samplers import (
+    Sampling,
+    make_router,
+    sampler_settings,
+    sent_weights,
+)
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.remote.local_samplers import LocalSamplers
+from jaxrl_async.run.remote.members import Invitation, Members
+from jaxrl_async.run.remote.pinning import place_of_sampler
+from jaxrl_async.sampler.request_checks import RequestCheck
+from jaxrl_async.sampler.router.router import Elastic
+from jaxrl_async.sampler.setup import kv_plan, room_of
+from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.conversion import PrivateCopy
+from jaxrl_async.weights.manifest import manifest_of
+from jaxrl_async.weights.remote.outbox import WeightOutbox
+from jaxrl_async.weights.remote.transports import make_offering
+from jaxrl_async.wire.secret import read_secret
+from jaxrl_async.wire.tls import read_tls
+
+LOGS = "samplers"
+"""Folder of the output of the processes that a run starts, in the run's folder."""
+
+log = logging.getLogger(__name__)
+
+
+def make_remote_sampling(
+    config: Config,
+    inputs: Inputs,
+    params: Params,
+    version: int,
+    gate: ReplayBuffer,
+    lockstep: Lockstep,
+    folder: Path,
+) -> Sampling:
+    """Make the router and the channel that samplers join; the first process listens for them.
+
+    Args:
+        config: remote, mesh, sampler, weights, faults, and the seed.
+        inputs: the policy's spec, the slices, and the counts of faults.
+        params: the policy's weights on the trainer's slice.
+        version: of these weights.
+        gate: notified when a version is live in every sampler.
+        lockstep: the processes of the trainer.
+        folder: the run's.
+    """
+    remote, faults, spec = config.remote, inputs.faults, inputs.spec
+    settings = sampler_settings(config, spec)
+    sent = sent_weights(config.weights, config.model, spec)
+    secret = read_secret() or _own_secret(config)
+    offering = make_offering(
+        remote,
+        run=config.run.name,
+        secret=secret,
+        local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
+    )
+    channel = WeightChannel(
+        outbox=WeightOutbox(
+            PrivateCopy(
+                shardings(sent.table, inputs.slices.trainer, TRAINER_RULES), sent.conversion
+            ),
+            offering,
+            remote,
+            checksum=config.weights.checksum,
+            count=faults.add,
+        ),
+        on_live=gate.set_live,
+        version=version,
+        count=faults.add,
+    )
+    channel.begin(params)
+    check = RequestCheck(
+        room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
+    )
+    router = make_router(
+        config.faults, (), faults, elastic=Elastic(check=check, wait_s=remote.wait_s)
+    )
+    probe = None if settings.probe is None else settings.probe.token_ids
+    if not lockstep.plays:
+        return Sampling(router=router, channel=channel, probe=probe)
+    plan = kv_plan(spec, config.sampler, settings.dtype)
+    members = Members(
+        Invitation(
+            config=config,
+            spec=spec,
+            layout_hash=manifest_of(sent.lowered).layout_hash,
+            places=plan.slots + plan.reserve,
+        ),
+        channel,
+        router,
+        check,
+        secret=secret,
+        tls=read_tls(remote),
+        count=faults.add,
+    )
+    members.announce(folder)
+    processes = None
+    if config.mesh.samplers_in == "processes":
+        processes = local_samplers(config, members, secret, folder / LOGS, faults.add)
+    return Sampling(
+        router=router, channel=channel, probe=probe, members=members, processes=processes
+    )
+
+
+def local_samplers(
+    config: Config,
+    members: Members,
+    secret: bytes,
+    logs: Path,
+    count: Callable[[str], None],
+) -> LocalSamplers:
+    """Start the sampler processes of this machine.
+
+    Args:
+        config: mesh, remote and faults.
+        members: whom they join.
+        secret: that they show.
+        logs: folder of their output.
+        count: called with the name of each fault.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    platform = jax.default_backend()
+    processes = LocalSamplers(
+        address=str(members.here),
+        places=[
+            place_of_sampler(config.mesh, platform, index, cores)
+            for index in range(config.mesh.samplers)
+        ],
+        faults=config.faults,
+        secret=secret.decode(),
+        logs=logs,
+        environment={"JAX_COMPILATION_CACHE_DIR": cache_folder()},
+        count=count,
+    )
+    processes.start()
+    return processes
+
+
+def _own_secret(config: Config) -> bytes:
+    """Return a fresh secret for processes that the run starts itself; none for others."""
+    return secrets.token_hex(32).encode() if config.mesh.samplers_in == "processes" else b""

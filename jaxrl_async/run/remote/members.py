@@ -1,0 +1,210 @@
+"""The trainer's side of samplers in processes of their own: who joins, and what they are told.
+
+    Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a seat of the router
+      ^                                   │                                      │
+      └── refused, with the reason        └── the session ends: the end leaves ──┴─ the seat is gone
+
+The hub listens from the start of the run to its end; its address is in the run's folder.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxrl_async.config.schema import AxesSection, Config
+from jaxrl_async.errors import JoinRefused, RolloutError
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.remote.replica import RemoteReplica
+from jaxrl_async.sampler.request_checks import RequestCheck
+from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.wire.address import Address, advertised_address, write_join_file
+from jaxrl_async.wire.hub import Hub
+from jaxrl_async.wire.messages import Hello, Leave, Prepared, Welcome
+from jaxrl_async.wire.session import WireLimits, WireSession
+from jaxrl_async.wire.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+GOODBYE_S = 5.0
+"""Longest wait for the samplers to go when the run ends, seconds."""
+LOOK_S = 0.1
+"""How often a run that waits for its first samplers looks for a stop, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What every sampler of a run is told, and what its slice is checked against."""
+
+    config: Config
+    spec: ModelSpec
+    layout_hash: str  # of the weights that it will be offered
+    places: int  # requests that a sampler holds at once
+
+    def welcome(self, hello: Hello) -> Welcome:
+        """Return the answer to a sampler. Raises JoinRefused."""
+        axes = dict(hello.mesh) or self.config.mesh.sampler.model_dump()
+        try:
+            shape = AxesSection(**axes)
+        except ValueError as error:
+            raise JoinRefused(f"--mesh of {hello.name} cannot be a sampler's: {error}") from None
+        if shape.context > 1:
+            raise JoinRefused(
+                f"--mesh of {hello.name} has context={shape.context}: a sampler decodes one token "
+                "of each sequence at a time and has no length to divide. Use tensor."
+            )
+        return Welcome(
+            config=self.config.model_dump(mode="json"),
+            spec=dataclasses.asdict(self.spec),
+            mesh=shape.model_dump(),
+            seed=self.config.run.seed,
+            layout_hash=self.layout_hash,
+            run=self.config.run.name,
+        )
+
+
+class Members:
+    """The samplers that have joined a run. Any thread.
+
+    Attributes:
+        address: where samplers join.
+    """
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        channel: WeightChannel,
+        router: Router,
+        check: RequestCheck,
+        *,
+        secret: bytes,
+        tls: TlsFiles | None,
+        count: Callable[[str, int], None],
+    ) -> None:
+        """Listen for samplers.
+
+        Args:
+            invitation: what they are told.
+            channel: where they get their weights from.
+            router: where they get their requests from.
+            check: of the requests.
+            secret: that they must know; empty: none.
+            tls: files for encrypted connections; None: they are not encrypted.
+            count: called with the name of each fault and how often.
+
+        Raises ConfigError: nothing can listen at remote.listen, or it would need a secret.
+        """
+        self._invitation, self._channel, self._router = invitation, channel, router
+        self._check, self._count = check, count
+        self._changed = threading.Condition()
+        self._sessions: dict[str, WireSession] = {}  # by name
+        self._entered = 0  # samplers, since the start
+        self._closing = False
+        remote = invitation.config.remote
+        self._hub = Hub(
+            remote.listen,
+            secret=secret,
+            tls=tls,
+            limits=WireLimits.of(remote),
+            on_join=self._join,
+        )
+        self.address = advertised_address(self._hub.address, remote.advertise)
+
+    @property
+    def here(self) -> Address:
+        """The address for processes of this machine."""
+        return self._hub.address
+
+    def announce(self, folder: Path) -> None:
+        """Write the address into the run's folder, and say it on the log."""
+        write_join_file(folder, self.address, self._invitation.config.run.name)
+        log.info("samplers join at %s", self.address)
+
+    def wait_for_least(self, stop: Stop) -> None:
+        """Wait until remote.least samplers draw, or a stop is asked for.
+
+        Raises RolloutError after remote.wait_s.
+        """
+        remote = self._invitation.config.remote
+        end, told = time.monotonic() + remote.wait_s, False
+        while not stop.is_set():
+            with self._changed:
+                if self._changed.wait_for(lambda: self._entered >= remote.least, LOOK_S):
+                    return
+                entered = self._entered
+            if not told:
+                told = True
+                log.warning("waiting for %d samplers at %s", remote.least - entered, self.address)
+            if time.monotonic() > end:
+                raise RolloutError(
+                    f"{entered} samplers joined within remote.wait_s ({remote.wait_s:g} s), and "
+                    f"remote.least is {remote.least}. Start them with `python -m "
+                    f"jaxrl_async.sample --join {self.address}`, or look at their output."
+                )
+
+    def close(self) -> None:
+        """Tell all samplers that the run has ended, and listen no more. Idempotent."""
+        with self._changed:
+            self._closing = True
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if session.ended is None:
+                try:
+                    session.send(Leave(reason="the run has ended"))
+                except ConnectionError as error:
+                    log.debug("%s: %s", session.peer, error)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sessions, GOODBYE_S)
+        self._hub.close("the run has ended")
+
+    def _join(self, session: WireSession, hello: Hello) -> Welcome:
+        """Take in a sampler that has proved the secret. Raises JoinRefused."""
+        welcome = self._invitation.welcome(hello)
+        with self._changed:
+            if self._closing:
+                raise JoinRefused("the run is about to end")
+            earlier = self._sessions.get(hello.name)
+            if earlier is not None and not hello.rejoins:
+                raise JoinRefused(
+                    f"a sampler called {hello.name!r} is there already: give each its own --name."
+                )
+            self._sessions[hello.name] = session
+        if earlier is not None:
+            earlier.begin_end("it has joined anew over another connection")
+        session.on_end(lambda reason: self._gone(hello.name, session, reason))
+        replica = RemoteReplica(
+            session,
+            self._check,
+            places=self._invitation.places,
+            newest=lambda: self._channel.published_version,
+            count=self._count,
+        )
+        session.on(Prepared, lambda prepared: self._admit(session, hello, prepared, replica))
+        log.info("%s joins (process %d on %s)", hello.name, hello.process, hello.host or "?")
+        return welcome
+
+    def _admit(
+        self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
+    ) -> None:
+        """Offer the weights to a sampler that can take them."""
+        end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
+        end.on_entered(lambda: self._seat(hello, replica))
+
+    def _seat(self, hello: Hello, replica: RemoteReplica) -> None:
+        seat = self._router.join(replica)
+        log.info("%s draws; seat %d", hello.name, seat)
+        with self._changed:
+            self._entered += 1
+            self._changed.notify_all()
+
+    def _gone(self, name: str, session: WireSession, reason: str) -> None:
+        with self._changed:
+            if self._sessions.get(name) is session:
+                del self._sessions[name]
+            self._changed.notify_all()
+        log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)

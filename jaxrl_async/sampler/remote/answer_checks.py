@@ -1,0 +1,139 @@
+"""What a sampler in another process sends, checked where it comes in: an answer must be one that
+the request could have had. Pure host code."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.request_checks import (
+    Room,
+    check_experts,
+    check_masks,
+    checked_ids,
+    checked_partial,
+    num_wanted,
+)
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.types import Completion, Partial, Request, StopReason
+
+LONGEST_TEXT = 2000
+"""Characters of an error's text that are kept."""
+
+
+def checked_completion(
+    completion: Completion, request: Request, room: Room, *, newest: int, stopped: bool
+) -> Completion:
+    """Return the answer under the request's own id. Raises RolloutError, which says what cannot be
+    true of it.
+
+    Args:
+        completion: As it came.
+        request: What was asked.
+        room: The samplers' limits.
+        newest: The newest version that a sampler may have.
+        stopped: Whether the request was told to stop early (ports.Replica.save).
+    """
+    name = f"the answer to request {request.request_id!r}"
+    _check_columns(name, completion, room, newest)
+    count = len(completion.token_ids)
+    _check_stop(name, completion, request, stopped=stopped)
+    for field in ("queued_s", "first_token_s", "latency_s"):
+        if not _is_count(getattr(completion, field)):
+            raise RolloutError(f"{name}: {field} is no time.")
+    drawn = Partial(
+        request=request,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        seed=0,
+        full_logprobs=completion.full_logprobs,
+        kept=completion.kept,
+        expert_ids=completion.expert_ids,
+    )
+    full: Any = drawn.full_logprobs
+    if full is not None and not _is_column(full, np.float32, count):
+        raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
+    check_masks(name, drawn, request, count)
+    check_experts(name, drawn, len(request.token_ids) + count - 1, room)
+    return replace(completion, request_id=request.request_id)
+
+
+def checked_drawn(partial: Any, request: Request, room: Room, *, newest: int) -> Partial:
+    """Return a request that a sampler reports or hands back, under the request's own id and without
+    KV. Raises RolloutError, which says what cannot be true of it."""
+    name = f"what was drawn for request {request.request_id!r}"
+    if not isinstance(partial, Partial):
+        raise RolloutError(f"{name} is a {type(partial).__name__}.")
+    partial = replace(partial, request=request, kv=None, kv_version=None)
+    _check_columns(name, partial, room, newest)
+    return checked_partial(partial, room)
+
+
+def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
+    """Return statistics that came as a mapping. Raises RolloutError unless each is a known field
+    with a finite number from 0 on."""
+    kinds: dict[str, type] = {f.name: type(f.default) for f in fields(SamplerStats)}
+    if not isinstance(values, Mapping) or not kinds.keys() >= values.keys():
+        raise RolloutError("a sampler's statistics have a name that nobody knows.")
+    wrong = [name for name, value in values.items() if not _is_count(value)]
+    if wrong:
+        raise RolloutError(f"a sampler's statistics: {wrong[0]} is no number from 0 on.")
+    numbers: dict[str, Any] = {name: kinds[name](value) for name, value in values.items()}
+    return SamplerStats(**numbers)
+
+
+def checked_text(text: Any) -> str:
+    """Return a text for people, shortened."""
+    return str(text)[:LONGEST_TEXT]
+
+
+def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
+    """Raise RolloutError unless tokens, log-probs and versions are of one length and in range."""
+    if not _is_column(drawn.token_ids, np.int32):
+        raise RolloutError(f"{name}: token_ids is no row of int32.")
+    ids = checked_ids(drawn.token_ids, room.vocab)
+    if isinstance(ids, str):
+        raise RolloutError(f"{name}: token_ids {ids}.")
+    versions = drawn.versions
+    if not _is_column(drawn.logprobs, np.float32, len(ids)):
+        raise RolloutError(f"{name}: logprobs is not one float32 for each of {len(ids)} tokens.")
+    if not _is_column(versions, np.int32, len(ids)):
+        raise RolloutError(f"{name}: versions is not one int32 for each of {len(ids)} tokens.")
+    if len(ids) and (versions[0] < 0 or versions[-1] > newest or (np.diff(versions) < 0).any()):
+        raise RolloutError(
+            f"{name}: versions go from {versions[0]} to {versions[-1]}; they must not fall, and "
+            f"lie between 0 and {newest}, the newest."
+        )
+
+
+def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:
+    """Raise RolloutError unless the answer ends where the request says that it must."""
+    count, wanted, stop = len(completion.token_ids), num_wanted(request), completion.stop
+    stops = () if request.forced_length is not None else request.stop_token_ids
+    ends = np.isin(completion.token_ids, stops)
+    good = count <= wanted and not ends[:-1].any()
+    if stop is StopReason.EOS:
+        good = good and bool(ends[-1:].any())
+    elif stop is StopReason.LENGTH:
+        good = good and count == wanted and not ends.any()
+    else:
+        good = good and stop is StopReason.CANCELLED and stopped
+    if not good:
+        raise RolloutError(
+            f"{name}: {count} tokens that end by {stop!r} are not what was asked for: at most "
+            f"{wanted}, up to the first stop token."
+        )
+
+
+def _is_column(values: Any, dtype: Any, count: int | None = None) -> bool:
+    good = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype
+    return good and (count is None or len(values) == count)
+
+
+def _is_count(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0

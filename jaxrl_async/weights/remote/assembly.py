@@ -1,0 +1,226 @@
+"""Arrays that are put together from pieces in host memory, and read while they still arrive.
+
+Writers fill pieces and report them; the piece server reads whatever has arrived and passes it on.
+The trainer's own shards are an assembly in which everything has arrived.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.weights.manifest import Manifest
+from jaxrl_async.weights.remote.boxes import Box, contains, inside, intersection, volume
+from jaxrl_async.weights.remote.host_sums import MODULUS, host_sum
+from jaxrl_async.weights.remote.pieces import Piece
+
+POLL_S = 0.1
+"""Longest single wait for a piece; conditions are looked at again after it, seconds."""
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the unsigned integer of a dtype's size: NumPy copies its own types many times as fast
+    as bfloat16."""
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A shard in host memory."""
+
+    array: int
+    box: Box
+    data: NDArray[Any]  # of the box's shape; unsigned integers of the weights' size (raw_dtype)
+
+
+class Assembly:
+    """One version's shards of this process. Thread safe: every element has one writer, before it
+    is reported as arrived, and readers after that."""
+
+    def __init__(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+        self._manifest = manifest
+        self._parts: list[list[Part]] = [[] for _ in manifest.entries]
+        for part in parts:
+            self._parts[part.array].append(part)
+        self._arrived: list[dict[Box, int]] = [{} for _ in manifest.entries]  # box -> checksum
+        self._changed = threading.Condition()
+        self._progress_at = time.monotonic()
+        self._given_up = False
+
+    @classmethod
+    def complete(cls, manifest: Manifest, parts: Sequence[Part]) -> "Assembly":
+        """Make an assembly of shards that are all there."""
+        made = cls(manifest, parts)
+        for part in parts:
+            made._arrived[part.array][part.box] = 0
+        return made
+
+    @property
+    def targets(self) -> list[tuple[int, Box]]:
+        """(array, box) of every shard here."""
+        return [(part.array, part.box) for parts in self._parts for part in parts]
+
+    def shape_of(self, array: int) -> tuple[int, ...]:
+        """Return a whole array's shape."""
+        return self._manifest.entries[array][1]
+
+    def part(self, array: int, box: Box) -> Part:
+        """Return the shard that contains a box. Raises KeyError if there is none."""
+        for part in self._parts[array]:
+            if contains(part.box, box):
+                return part
+        raise KeyError((array, box))
+
+    def view(self, piece: Piece) -> NDArray[Any]:
+        """Return the memory into which a piece goes."""
+        part = self.part(piece.array, piece.box)
+        view: NDArray[Any] = part.data[inside(piece.box, part.box)]
+        return view
+
+    def checksum(self, piece: Piece, data: NDArray[Any]) -> int:
+        """Return the checksum of a piece's contents."""
+        return host_sum(data, piece.box, self._manifest.entries[piece.array][1])
+
+    def arrived(self, piece: Piece, checksum: int) -> None:
+        """Report a piece whose contents, with this checksum, are in place."""
+        with self._changed:
+            self._arrived[piece.array][piece.box] = checksum
+            self._progress_at = time.monotonic()
+            self._changed.notify_all()
+
+    def missing(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return those of these pieces that have not arrived."""
+        with self._changed:
+            return [p for p in pieces if p.box not in self._arrived[p.array]]
+
+    def wrong_arrays(self, sums: Sequence[int]) -> list[int]:
+        """Return the arrays that are whole here and whose checksums are not these."""
+        wrong = []
+        with self._changed:
+            for array, (_, shape, _) in enumerate(self._manifest.entries):
+                whole = volume(tuple((0, n) for n in shape))
+                here = sum(volume(part.box) for part in self._parts[array])
+                total = sum(self._arrived[array].values()) % MODULUS
+                if here == whole and total != sums[array]:
+                    wrong.append(array)
+        return wrong
+
+    def forget(self, arrays: Sequence[int]) -> None:
+        """Take arrays for not arrived: they were torn."""
+        with self._changed:
+            for array in arrays:
+                self._arrived[array].clear()
+
+    def give_up(self) -> None:
+        """Tell readers that nothing more arrives."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Tell readers that pieces arrive again."""
+        with self._changed:
+            self._given_up = False
+            self._progress_at = time.monotonic()
+
+    def read(
+        self, array: int, box: Box, patience_s: float, waiting: Callable[[], None]
+    ) -> NDArray[Any] | None:
+        """Return a piece, C-contiguous, once it has arrived; None if it does not come.
+
+        Args:
+            array: Number in the manifest.
+            box: Within the array.
+            patience_s: Longest time without any new piece here, seconds.
+            waiting: Called every 0.1 s of waiting; its exceptions end the wait.
+
+        Raises ValueError if there is no such box.
+        """
+        shape = self._manifest.entries[array][1] if array < len(self._manifest.entries) else None
+        if shape is None or len(box) != len(shape) or not _is_within(box, shape):
+            raise ValueError(f"no such piece: array {array}, {list(box)}")
+        if sum(_common(part.box, box) for part in self._parts[array]) != volume(box):
+            return None
+        while True:
+            with self._changed:
+                if sum(_common(b, box) for b in self._arrived[array]) == volume(box):
+                    break
+                if self._given_up or time.monotonic() - self._progress_at > patience_s:
+                    return None
+                self._changed.wait(POLL_S)
+            waiting()
+        return self._gathered(array, box)
+
+    def _gathered(self, array: int, box: Box) -> NDArray[Any]:
+        parts = [part for part in self._parts[array] if _common(part.box, box)]
+        if len(parts) == 1:
+            return np.ascontiguousarray(parts[0].data[inside(box, parts[0].box)])
+        whole = np.empty([b - a for a, b in box], raw_dtype(self._manifest.entries[array][2]))
+        for part in parts:
+            both = intersection(part.box, box)
+            assert both is not None, "parts with nothing in common were left out"
+            whole[inside(both, box)] = part.data[inside(both, part.box)]
+        return whole
+
+
+class Holdings:
+    """The versions that this process can hand out, complete or arriving. Thread safe."""
+
+    def __init__(self) -> None:
+        self._assemblies: dict[int, Assembly] = {}
+        self._changed = threading.Condition()
+
+    def add(self, version: int, assembly: Assembly) -> None:
+        """Hand out a version from now on."""
+        with self._changed:
+            self._assemblies[version] = assembly
+            self._changed.notify_all()
+
+    def remove(self, version: int) -> None:
+        """Hand a version out no more. Idempotent."""
+        with self._changed:
+            assembly = self._assemblies.pop(version, None)
+        if assembly is not None:
+            assembly.give_up()
+
+    def keep(self, version: int) -> None:
+        """Hand out no other version than this."""
+        for other in [v for v in self.versions if v != version]:
+            self.remove(other)
+
+    @property
+    def versions(self) -> Mapping[int, Assembly]:
+        """All versions that are handed out."""
+        with self._changed:
+            return dict(self._assemblies)
+
+    def find(self, version: int, patience_s: float, waiting: Callable[[], None]) -> Assembly | None:
+        """Return a version; wait for one that is newer than all that are here. None: not here.
+
+        Args:
+            version: Of the weights.
+            patience_s: Longest wait, seconds: the peer was told of it a little earlier.
+            waiting: Called every 0.1 s of waiting; its exceptions end the wait.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            with self._changed:
+                if version in self._assemblies:
+                    return self._assemblies[version]
+                if any(v > version for v in self._assemblies) or time.monotonic() > deadline:
+                    return None
+                self._changed.wait(POLL_S)
+            waiting()
+
+
+def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    return all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
+
+
+def _common(one: Box, other: Box) -> int:
+    both = intersection(one, other)
+    return 0 if both is None else volume(both)

@@ -1,0 +1,178 @@
+"""The trainer's side of the transports: one process's shards, offered in one or several ways."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.errors import WeightsError
+from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.manifest import Manifest, manifest_of
+from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
+from jaxrl_async.weights.remote.boxes import Box, box_of
+from jaxrl_async.weights.remote.bucket import FolderFiles
+from jaxrl_async.weights.remote.device import DevicePublisher
+from jaxrl_async.weights.remote.host_sums import host_sum
+from jaxrl_async.weights.remote.piece_server import PieceServer
+from jaxrl_async.weights.remote.shared_memory import SharedFiles, machine_boot_id
+from jaxrl_async.weights.remote.whereabouts import HeldShard, Holder, offer_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferWays:
+    """How this process's shards can be had; None: not so."""
+
+    server: PieceServer | None = None
+    shared: SharedFiles | None = None
+    files: FolderFiles | None = None
+    publisher: DevicePublisher | None = None
+    may_lack_shared: bool = True  # whether to go on without if shared memory is too small
+
+
+class PieceOffering:
+    """A seams.Offering: host copies of this process's shards, handed out in pieces."""
+
+    def __init__(self, holdings: Holdings, ways: OfferWays) -> None:
+        """Offer what is put into `holdings`, from which the server of `ways` serves."""
+        self._holdings, self._ways = holdings, ways
+        self._boot_id = machine_boot_id()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT from which the pieces can be fetched; "": there is none."""
+        return self._ways.server.address if self._ways.server else ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was sent from here over TCP: bytes, pieces, refused connections, by name."""
+        return self._ways.server.counts if self._ways.server else {}
+
+    def offer(self, version: int, params: Params) -> Mapping[str, Any]:
+        """Copy this process's shards to the host and hand them out; return where they are.
+
+        A trainer over several processes puts their offers together (whereabouts.merged).
+
+        Args:
+            version: Of the weights, 0 or higher.
+            params: A private copy, on the trainer's devices.
+
+        Raises WeightsError if there is no room for them.
+        """
+        with self._lock:
+            if self._closed:
+                raise WeightsError("the offering of weights is closed")
+            self._holdings.remove(version)
+            manifest = manifest_of(params)
+            shards = _distinct_shards(params)
+            parts, shared = self._host_parts(version, manifest, shards)
+            held = tuple(
+                HeldShard(
+                    array=p.array,
+                    box=p.box,
+                    checksum=host_sum(p.data, p.box, manifest.entries[p.array][1]),
+                )
+                for p in parts
+            )
+            if shared and self._ways.shared is not None:
+                self._ways.shared.publish(version)
+            folder = self._ways.files.write(version, parts) if self._ways.files else ""
+            if self._ways.publisher is not None:
+                on_devices = {(array, box): data for array, box, data in shards}
+                self._ways.publisher.add(version, on_devices)
+            if self._ways.server is not None:
+                self._holdings.add(version, Assembly.complete(manifest, parts))
+        holder = Holder(
+            shards=held,
+            address=self.address,
+            boot_id=self._boot_id,
+            shared=shared,
+            folder=folder,
+            device=self._ways.publisher.address if self._ways.publisher else "",
+        )
+        return offer_json(version, manifest, [holder])
+
+    def withdraw(self, version: int) -> None:
+        """Let go of a version. Idempotent."""
+        with self._lock:
+            self._holdings.remove(version)
+            if self._ways.shared is not None:
+                self._ways.shared.withdraw(version)
+            if self._ways.files is not None:
+                self._ways.files.withdraw(version)
+            if self._ways.publisher is not None:
+                self._ways.publisher.remove(version)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for version in self._holdings.versions:
+                self._holdings.remove(version)
+                if self._ways.publisher is not None:
+                    self._ways.publisher.remove(version)
+            if self._ways.shared is not None:
+                self._ways.shared.close()
+            if self._ways.files is not None:
+                self._ways.files.close()
+        if self._ways.server is not None:
+            self._ways.server.close()
+
+    def _host_parts(
+        self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, Any]]
+    ) -> tuple[list[Part], str]:
+        """Return the shards in host memory, and the file in shared memory that has them."""
+        dtypes = [manifest.entries[array][2] for array, _, _ in shards]
+        for _, _, data in shards:
+            data.copy_to_host_async()
+        places = self._shared_places(version, [data.nbytes for _, _, data in shards])
+        if places is None:
+            parts = [
+                Part(array=array, box=box, data=_on_host(data, dtype))
+                for (array, box, data), dtype in zip(shards, dtypes, strict=True)
+            ]
+            return parts, ""
+        file, offsets = places
+        parts = []
+        for (array, box, data), dtype, offset in zip(shards, dtypes, offsets, strict=True):
+            place = file.array(offset, box, dtype)
+            np.copyto(place, _on_host(data, dtype))
+            parts.append(Part(array=array, box=box, data=place))
+        return parts, str(file.path)
+
+    def _shared_places(self, version: int, sizes: Sequence[int]) -> Any:
+        """Take a file in shared memory; None: do without, if that may be."""
+        if self._ways.shared is None:
+            return None
+        self._ways.shared.withdraw(version)
+        try:
+            return self._ways.shared.write(version, sizes)
+        except WeightsError as error:
+            if not self._ways.may_lack_shared:
+                raise
+            log.warning("weights go over TCP, not through shared memory: %s", error)
+            return None
+
+
+def _distinct_shards(params: Params) -> list[tuple[int, Box, Any]]:
+    """Return (array, box, its data on a device) of every distinct shard of this process."""
+    shards = []
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        boxes: dict[Box, Any] = {}
+        for shard in leaf.addressable_shards:
+            boxes.setdefault(box_of(shard.index, leaf.shape), shard.data)
+        shards += [(number, box, data) for box, data in boxes.items()]
+    return shards
+
+
+def _on_host(data: Any, dtype: str) -> NDArray[Any]:
+    """Return a device's array in host memory; on a CPU it is the same memory."""
+    return np.asarray(data).view(raw_dtype(dtype))

@@ -1,0 +1,212 @@
+"""Hand out pieces of weights over TCP: the trainer's, and what a sampler has fetched."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrl_async.errors import WeightsError
+from jaxrl_async.weights.remote.assembly import Holdings
+from jaxrl_async.weights.remote.boxes import Box, volume
+from jaxrl_async.weights.remote.guard import GREETING_S, Guard
+from jaxrl_async.weights.remote.host_sums import host_sum
+from jaxrl_async.weights.remote.piece_protocol import (
+    ANSWER,
+    GREETING,
+    HERE,
+    NOT_HERE,
+    PUBLISH,
+    WAIT,
+    Line,
+    PeerError,
+    PieceRequest,
+)
+from jaxrl_async.wire.address import Address, advertised_address, parse_address
+from jaxrl_async.wire.secret import check_secret
+
+log = logging.getLogger(__name__)
+
+MOST_STRANGERS = 64
+"""Connections that have not proved the secret yet; more are closed at once."""
+LOG_S = 10.0
+"""Refused connections are logged at most once in so many seconds."""
+PATIENCE_S = 3.0
+"""Longest wait for a version or a piece that is to come here, seconds; then the client is told to
+look elsewhere."""
+SOCKET_BUFFER = 4 << 20
+
+
+class PieceServer:
+    """A thread that accepts connections and one for each of them, which answers its requests in
+    order.
+
+    Attributes:
+        address: HOST:PORT for clients.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        *,
+        listen: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        guard: Guard | None = None,
+        silence_s: float = 20.0,
+        publish: Callable[[int, int, Box], int | None] | None = None,
+    ) -> None:
+        """Listen.
+
+        Args:
+            holdings: What is handed out; filled and emptied by others meanwhile.
+            listen: HOST:PORT; port 0 takes any free one.
+            advertise: Host under which clients reach this machine; None: that of `listen`.
+            guard: What a new connection has to pass.
+            silence_s: A client that takes nothing for so long is left, seconds.
+            publish: Publishes (version, array, box) for a pull from device to device.
+
+        Raises WeightsError if it cannot listen there, ConfigError if other machines reach it and
+        there is no secret.
+        """
+        self._holdings, self._guard, self._silence_s = holdings, guard or Guard(), silence_s
+        self._publish = publish
+        self._counts, self._lock = Counter[str](), threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._strangers = 0
+        self._logged_at = float("-inf")
+        self._closed = False
+        wanted = parse_address(listen, what="remote.listen")
+        check_secret(self._guard.secret, listen, loopback=wanted.is_loopback)
+        family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                (wanted.host, wanted.port), family=family, backlog=128
+            )
+        except OSError as error:
+            raise WeightsError(
+                f"cannot hand out weights at {listen}: {error}. Set remote.listen to an address "
+                "of this machine."
+            ) from None
+        port = self._socket.getsockname()[1]
+        host = advertised_address(Address(wanted.host, port), advertise).host
+        self.address = str(Address(host, port))
+        self._thread = threading.Thread(target=self._accept, name="piece-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sent bytes, pieces, `not_here` answers, refused and broken connections so far."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """Stop: clients see a broken connection. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._open)
+        for connection in [self._socket, *connections]:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._thread.join(timeout=5.0)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, peer = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            with self._lock:
+                full = self._closed or self._strangers >= MOST_STRANGERS
+                if not full:
+                    self._strangers += 1
+                    self._open.add(connection)
+            if full:
+                self._refused(peer, "too many connections have not proved the secret")
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(connection, peer), name="piece-sender", daemon=True
+            ).start()
+
+    def _serve(self, raw: socket.socket, peer: object) -> None:
+        """Admit one connection and answer its requests until it ends."""
+        connection = raw
+        try:
+            connection = self._admit(raw)
+        except (OSError, WeightsError) as error:
+            self._refused(peer, str(error))
+        else:
+            line = Line(connection, self._silence_s)
+            try:
+                while not self._closed:
+                    self._answer(line, line.receive_request())
+            except (PeerError, ValueError) as error:
+                self._count("ended")
+                log.debug("a connection from %s ended: %s", peer, error)
+        finally:
+            with self._lock:
+                self._open -= {raw, connection}
+            for one in {raw, connection}:
+                one.close()
+
+    def _admit(self, raw: socket.socket) -> socket.socket:
+        """Hear the greeting, and let the guard look. Raises OSError or PeerError."""
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+            if Line(raw, GREETING_S).receive_bytes(len(GREETING)) != GREETING:
+                raise PeerError("it does not speak this protocol")
+            raw.settimeout(GREETING_S)
+            connection = self._guard.as_server(raw)
+            with self._lock:
+                self._open.add(connection)  # `close` breaks it, whatever wraps it
+            return connection
+        finally:
+            with self._lock:
+                self._strangers -= 1
+
+    def _refused(self, peer: object, reason: str) -> None:
+        self._count("refused")
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_S:
+            self._logged_at = now
+            log.warning(
+                "a connection for weights from %s was refused: %s (%d so far)",
+                peer,
+                reason,
+                self.counts["refused"],
+            )
+
+    def _answer(self, line: Line, request: PieceRequest) -> None:
+        def waiting() -> None:
+            line.send(ANSWER.pack(WAIT, 0, 0))
+
+        if request.kind == PUBLISH:
+            number = self._publish and self._publish(request.version, request.array, request.box)
+            line.send(ANSWER.pack(NOT_HERE if number is None else HERE, 0, number or 0))
+            return
+        assembly = self._holdings.find(request.version, PATIENCE_S, waiting)
+        piece = None
+        if assembly is not None:
+            piece = assembly.read(request.array, request.box, PATIENCE_S, waiting)
+        if assembly is None or piece is None:
+            self._count("not_here")
+            line.send(ANSWER.pack(NOT_HERE, 0, 0))
+            return
+        checksum = host_sum(piece, request.box, assembly.shape_of(request.array))
+        assert piece.size == volume(request.box), "Assembly.read returned another piece"
+        raw = piece.reshape(-1).view(np.uint8).data
+        line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
+        self._count("pieces")
+        self._count("sent_bytes", raw.nbytes)
+
+    def _count(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += count

@@ -1,0 +1,155 @@
+"""The sampler's end: finds the trainer, proves the secret, and asks to join."""
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+from jaxrl_async.errors import Disconnected, JoinRefused
+from jaxrl_async.wire.address import JoinPlace, locate_trainer
+from jaxrl_async.wire.handshake import HELLO, ask_to_join
+from jaxrl_async.wire.link import OPTIONS, PATH, describe_error, grpc, pump_frames
+from jaxrl_async.wire.messages import Hello, Welcome
+from jaxrl_async.wire.session import WireLimits, WireSession
+from jaxrl_async.wire.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
+"""Pauses between two tries grow from the first to the longest."""
+
+
+def dial(
+    where: str,
+    hello: Hello,
+    *,
+    secret: bytes,
+    tls: TlsFiles | None,
+    limits: WireLimits,
+    timeout_s: float,
+) -> tuple[WireSession, Welcome]:
+    """Join a trainer; try again until it answers.
+
+    Args:
+        where: see address.locate_trainer; looked up before each try.
+        secret: see secret.read_secret.
+        tls: None: not encrypted.
+        timeout_s: longest time for all tries.
+
+    Raises:
+        JoinRefused: the trainer says no, with its reason. Another try would not help.
+        Disconnected: no trainer answered in time.
+        ConfigError: `where` cannot be an address.
+    """
+    until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    said = ""
+    while True:
+        try:
+            place = locate_trainer(where)
+            left_s = max(until_s - time.monotonic(), 0.1)
+            return _Call(place, hello, tls, limits).join(secret, left_s)
+        except Disconnected as error:
+            if time.monotonic() + pause_s > until_s:
+                raise Disconnected(
+                    f"no trainer let this sampler join within {timeout_s:g} s at {where}; the last "
+                    f"try: {error}. Does it run, is the address right, and does the network let "
+                    "this machine reach it?"
+                ) from error
+            if str(error) != said:
+                said = str(error)
+                log.info("no trainer at %s yet (%s); trying again", where, said)
+        time.sleep(pause_s * random.uniform(0.7, 1.0))  # samplers of one run do not come at once
+        pause_s = min(pause_s * 1.6, LONGEST_PAUSE_S)
+
+
+class _Call:
+    """One try."""
+
+    def __init__(
+        self, place: JoinPlace, hello: Hello, tls: TlsFiles | None, limits: WireLimits
+    ) -> None:
+        self._place, self._hello, self._limits = place, hello, limits
+        target = str(place.address)
+        if tls is None:
+            self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
+            self._channel = grpc.secure_channel(target, credentials, options=OPTIONS)
+        self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes]] = queue.SimpleQueue()
+        self._incoming = self._channel.stream_stream(PATH)(self._requests())
+
+    def join(self, secret: bytes, timeout_s: float) -> tuple[WireSession, Welcome]:
+        """Do the handshake and start the session. Raises JoinRefused, Disconnected."""
+        try:
+            welcome = self._handshake(secret, timeout_s)
+            if self._place.run not in (None, welcome.run):
+                raise Disconnected(
+                    f"{self._place.address} belongs to the run {welcome.run!r} now, not to "
+                    f"{self._place.run!r}"
+                )
+        except BaseException:
+            self._outgoing.put(iter(()))
+            self._channel.close()
+            raise
+        session = WireSession("trainer", self._limits, close_stream=self._incoming.cancel)
+        session.start()
+        self._outgoing.put(session.frames())
+        threading.Thread(
+            target=self._read, args=(session,), name="read trainer", daemon=True
+        ).start()
+        return session, welcome
+
+    def _handshake(self, secret: bytes, timeout_s: float) -> Welcome:
+        late = self._cancel_after(min(timeout_s, self._limits.join_s))
+        steps = ask_to_join(secret, self._hello)
+        frame = next(steps)
+        try:
+            while True:
+                self._outgoing.put(frame)
+                if frame.startswith(HELLO):  # the trainer lives, and may be busy
+                    late.cancel()
+                    late = self._cancel_after(timeout_s)
+                answer = next(self._incoming, None)
+                if answer is None:
+                    raise Disconnected(f"{self._place.address} hung up")
+                frame = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        except ValueError as error:
+            raise JoinRefused(
+                f"{self._place.address} is no trainer of this kind: {error}"
+            ) from None
+        except grpc.RpcError as error:
+            raise self._failure(error) from None
+        finally:
+            late.cancel()
+
+    def _cancel_after(self, timeout_s: float) -> threading.Timer:
+        timer = threading.Timer(timeout_s, self._incoming.cancel)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _failure(self, error: grpc.RpcError) -> Exception:
+        """Tell what another try may mend from what it may not."""
+        text = describe_error(error)
+        if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+            return JoinRefused(f"{self._place.address} is no trainer of jaxrl_async: {text}")
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            return JoinRefused(
+                f"the certificate of {self._place.address} does not fit remote.tls_authority, or "
+                f"does not carry this name: {text}"
+            )
+        return Disconnected(text)
+
+    def _requests(self) -> Iterator[bytes]:
+        """Yield the frames of the handshake, then those of the session."""
+        while isinstance(frame := self._outgoing.get(), bytes):
+            yield frame
+        yield from frame
+
+    def _read(self, session: WireSession) -> None:
+        pump_frames(self._incoming, session)
+        self._channel.close()

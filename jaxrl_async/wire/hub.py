@@ -1,0 +1,221 @@
+"""The trainer's end: listens, lets in who knows the secret, and keeps what others send harmless.
+
+What is no HTTP/2 never reaches Python: gRPC drops it, after join_s at the latest. Whoever speaks
+gRPC without the secret gets a few bytes read within join_s, in one of max_joining places.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from jaxrl_async.errors import ConfigError, JoinRefused
+from jaxrl_async.wire.address import Address, parse_address
+from jaxrl_async.wire.handshake import admit_sampler, refused_frame, welcome_frame
+from jaxrl_async.wire.link import METHOD, OPTIONS, SERVICE, describe_error, grpc, pump_frames
+from jaxrl_async.wire.messages import Hello, Welcome
+from jaxrl_async.wire.secret import check_secret
+from jaxrl_async.wire.session import WireLimits, WireSession
+from jaxrl_async.wire.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+OnJoin = Callable[[WireSession, Hello], Welcome]
+
+
+class Hub:
+    """Accepts samplers until it is closed.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        secret: see secret.read_secret.
+        tls: None: not encrypted.
+        on_join: called on a thread of its own with each sampler that has proved the secret: give
+            the session its handlers and return the Welcome, or raise JoinRefused with the reason.
+            What it sends arrives after the Welcome; on_end may be called at any time from then on.
+
+    Raises:
+        ConfigError: nothing can listen there, or it would need a secret.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        secret: bytes,
+        tls: TlsFiles | None,
+        limits: WireLimits,
+        on_join: OnJoin,
+    ) -> None:
+        wanted = parse_address(listen, what="remote.listen")
+        check_secret(secret, listen, loopback=wanted.is_loopback)
+        self._secret, self._limits, self._on_join = secret, limits, on_join
+        self._places = threading.BoundedSemaphore(limits.max_joining)
+        self._lock = threading.Lock()
+        self._sessions: set[WireSession] = set()
+        self._closing = False
+        self._refusals = _Refusals()
+        self._server = _make_server(limits)
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+        )
+        self.address = Address(wanted.host, _bind(self._server, wanted, tls))
+        """Where it listens."""
+        self._server.start()
+
+    @property
+    def refused(self) -> int:
+        """Number of connections that were not let in."""
+        return self._refusals.count
+
+    def close(self, reason: str = "the trainer has ended") -> None:
+        """End all sessions with this reason, at once, and stop to listen. Idempotent."""
+        with self._lock:
+            self._closing = True
+            sessions = tuple(self._sessions)
+        for session in sessions:
+            session.begin_end(reason)
+        for session in sessions:
+            session.wait_over()
+        self._server.stop(grace=1.0).wait()
+
+    def _serve(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Serve one connection: yield the frames to send."""
+        if not self._places.acquire(blocking=False):
+            self._refusals.note(context.peer(), "too many connections are joining")
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many are joining; try again")
+        late = threading.Timer(self._limits.join_s, context.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            hello = yield from self._admit(incoming, context.peer())
+        finally:
+            late.cancel()
+            self._places.release()
+        if hello is not None:
+            yield from self._joined(hello, incoming, context)
+
+    def _admit(self, incoming: Iterator[bytes], peer: str) -> Generator[bytes, None, Hello | None]:
+        """Yield the frames of the handshake; return the Hello, or None."""
+        steps = admit_sampler(self._secret)
+        next(steps)
+        try:
+            while True:
+                frame = next(incoming, None)
+                if frame is None:
+                    raise ValueError("hung up")
+                yield steps.send(frame)
+        except StopIteration as done:
+            return done.value
+        except JoinRefused as error:
+            self._refusals.note(peer, str(error))
+            yield refused_frame(str(error))
+        except (ValueError, grpc.RpcError) as error:
+            broken = isinstance(error, grpc.RpcError)
+            self._refusals.note(peer, describe_error(error) if broken else str(error))
+        return None
+
+    def _joined(self, hello: Hello, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        session = WireSession(hello.name, self._limits, close_stream=context.cancel)
+        try:
+            welcome = welcome_frame(self._on_join(session, hello))
+            with self._lock:
+                if self._closing:
+                    raise JoinRefused("the trainer is about to end")
+                self._sessions.add(session)
+        except Exception as error:  # a failure of the trainer must not look like a cut network
+            if not isinstance(error, JoinRefused):
+                log.exception("%s (%s) could not be let in", hello.name, context.peer())
+            self._refusals.note(context.peer(), str(error))
+            session.discard(f"not let in: {error}")
+            yield refused_frame(str(error))
+            return
+        session.on_end(lambda _: self._forget(session))
+        session.start()
+        gone = f"{session.peer} is gone: its connection broke"
+        if not context.add_callback(lambda: session.stream_ended(gone)):
+            session.stream_ended(gone)
+        yield welcome
+        threading.Thread(
+            target=pump_frames, args=(incoming, session), name=f"read {hello.name}", daemon=True
+        ).start()
+        yield from session.frames()
+
+    def _forget(self, session: WireSession) -> None:
+        with self._lock:
+            self._sessions.discard(session)
+
+
+class _Refusals:
+    """Counts who was not let in, and logs a line in LOG_S seconds at most."""
+
+    LOG_S = 10.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+        self._logged_count, self._logged_s = 0, float("-inf")
+
+    def note(self, peer: str, reason: str) -> None:
+        with self._lock:
+            self.count += 1
+            now_s = time.monotonic()
+            if now_s - self._logged_s < self.LOG_S:
+                return
+            new, self._logged_count, self._logged_s = (
+                self.count - self._logged_count,
+                self.count,
+                now_s,
+            )
+        log.warning("%s was not let in: %s (%d so far since the last line)", peer, reason, new)
+
+
+class _DaemonThreads(Executor):
+    """Runs each call on a thread of its own that does not keep the process alive, as those of
+    ThreadPoolExecutor do when a run fails. gRPC bounds their number."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """See Executor."""
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # as the pool does: it belongs to the future
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="grpc", daemon=True).start()
+        return future
+
+
+def _make_server(limits: WireLimits) -> grpc.Server:
+    join_ms = int(limits.join_s * 1000)
+    most = limits.max_sessions + limits.max_joining
+    options = (
+        *OPTIONS,
+        ("grpc.so_reuseport", 0),  # else two trainers share a port, and neither knows
+        ("grpc.max_concurrent_streams", 4),
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.server_handshake_timeout_ms", join_ms),
+        ("grpc.max_connection_idle_ms", join_ms),  # connections without a call
+    )
+    return grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=most)
+
+
+def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:
+    """Start to listen; return the port."""
+    try:
+        if tls is None:
+            return server.add_insecure_port(str(wanted))
+        credentials = grpc.ssl_server_credentials(
+            [(tls.key, tls.certificate)], tls.authority, require_client_auth=True
+        )
+        return server.add_secure_port(str(wanted), credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"remote.listen={wanted}: nothing can listen there; choose another port (0 takes a "
+            f"free one), or an address of this machine"
+        ) from error

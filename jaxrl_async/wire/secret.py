@@ -1,0 +1,122 @@
+"""Prove to each other the knowledge of a shared secret, which itself is never sent.
+
+    asks                                answers
+      │ nonce ─────────────────────────────> │
+      │ <───────────────────────────── nonce │
+      │ proof of the one who asks ─────────> │   wrong: it hangs up and says so
+      │ <──────── proof of the one who answers │   wrong: the same
+
+A proof is HMAC-SHA256(secret, purpose, side, both nonces): it fits no other connection, purpose or
+direction. Without TLS, whoever can change the packets on their way can still do so after the
+proofs. No gRPC here: the sessions and the weights' own connections use these functions.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+
+from jaxrl_async.errors import ConfigError, JoinRefused
+
+SECRET_VARIABLE = "JAXRL_ASYNC_SECRET"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+WRONG_SECRET = (
+    f"the two sides have different secrets: set the environment variable {SECRET_VARIABLE} to the "
+    "same value on the trainer and on every sampler"
+)
+
+
+def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """Return the shared secret of the environment; empty: there is none."""
+    return environ.get(SECRET_VARIABLE, "").strip().encode()
+
+
+def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
+    """Raise ConfigError if a process that listens at this host needs a secret and has none."""
+    if not secret and not loopback:
+        raise ConfigError(
+            f"remote.listen={host} can be reached from other machines, and there is no shared "
+            f"secret: set the environment variable {SECRET_VARIABLE} to the same long random value "
+            "here and for every sampler (for example the output of `openssl rand -hex 32`), or "
+            "listen on 127.0.0.1"
+        )
+
+
+def new_nonce() -> bytes:
+    """Draw the random number that makes a proof good for one connection."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(secret: bytes, purpose: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:
+    """Return what proves the knowledge of the secret.
+
+    Args:
+        purpose: what the connection is for.
+        side: b"asks" or b"answers": whose proof it is.
+        asked, answered: the nonces of the two sides.
+    """
+    return hmac.digest(
+        secret, b"\0".join((b"jaxrl_async", purpose, side, asked + answered)), "sha256"
+    )
+
+
+def is_proof(given: bytes, wanted: bytes) -> bool:
+    """Compare two proofs in a time that does not depend on where they differ."""
+    return hmac.compare_digest(given, wanted)
+
+
+def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
+    """Prove the secret over a connection that this process opened, and check the other side's.
+
+    Leaves the socket without a timeout. Raises JoinRefused for a wrong secret and for a side that
+    says nothing in time, OSError for a broken connection.
+    """
+    until_s = time.monotonic() + timeout_s
+    mine = new_nonce()
+    sock.settimeout(timeout_s)
+    sock.sendall(mine)
+    theirs = _receive(sock, NONCE_BYTES, until_s)
+    sock.sendall(proof(secret, purpose, b"asks", mine, theirs))
+    given = _receive(sock, PROOF_BYTES, until_s)
+    if not is_proof(given, proof(secret, purpose, b"answers", mine, theirs)):
+        raise JoinRefused(WRONG_SECRET)
+    sock.settimeout(None)
+
+
+def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
+    """Do the other side's part, over a connection that this process accepted.
+
+    Raises as `prove_to`; the caller closes the socket then.
+    """
+    until_s = time.monotonic() + timeout_s
+    mine = new_nonce()
+    sock.settimeout(timeout_s)
+    theirs = _receive(sock, NONCE_BYTES, until_s)
+    sock.sendall(mine)
+    given = _receive(sock, PROOF_BYTES, until_s)
+    if not is_proof(given, proof(secret, purpose, b"asks", theirs, mine)):
+        raise JoinRefused(WRONG_SECRET)
+    sock.sendall(proof(secret, purpose, b"answers", theirs, mine))
+    sock.settimeout(None)
+
+
+def _receive(sock: socket.socket, count: int, until_s: float) -> bytes:
+    """Read `count` bytes; a peer that sends one at a time gets no more time for it."""
+    got = b""
+    while len(got) < count:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise JoinRefused("the other side did not prove the shared secret in time")
+        sock.settimeout(left_s)
+        try:
+            more = sock.recv(count - len(got))
+        except TimeoutError:
+            continue  # the time is over
+        if not more:
+            raise JoinRefused(f"the other side hung up before the proof; perhaps {WRONG_SECRET}")
+        got += more
+    return got

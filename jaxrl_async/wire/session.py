@@ -1,0 +1,324 @@
+"""A session over any stream of frames: messages in order, both ways, bounded, with an end that both
+sides know.
+
+    send ─> Outbox ─> frames() ─> the stream ─> take() ─> Inbox ─> handlers, on the session's thread
+
+The stream (gRPC in link.py, memory in testing) calls `take` with each frame that comes and draws
+those that go from `frames`; when it breaks, it calls `stream_ended`. Each side sends a beat if it
+has nothing else to say, so a side that says nothing is dead, stopped or cut off; one that takes
+nothing is no better.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async import codec
+from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.errors import ConfigError, Disconnected
+from jaxrl_async.ports import Message
+from jaxrl_async.wire.fitting import check_fits
+from jaxrl_async.wire.frames import BEAT_FRAME, Bye, FrameKind, Inbox, Outbox, bye_frame
+from jaxrl_async.wire.messages import MESSAGES
+
+log = logging.getLogger(__name__)
+
+BEATS = 4
+"""Beats in the time after which silence counts as an end."""
+MESSAGE_COST = 256
+"""Bytes of memory that a message takes beside its own, so that a million tiny ones count, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireLimits:
+    """Bounds of a session, in bytes and seconds."""
+
+    silence_s: float = 20.0  # a side that says or takes nothing for so long is lost
+    max_message_bytes: int = 256 << 20
+    queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
+    join_s: float = 10.0  # for the handshake, before the secret is proved
+    max_joining: int = 64  # connections at once that have not proved it yet
+    max_sessions: int = 1024  # at once
+
+    @classmethod
+    def of(cls, remote: RemoteSection) -> "WireLimits":
+        """Return the limits that a configuration asks for."""
+        return cls(
+            silence_s=remote.silence_s,
+            max_message_bytes=remote.max_message_mib << 20,
+            join_s=min(10.0, remote.silence_s),
+        )
+
+
+class WireSession:
+    """A ports.Session. `start` it once; before, it only queues.
+
+    Args:
+        peer: name of the other side, for people.
+        close_stream: breaks the stream; called once, when there is nothing more to say on it.
+    """
+
+    def __init__(
+        self, peer: str, limits: WireLimits, close_stream: Callable[[], None] = lambda: None
+    ) -> None:
+        self._peer, self._limits, self._close_stream = peer, limits, close_stream
+        self._changed = threading.Condition()
+        self._outbox, self._inbox = Outbox(), Inbox(limits.max_message_bytes)
+        self._arrived: deque[memoryview] = deque()
+        self._arrived_bytes = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {}
+        self._callbacks: list[Callable[[str], None]] = []
+        self._ended: str | None = None
+        self._bye_sent = self._bye_came = self._over = self._told = False
+        self._deliver = True  # False: what a handler cannot take is not given to it
+        self._heard = self._taken = 0  # frames that came and went, to see whether they still do
+        self._full = False  # whether the reader waits for room
+
+    @property
+    def peer(self) -> str:
+        """See ports.Session."""
+        return self._peer
+
+    @property
+    def ended(self) -> str | None:
+        """See ports.Session."""
+        return self._ended
+
+    def start(self) -> None:
+        """Start to deliver and to watch."""
+        for work, name in ((self._dispatch, "deliver"), (self._watch, "watch")):
+            threading.Thread(target=work, name=f"{name} {self._peer}", daemon=True).start()
+
+    # ---- for its users
+
+    def send(self, message: Any) -> None:
+        """See ports.Session. Raises ConfigError for a message that the other side would refuse as
+        too large."""
+        if not isinstance(message, MESSAGES):
+            raise TypeError(f"{type(message).__name__} is no message (wire.messages)")
+        data = codec.dumps(message).data
+        if len(data) > self._limits.max_message_bytes:
+            raise ConfigError(
+                f"a {type(message).__name__} of {len(data) / 2**20:.0f} MiB to {self._peer} is "
+                f"larger than allowed: set remote.max_message_mib above "
+                f"{self._limits.max_message_bytes >> 20}"
+            )
+        with self._changed:
+            while self._ended is None and self._no_room(self._outbox.num_bytes, len(data)):
+                self._changed.wait()  # the watch ends it if nothing goes
+            if self._ended is not None:
+                raise Disconnected(f"the session with {self._peer} has ended: {self._ended}")
+            self._outbox.put(data)
+            self._changed.notify_all()
+
+    def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
+        """See ports.Session. Raises ValueError for a second handler of a kind."""
+        if kind not in MESSAGES:
+            raise ValueError(f"{kind.__name__} is no message (wire.messages)")
+        with self._changed:
+            if kind in self._handlers:
+                raise ValueError(f"{kind.__name__} has a handler already")
+            self._handlers[kind] = handler
+            self._changed.notify_all()
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        """See ports.Session."""
+        with self._changed:
+            if not self._told:
+                self._callbacks.append(callback)
+                return
+        callback(self._ended or "")
+
+    def end(self, reason: str) -> None:
+        """See ports.Session. Returns when the other side has everything, or takes nothing for
+        silence_s."""
+        self.begin_end(reason)
+        self.wait_over()
+
+    def begin_end(self, reason: str) -> None:
+        """Do what `end` does, without waiting."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = reason
+                self._changed.notify_all()
+
+    def wait_over(self) -> None:
+        """Wait until the stream is closed: the watch closes one on which nothing moves."""
+        with self._changed:
+            while not self._over:
+                self._changed.wait()
+
+    # ---- for the stream
+
+    def frames(self) -> Iterator[bytes]:
+        """Return the frames to send, as they come to be; block for the next one."""
+        beat_s = self._limits.silence_s / BEATS
+        while True:
+            with self._changed:
+                self._taken += 1
+                if not self._outbox and self._ended is None and not self._over:
+                    self._changed.wait(beat_s)
+                if self._over or self._bye_sent:
+                    break
+                if self._outbox:
+                    frame = self._outbox.next_frame()
+                    self._changed.notify_all()
+                elif self._ended is not None:
+                    frame, self._bye_sent = bye_frame(self._ended), True
+                else:
+                    frame = BEAT_FRAME
+            yield frame
+        with self._changed:
+            while not (self._bye_came or self._over):  # the stream stays open for the other side
+                self._changed.wait()
+
+    def take(self, frame: bytes) -> None:
+        """Take a frame in; block while too many bytes wait for handlers."""
+        is_bye = frame[:1] == bytes([FrameKind.BYE])
+        try:
+            if self._deliver or is_bye:
+                for item in self._inbox.take(frame):
+                    self._take_item(item)
+        except ValueError as error:
+            self._refuse_rest(f"{self._peer} sent what is no message: {error}")
+        with self._changed:
+            # once this side wants no more, only a peer that comes to its end counts as alive: after
+            # the last word of this side an honest one sends its rest, and no beats
+            over = not self._deliver or (self._bye_sent and frame == BEAT_FRAME)
+            self._heard += is_bye or not over
+
+    def stream_ended(self, reason: str) -> None:
+        """Take note that no frame will come any more. The reason counts if no Bye came before."""
+        self.lost(reason)
+
+    def lost(self, reason: str) -> None:
+        """Close the stream at once: nothing can be sent any more. What has come is delivered."""
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+            if self._ended is None:
+                self._ended = reason
+            self._changed.notify_all()
+        self._close_stream()
+
+    def discard(self, reason: str) -> None:
+        """End a session that was never started; its stream stays, for a last word."""
+        with self._changed:
+            self._ended, self._over = reason, True
+            self._changed.notify_all()
+        self._tell()
+
+    def _take_item(self, item: memoryview | Bye) -> None:
+        with self._changed:
+            if isinstance(item, Bye):
+                self._bye_came = True
+                if self._ended is None:
+                    self._ended = item.reason
+            else:
+                self._full = True
+                cost = len(item) + MESSAGE_COST
+                while not self._over and self._no_room(self._arrived_bytes, cost):
+                    self._changed.wait()
+                self._full = False
+                if self._deliver:
+                    self._arrived.append(item)
+                    self._arrived_bytes += cost
+            self._changed.notify_all()
+
+    def _no_room(self, waiting_bytes: int, more_bytes: int) -> bool:
+        return waiting_bytes > 0 and waiting_bytes + more_bytes > self._limits.queue_bytes
+
+    # ---- its threads
+
+    def _dispatch(self) -> None:
+        """Give each message to its handler; tell of the end when nothing more can come."""
+        unhandled = 0
+        while (data := self._next_arrived()) is not None:
+            try:
+                message = codec.loads(data, MESSAGES)
+                if not isinstance(message, MESSAGES):
+                    raise ValueError(f"a {type(message).__name__}")
+                check_fits(message)
+            except ValueError as error:
+                self._refuse_rest(f"{self._peer} sent what is no message: {error}")
+                continue
+            handler = self._handler(type(message))
+            if handler is None:
+                unhandled += 1
+                continue
+            try:
+                handler(message)
+            except Exception as error:  # whatever a handler raises ends the session
+                name = type(message).__name__
+                log.exception("a %s from %s could not be handled", name, self._peer)
+                self._refuse_rest(f"{type(message).__name__} could not be handled: {error}")
+        if unhandled:
+            log.warning("%s has ended; %d of its messages had no handler", self._peer, unhandled)
+        self._tell()
+
+    def _next_arrived(self) -> memoryview | None:
+        with self._changed:
+            while not self._arrived and not self._over:
+                self._changed.wait()
+            if not self._arrived:
+                return None
+            data = self._arrived.popleft()
+            self._arrived_bytes -= len(data) + MESSAGE_COST
+            self._changed.notify_all()
+            return data
+
+    def _handler(self, kind: type) -> Callable[[Any], None] | None:
+        """Wait for the handler of a kind; None: the session was over before one came."""
+        with self._changed:
+            while kind not in self._handlers and not self._over:
+                self._changed.wait()
+            return self._handlers.get(kind)
+
+    def _refuse_rest(self, reason: str) -> None:
+        self.begin_end(reason)
+        with self._changed:
+            self._deliver = False
+            self._arrived.clear()
+            self._arrived_bytes = 0
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._told = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self._ended or "")
+            except Exception:  # the others want to know, too
+                log.exception("a callback at the end of the session with %s failed", self._peer)
+
+    def _watch(self) -> None:
+        """Close the stream if nothing comes or nothing goes for silence_s.
+
+        Time in which this process itself stood still counts as one look: it says nothing about the
+        other side.
+        """
+        look_s = self._limits.silence_s / (2 * BEATS)
+        last_s, seen = time.monotonic(), (0, 0)
+        unheard_s = untaken_s = 0.0
+        while True:
+            with self._changed:
+                if not self._over:
+                    self._changed.wait_for(lambda: self._over, look_s)
+                if self._over:
+                    return
+                now_s, now = time.monotonic(), (self._heard, self._taken)
+                full, said_all = self._full, self._bye_sent
+            passed_s, last_s = min(now_s - last_s, 2 * look_s), now_s
+            unheard_s = 0.0 if now[0] != seen[0] or full else unheard_s + passed_s
+            untaken_s = 0.0 if now[1] != seen[1] or said_all else untaken_s + passed_s
+            seen = now
+            if unheard_s > self._limits.silence_s:
+                self.lost(f"nothing heard of {self._peer} for {self._limits.silence_s:g} s")
+            elif untaken_s > self._limits.silence_s:
+                self.lost(f"{self._peer} has taken nothing for {self._limits.silence_s:g} s")

@@ -1,0 +1,196 @@
+"""A plan reads a run's roles: the same devices as a run would take, refused for the same reasons.
+
+The devices are those that libtpu's compiler describes, in a process of its own."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxrl_async.config.load import load
+from jaxrl_async.launch.gke import load_values, main, run_config
+
+ROOT = Path(__file__).parent.parent.parent
+PLANS = sorted((ROOT / "configs/plans").glob("*.yaml"))
+
+compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, which holds the TPU compiler, is not installed: pip install 'jax[tpu]'",
+)
+
+SCRIPT = """
+import json, os, sys
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+os.environ |= COMPILER_ENV
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.plan.chips import parse_chips, parse_slice
+from jaxrl_async.plan.places import make_places
+
+def answer(case):
+    config = Config.model_validate({"mesh": case["mesh"]})
+    samplers = parse_chips(case["samplers"]) if case.get("samplers") else None
+    try:
+        places = make_places(config, parse_slice(case["topology"]), samplers)
+    except ConfigError as error:
+        return str(error)
+    meshes = (places.slices.trainer, places.slices.sampler)
+    return {
+        "trainer": places.trainer.topology, "sampler": places.sampler.topology,
+        "chips": [places.trainer.num_chips, places.sampler.num_chips, places.num_samplers],
+        "ids": [sorted(d.id for d in mesh.devices.flat) for mesh in meshes],
+        "hosts": [len({d.process_index for d in mesh.devices.flat}) for mesh in meshes],
+    }
+
+print(json.dumps([answer(case) for case in json.load(sys.stdin)]))
+"""
+
+
+def mesh(samplers_in, fsdp, tensor, samplers):
+    return {
+        "samplers_in": samplers_in,
+        "trainer": {"fsdp": fsdp},
+        "sampler": {"tensor": tensor},
+        "samplers": samplers,
+    }
+
+
+CASES = {
+    "apart": {"mesh": mesh("elsewhere", 16, 8, 2), "topology": "v5e-16", "samplers": "v6e-16"},
+    "host": {"mesh": mesh("processes", 4, 2, 2), "topology": "v6e-8"},
+    "threads": {"mesh": mesh("threads", 4, 1, 3), "topology": "v5e-8"},
+    "hosts": {"mesh": mesh("threads", 8, 2, 4), "topology": "v5p-16"},
+    "refused": {"mesh": mesh("threads", 8, 2, 4), "topology": "v5e-16"},
+    "too many": {"mesh": mesh("threads", 8, 1, 1), "topology": "v5e-8"},
+    "two hosts": {"mesh": mesh("processes", 8, 2, 4), "topology": "v5e-16"},
+    "both": {"mesh": mesh("threads", 4, 1, 4), "topology": "v5e-8", "samplers": "v5e-4"},
+}
+
+
+@pytest.fixture(scope="module")
+def places():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(list(CASES.values())),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+@compiler
+def test_slices_of_their_own_may_have_several_hosts_and_another_generation(places):
+    found = places["apart"]
+    assert (found["trainer"], found["sampler"]) == ("v5e:4x4", "v6e:2x4")
+    assert found["hosts"] == [4, 1] and found["chips"] == [16, 8, 2]
+
+
+@compiler
+def test_processes_and_threads_divide_one_host(places):
+    host = places["host"]
+    assert host["ids"] == [[0, 1, 2, 3], [4, 5]] and host["chips"] == [4, 2, 2]
+    assert host["trainer"] == "v6e:2x4[0,1,2,3]", "a part's programs have keys of their own"
+    threads = places["threads"]
+    assert threads["ids"] == [[0, 1, 2, 3], [4]] and threads["chips"] == [4, 1, 3]
+
+
+@compiler
+def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(places):
+    hosts = places["hosts"]
+    assert hosts["hosts"] == [4, 1] and hosts["chips"] == [8, 2, 4]
+    refused = places["refused"]
+    assert "the compiler refuses a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
+    assert "mesh.samplers_in=elsewhere" in refused and "--topology" in refused
+
+
+@compiler
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("too many", "mesh needs 9 devices"),
+        ("two hosts", "divides the chips of one host, and v5e-16 .v5e:4x4. has 4 hosts"),
+        ("both", "--sampler-topology is for samplers on slices of their own"),
+    ],
+)
+def test_what_no_host_or_slice_is_is_refused(places, case, said):
+    import re
+
+    assert isinstance(places[case], str) and re.search(said, places[case])
+
+
+# ---- what is written out
+
+
+@pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
+def test_a_shipped_plan_has_the_roles_of_its_command(file):
+    """Its command names the slices of the roles in its configuration."""
+    from jaxrl_async.plan.chips import parse_chips, parse_slice
+
+    words = file.read_text().splitlines()[0].split()
+    topology, samplers = (words[words.index(w) + 1] for w in ("--topology", "--sampler-topology"))
+    section = load(file).mesh
+    assert section.samplers_in == "elsewhere"
+    assert parse_slice(topology).num_devices == section.trainer.num_devices
+    chip, chips = parse_chips(samplers)
+    assert chips * chip.devices == section.samplers * section.sampler.num_devices
+
+
+def planned(topology, sampler, count):
+    """As much of a plan as is written out."""
+    from types import SimpleNamespace
+
+    from jaxrl_async.plan.chips import parse_slice
+
+    return SimpleNamespace(
+        trainer=SimpleNamespace(where=parse_slice(topology)),
+        sampler=SimpleNamespace(where=parse_slice(sampler)),
+        num_samplers=count,
+    )
+
+
+def test_what_is_written_is_what_train_and_gke_take(tmp_path, capsys):
+    from jaxrl_async.plan.launch_files import split_config, write_launch_files
+
+    config = load(ROOT / "configs/plans/qwen3_8b_v6e_32.yaml")
+    other = split_config(config, trainer_chips=16, now=8, samplers=4)
+    lines = write_launch_files(tmp_path / "out", other, planned("v6e-16", "v6e-4", 4))
+    written = load(tmp_path / "out/config.yaml")
+    assert written.mesh.trainer.fsdp == 16 and written.mesh.samplers == 4
+    assert written.sampler == config.sampler and written.trainer == config.trainer
+    values = load_values(tmp_path / "out/values.yaml")
+    launched = run_config(values, tmp_path / "out")
+    assert launched.mesh == written.mesh
+    assert values.trainer.tpu.chips == 16 and values.samplers.tpu.topology == "2x2"
+    assert main([str(tmp_path / "out/values.yaml")]) == 0
+    shown = list(yaml.safe_load_all(capsys.readouterr().out))
+    jobs = shown[-1]["spec"]["replicatedJobs"]
+    assert [(job["name"], job["replicas"]) for job in jobs] == [("trainer", 1), ("sampler", 4)]
+    assert any("jaxrl_async.launch.gke" in line for line in lines)
+    assert any("jaxrl_async.sample --join" in line for line in lines)
+
+
+def test_a_divided_host_needs_no_values_file(tmp_path):
+    from jaxrl_async.plan.launch_files import write_launch_files
+
+    config = load(ROOT / "configs/addition.yaml", ["mesh.samplers_in=processes"])
+    lines = write_launch_files(tmp_path, config, planned("v5e-8", "v5e-1", 1))
+    assert not (tmp_path / "values.yaml").exists()
+    assert lines[-1] == f"python -m jaxrl_async.train {tmp_path / 'config.yaml'}"
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_a_split_that_no_axis_can_take_is_refused():
+    from jaxrl_async.errors import ConfigError
+    from jaxrl_async.plan.launch_files import split_config
+
+    config = load(ROOT / "configs/addition.yaml", ["mesh.trainer.tensor=4"])
+    with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. can be divided so"):
+        split_config(config, trainer_chips=2, now=4, samplers=1)
