@@ -70,7 +70,7 @@ class MetricLines:
         """Return the steps that a further piece of the file completes; what is torn is left out."""
         self._offset += len(piece)
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        lines = []
+        lines: list[Mapping[str, float]] = []
         for text in whole:
             try:
                 line = json.loads(text)

@@ -30,7 +30,7 @@ class HostProcess:
         """Start nothing yet. folder: where commands run, if this host has it."""
         self._folder = folder if os.path.isdir(folder) else str(Path.home())
         self._child: subprocess.Popen[bytes] | None = None
-        self._files = tempfile.TemporaryDirectory(prefix="jaxrl_async-")
+        self._config: Path | None = None  # file of the command that runs
 
     def place(self) -> int:
         """Return this host's number in its TPU slice; 0 without one."""
@@ -51,9 +51,11 @@ class HostProcess:
         self.end(0.0)
         words: Sequence[str] = task.words
         if task.config:
-            file = Path(self._files.name) / "config.yaml"
-            file.write_text(task.config, encoding="utf-8")
-            words = [word.replace("{config}", str(file)) for word in words]
+            number, name = tempfile.mkstemp(prefix="jaxrl_async-", suffix=".yaml")
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(task.config)
+            self._config = Path(name)
+            words = [word.replace("{config}", name) for word in words]
         tether = (sys.executable, "-m", "jaxrl_async.launch.tethered", str(os.getpid()))
         self._child = subprocess.Popen(
             [*tether, sys.executable, *words],
@@ -77,14 +79,19 @@ class HostProcess:
 
     def end(self, within_s: float) -> None:
         """End the process: by SIGTERM, and by SIGKILL if it takes longer."""
-        if self._child is None or self._child.poll() is not None:
-            return
+        if self._child is not None and self._child.poll() is None:
+            self._end_child(self._child, within_s)
+        if self._config is not None:
+            self._config.unlink(missing_ok=True)
+            self._config = None
+
+    def _end_child(self, child: subprocess.Popen[bytes], within_s: float) -> None:
         if within_s > 0:
-            self._child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(within_s)
-        self._child.kill()
-        self._child.wait()
+                child.wait(within_s)
+        child.kill()
+        child.wait()
 
     def read(self, path: str, offset: int) -> bytes:
         """Return what a file has from an offset on, 1 MiB at most; b"" if it is not there."""

@@ -18,19 +18,23 @@ next() {  # the next line of a file; the last one stays
     head -n 1 "$1"
     if (( $(wc -l < "$1") > 1 )); then sed -i 1d "$1"; fi
 }
+of() { if [[ -e $FAKE/$2.$1 ]]; then echo "$FAKE/$2.$1"; else echo "$FAKE/$2"; fi; }  # of a slice
 """
 GCLOUD = r"""#!/usr/bin/env bash
 printf '%s\n' "$*" | head -n 1 >> "$FAKE/calls"
 case "$*" in
     *"queued-resources describe"*)
-        state=$(next "$FAKE/states")
+        state=$(next "$(of "$5" states)")
         case $state in
             NONE) echo "ERROR: NOT_FOUND: no such resource" >&2; exit 1 ;;
             OFFLINE) echo "ERROR: no network" >&2; exit 1 ;;
         esac
         echo "$state" ;;
+    *"tpu-vm describe"*) echo 10.0.0.5 ;;
+    *"tpu-vm scp"*.env*) cp "$5" "$FAKE/secret" ;;
     *"tpu-vm scp"*) cp "$5" "$FAKE/archive" ;;
     *"tpu-vm ssh"*)
+        export SLICE=$5
         while [[ $1 != --command ]]; do shift; done
         case $2 in
             *systemd-run* | "systemctl show"*) HOME=/home/me bash -c "$2" ;;
@@ -38,10 +42,10 @@ case "$*" in
 esac
 """
 SYSTEMCTL = r"""#!/usr/bin/env bash
-if [[ $1 == show ]]; then next "$FAKE/runs" | tr ' ' '\n'; fi
+if [[ $1 == show ]]; then next "$(of "$SLICE" runs)" | tr ' ' '\n'; fi
 """
 SUDO = '#!/usr/bin/env bash\nexec "$@"\n'
-SYSTEMD_RUN = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$FAKE/unit"\n'
+SYSTEMD_RUN = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$FAKE/unit.$SLICE"\n'
 
 
 @pytest.fixture
@@ -58,7 +62,9 @@ def fake(tmp_path):
         (tmp_path / name).write_text(f"{first}\n{NEXT}\n{rest}")
         (tmp_path / name).chmod(0o755)
 
-    def run(*words, script=TPU, states=("ACTIVE",), runs=("active exited 0",), **settings):
+    def run(*words, script=TPU, states=("ACTIVE",), runs=("active exited 0",), of=None, **settings):
+        for name, lines in (of or {}).items():  # states and runs of a sampler's slice
+            (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
         (tmp_path / "states").write_text("".join(f"{s}\n" for s in states))
         (tmp_path / "runs").write_text("".join(f"{s}\n" for s in runs))
         (tmp_path / "calls").write_text("")
@@ -75,7 +81,8 @@ def fake(tmp_path):
         return subprocess.run([script, *words], env=env, capture_output=True, text=True, timeout=60)
 
     run.calls = lambda: (tmp_path / "calls").read_text().splitlines()
-    run.unit = lambda: (tmp_path / "unit").read_text().split("\0")[:-1]
+    run.unit = lambda name="mine": (tmp_path / f"unit.{name}").read_text().split("\0")[:-1]
+    run.secret = tmp_path / "secret"
     return run
 
 
@@ -195,6 +202,111 @@ def test_a_gcloud_that_cannot_answer_is_no_preemption(fake):
     assert "no network" in done.stderr
 
 
+# ---- samplers on slices of their own
+
+TWO = {
+    "SAMPLERS": "2",
+    "SAMPLER_ACCELERATOR": "v5litepod-4",
+    "SAMPLER_RUNTIME": "v2-alpha-tpuv5-lite",
+    "JAXRL_ASYNC_SECRET": "s3cret",
+}
+
+
+def about(calls, name):
+    """Verbs of the calls about one slice."""
+    return verbs([call for call in calls if f" {name} " in f"{call} ".replace(":", " ")])
+
+
+def test_the_slices_of_all_roles_are_asked_for_and_the_trainers_is_waited_for(fake):
+    done = fake("create", states=("PROVISIONING", "ACTIVE"), **TWO)
+    assert done.returncode == 0, done.stderr
+    asked = [call.split() for call in fake.calls() if "create" in call]
+    assert [words[4] for words in asked] == ["mine", "mine-sampler-1", "mine-sampler-2"]
+    assert [words[words.index("--accelerator-type") + 1] for words in asked] == [
+        "v6e-16",
+        "v5litepod-4",
+        "v5litepod-4",
+    ]
+    assert ["--spot" in words for words in asked] == [False, True, True]
+
+
+def test_samplers_on_demand_are_asked_for_without_spot(fake):
+    assert fake("create", **TWO, SAMPLER_SPOT="").returncode == 0
+    assert not any("--spot" in call for call in fake.calls())
+
+
+def test_the_trainer_listens_for_samplers_and_the_secret_is_on_no_command_line(fake):
+    assert fake("start", "a.yaml", "run.name=b", **TWO).returncode == 0
+    unit = fake.unit()
+    started = unit.index("/home/me/jaxrl_async/tpu_scripts/run_on_host.sh")
+    assert unit[started + 1 : started + 6] == [
+        "--trainer",
+        "8483",
+        "a.yaml",
+        "run.name=b",
+        "remote.advertise=10.0.0.5",
+    ]
+    assert "--property=EnvironmentFile=-/home/me/jaxrl_async.env" in unit[:started]
+    assert fake.secret.read_text() == "JAXRL_ASYNC_SECRET=s3cret\n"
+    assert not any("s3cret" in text for text in [*fake.calls(), *unit])
+
+
+def test_samplers_need_a_secret(fake):
+    done = fake("start", "a.yaml", SAMPLERS="1")
+    assert done.returncode == 2 and "export JAXRL_ASYNC_SECRET=$(openssl rand" in done.stderr
+    assert fake.calls() == []
+
+
+def test_each_samplers_slice_comes_one_step_nearer_at_each_call(fake):
+    of = {
+        "states.mine-sampler-1": ("NONE", "PROVISIONING", "ACTIVE"),
+        "runs.mine-sampler-1": ("inactive dead 0", "active running 0"),
+    }
+    told = []
+    for n in range(4):
+        assert fake("samplers", **{**TWO, "SAMPLERS": "1"}, of={} if n else of).returncode == 0
+        told.append(about(fake.calls(), "mine-sampler-1"))
+    assert told == [
+        ["create"],
+        [],
+        ["on_hosts", "copy", "on_hosts", "copy", "on_hosts"],  # looked, installed, started
+        ["on_hosts"],  # it runs
+    ]
+    unit = fake.unit("mine-sampler-1")
+    assert unit[-2:] == ["--sampler", "10.0.0.5:8483"]
+
+
+def test_preempted_samplers_are_replaced_while_the_trainer_runs_on(fake):
+    of = {
+        "states.mine-sampler-1": ("SUSPENDED", "ACTIVE"),
+        "runs.mine-sampler-1": ("inactive dead 0", "active running 0"),
+        "states.mine-sampler-2": ("ACTIVE",),
+        "runs.mine-sampler-2": ("failed failed 75", "active running 0"),
+    }
+    runs = (*["active running 0"] * 4, "active exited 0")
+    done = fake("supervise", "a.yaml", runs=runs, of=of, **TWO)
+    assert done.returncode == 0, done.stderr
+    calls = fake.calls()
+    assert about(calls, "mine-sampler-1")[:2] == ["delete", "create"]
+    assert "create" not in about(calls, "mine-sampler-2")
+    assert fake.unit("mine-sampler-2")[-2:] == ["--sampler", "10.0.0.5:8483"]
+    assert "delete" not in about(calls, "mine") and "create" not in about(calls, "mine")
+    assert "the run is done" in done.stdout
+
+
+def test_everything_is_deleted_and_stopped_with_its_samplers(fake):
+    for command in ("delete", "stop"):
+        assert fake(command, **TWO).returncode == 0
+        names = ["mine", "mine-sampler-1", "mine-sampler-2"]
+        assert [call.split()[4] for call in fake.calls()] == names
+
+
+def test_the_output_of_a_sampler_can_be_followed(fake):
+    fake("logs", "0", "2", **TWO)
+    (call,) = fake.calls()
+    assert "mine-sampler-2" in call and "journalctl" in call
+
+
 @pytest.mark.parametrize(
     "command", ["create", "install", "delete", "start a.yaml", "supervise a.yaml"]
 )
@@ -214,6 +326,7 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(fake, command):
         (["delete", "all"], {}, "takes no further arguments"),
         (["create"], {"TPU_NAME": ""}, "TPU_NAME"),
         (["create"], {"ACCELERATOR": ""}, "ACCELERATOR"),
+        (["create"], {"SAMPLERS": "two"}, "SAMPLERS=two is no number"),
     ],
 )
 def test_what_is_missing_is_said(fake, words, settings, told):
@@ -224,8 +337,34 @@ def test_what_is_missing_is_said(fake, words, settings, told):
 
 def test_help_tells_every_command(fake):
     text = fake("--help").stdout
-    for command in ("create", "install", "start", "status", "logs", "stop", "supervise", "delete"):
+    for command in (
+        *("create", "install", "start", "samplers", "status", "logs", "stop", "supervise"),
+        "delete",
+    ):
         assert f"\n  {command}" in text
+
+
+@pytest.fixture
+def on_host(tmp_path):
+    """Run run_on_host.sh with a python that prints its words: (words, chips, hosts) -> process."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/usr/bin/env bash\nif [[ $2 == *distributed ]]; then echo "$HOSTS"; else '
+        'printf "%s\\n" "$@"; fi\n'
+    )
+    python.chmod(0o755)
+
+    def run(*words, chips, hosts):
+        env = {"PYTHON": str(python), "CHIPS_PER_HOST": str(chips), "HOSTS": str(hosts)}
+        return subprocess.run(
+            [ROOT / "tpu_scripts/run_on_host.sh", *words],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -236,27 +375,28 @@ def test_help_tells_every_command(fake):
         (1, 1, ["mesh.colocated=true"]),
     ],
 )
-def test_chips_are_shared_between_trainer_and_samplers(tmp_path, chips, hosts, mesh):
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/usr/bin/env bash\nif [[ $2 == *distributed ]]; then echo "$HOSTS"; else '
-        'printf "%s\\n" "$@"; fi\n'
-    )
-    python.chmod(0o755)
-    done = subprocess.run(
-        [ROOT / "tpu_scripts/run_on_host.sh", "a.yaml", "run.name=b"],
-        env={
-            **os.environ,
-            "PYTHON": str(python),
-            "CHIPS_PER_HOST": str(chips),
-            "HOSTS": str(hosts),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_chips_are_shared_between_trainer_and_samplers(on_host, chips, hosts, mesh):
+    done = on_host("a.yaml", "run.name=b", chips=chips, hosts=hosts)
     expected = ["-m", "jaxrl_async.train", "a.yaml", *mesh, "run.name=b"]
     assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_a_role_takes_all_chips_of_its_slice(on_host):
+    done = on_host("--trainer", "8483", "a.yaml", "run.name=b", chips=4, hosts=4)
+    assert done.stdout.splitlines() == [
+        *("-m", "jaxrl_async.train", "a.yaml", "mesh.trainer.fsdp=16"),
+        *("mesh.samplers_in=elsewhere", "remote.listen=0.0.0.0:8483", "run.name=b"),
+    ]
+    done = on_host("--sampler", "10.0.0.5:8483", chips=8, hosts=1)
+    assert done.stdout.splitlines() == [
+        *("-m", "jaxrl_async.sample", "--join", "10.0.0.5:8483", "--mesh", "tensor=8"),
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["--trainer"], ["--trainer", "8483"], ["--sampler"]])
+def test_a_role_without_its_words_is_told(on_host, words):
+    done = on_host(*words, chips=4, hosts=1)
+    assert done.returncode != 0 and "usage: tpu_scripts/run_on_host.sh" in done.stderr
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
