@@ -46,7 +46,6 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTre
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.run.remote import local_samplers
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
@@ -349,15 +348,16 @@ def slept_samplers(device: Dictated | None, folder: Path) -> Iterator[None]:
     assert device is not None, "samplers in processes are measured with a forced device"
     start = subprocess.Popen
 
-    def slept(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
-        assert command[1:3] == ["-m", "jaxrl_async.sample"], command
+    def slept(command: Any, *, env: Any = None, **more: Any) -> Any:
+        if command[1:3] != ["-m", "jaxrl_async.sample"]:
+            return start(command, env=env, **more)
         more["env"] = env | {
             "SLEPT_DEVICE": json.dumps(asdict(device)),
             "SLEPT_ROUNDS": str(folder),
         }
         return start([command[0], str(SLEPT_SAMPLER), *command[3:]], **more)
 
-    with patch.object(local_samplers.subprocess, "Popen", slept):
+    with patch.object(subprocess, "Popen", slept):
         yield
 
 

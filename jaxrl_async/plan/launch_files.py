@@ -10,7 +10,8 @@ import yaml
 from jaxrl_async.config import schema
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.launch.gke import load_values, run_config
+from jaxrl_async.launch.gke import run_config
+from jaxrl_async.launch.gke_values import load_values
 from jaxrl_async.plan.chips import Slice, parse_slice
 from jaxrl_async.plan.pipeline import Histogram
 from jaxrl_async.plan.plan import Plan, at_split, plan_run

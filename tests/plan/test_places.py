@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from jaxrl_async.config.load import load
-from jaxrl_async.launch.gke import load_values, main, run_config
+from jaxrl_async.launch.gke import main, run_config
+from jaxrl_async.launch.gke_values import load_values
 
 ROOT = Path(__file__).parent.parent.parent
 PLANS = sorted((ROOT / "configs/plans").glob("*.yaml"))
