@@ -337,7 +337,10 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         loop.train(config)
     for file in folder.glob("*.json"):
         lines = json.loads(file.read_text(encoding="utf-8"))
-        notes.rounds.extend(Round(**x | {"making": range(*x["making"])}) for x in lines)
+        ahead = config.staleness.max_staleness  # versions that the trainer may be before a sampler
+        for line in lines:
+            first, end = line["making"]
+            notes.rounds.append(Round(**line | {"making": range(first, end + ahead)}))
         file.unlink()
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
 
