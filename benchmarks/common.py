@@ -41,8 +41,14 @@ MODELS = {
         ),
         vocab_size=4096,
     ),
+    "50M": ModelSpec.from_architecture(
+        schema.ArchitectureSection(
+            family="llama", layers=16, width=512, heads=8, kv_heads=4, head_dim=64, mlp=1536
+        ),
+        vocab_size=4096,
+    ),
 }
-"""The two decoders of every table, float32, embeddings tied to the head."""
+"""The decoders of the tables, float32, embeddings tied to the head; most have the first two."""
 
 PROMPT_TOKENS = 32
 

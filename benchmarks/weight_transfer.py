@@ -6,6 +6,12 @@
 `caller` is how long the call blocks the trainer's thread while the step that makes the weights
 still runs (its time is `step`); `median`, `least`, `most` are from the moment the weights are ready
 until the last array is on the sampler's mesh.
+
+    --remote                            to samplers in processes of their own (about 200 MB)
+
+Then the times are from the offer until the last sampler has every array, checked; `gbytes_per_s` is
+what all have received by that, `of_memory_copy` the same beside np.copyto, and `offer_ms` the
+trainer's copy to host memory and its checksums. `cpu_s` counts all processes.
 """
 
 import argparse
@@ -27,6 +33,7 @@ from common import (
     report,
     spread,
 )
+from remote_transfer import remote_rows
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
@@ -43,7 +50,12 @@ MESHES = {
 
 def main() -> None:
     """Measure every row and print them."""
-    args = options(parser(__doc__ or ""))
+    commands = parser(__doc__ or "")
+    commands.add_argument("--remote", action="store_true", help="to samplers in other processes")
+    args = options(commands)
+    if args.remote:
+        report("weight_transfer", remote_rows(args), args)
+        return
     force_cpu_devices(8)
     rows = [
         {"model": model, "meshes": name, "way": way} | row

@@ -8,7 +8,6 @@ Only the dataclasses and enums that the reader names can be loaded; there is no 
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -39,6 +38,8 @@ ML_DTYPES: dict[str, Any] = {
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
 """dtypes that NumPy itself has no name for (bfloat16, 8-bit floats), by name."""
+LEAVES = frozenset((str, int, float, bool, type(None)))
+"""What JSON holds as it is."""
 PLAIN_DTYPE = re.compile(rf"[<>|][{PLAIN_KINDS}]\d{{1,9}}")
 """What NumPy's own dtypes are called; no other text of a stranger's reaches np.dtype."""
 
@@ -49,7 +50,7 @@ def dumps(tree: Any) -> Bytes:
     Raises TypeError for anything else, naming it.
     """
     arrays: list[NDArray[Any]] = []
-    text = json.dumps(_encoded(tree, arrays)).encode()
+    text = json.dumps(_encoded(tree, arrays), check_circular=False).encode()
     head = np.array([len(text)], "<u8").tobytes()
     parts = [head, text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
     return np.frombuffer(b"".join(parts), np.uint8)
@@ -78,14 +79,15 @@ def _kinds_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
 
 def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     kind: type = type(value)
-    if value is None or kind in (str, int, float, bool):
+    if kind in LEAVES:
         return value
     if kind is np.ndarray:
         arrays.append(value)
         return {KIND: "array", "dtype": _dtype_name(value.dtype), "shape": value.shape}
     names = _field_names(kind)
     if names is not None:
-        encoded = {name: _encoded(getattr(value, name), arrays) for name in names}
+        fields = [(name, getattr(value, name)) for name in names]
+        encoded = {k: v if type(v) in LEAVES else _encoded(v, arrays) for k, v in fields}
         return {KIND: kind.__name__, "fields": encoded}
     return _encoded_other(value, arrays)
 
@@ -139,25 +141,39 @@ def _named_dtype(name: str) -> np.dtype[Any]:
 def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
     """Decode a JSON value; `at[0]` is the byte at which the next array starts, in writing order."""
     if isinstance(value, list):
-        return [_decoded(v, buffer, known, at) for v in value]
+        return [v if type(v) in LEAVES else _decoded(v, buffer, known, at) for v in value]
     if not isinstance(value, dict):
         return value
     if KIND not in value:
-        return {k: _decoded(v, buffer, known, at) for k, v in value.items()}
+        return _decoded_fields(value, buffer, known, at)
     kind = value[KIND]
+    if kind == "array":
+        return _decoded_array(value, buffer, at)
     if kind == "mapping":  # a mapping that itself has the key KIND
-        return {k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()}
+        return _decoded_fields(value["fields"], buffer, known, at)
     if kind == "tuple":
         return tuple(_decoded(v, buffer, known, at) for v in value["items"])
-    if kind == "array":
-        dtype, shape = _named_dtype(value["dtype"]), value["shape"]
-        if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
-            raise ValueError("not a record of this program: an array's shape is torn")
-        start, at[0] = at[0], at[0] + dtype.itemsize * math.prod(shape)
-        if at[0] > len(buffer):
-            raise ValueError("not a record of this program: an array is torn")
-        return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
     record = known[kind]
     if issubclass(record, Enum):
         return record(value["value"])
-    return record(**{k: _decoded(v, buffer, known, at) for k, v in value["fields"].items()})
+    return record(**_decoded_fields(value["fields"], buffer, known, at))
+
+
+def _decoded_fields(
+    fields: Mapping[str, Any], buffer: memoryview, known: Mapping[str, type], at: list[int]
+) -> dict[str, Any]:
+    return {
+        k: v if type(v) in LEAVES else _decoded(v, buffer, known, at) for k, v in fields.items()
+    }
+
+
+def _decoded_array(head: Mapping[str, Any], buffer: memoryview, at: list[int]) -> NDArray[Any]:
+    dtype, shape, count = _named_dtype(head["dtype"]), head["shape"], 1
+    for length in shape:
+        if type(length) is not int or not 0 <= length < 2**48:
+            raise ValueError("not a record of this program: an array's shape is torn")
+        count *= length
+    start, at[0] = at[0], at[0] + dtype.itemsize * count
+    if at[0] > len(buffer):
+        raise ValueError("not a record of this program: an array is torn")
+    return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()

@@ -294,6 +294,11 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
     )
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether several processes own the mesh's devices; None: the default device."""
+    return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
 def put(tree: Any, sharding: Any) -> Any:
     """Put host arrays on the devices of a sharding.
 
@@ -308,8 +313,10 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(spread, tree)
 
 
-def whole(array: jax.Array) -> np.ndarray:
+def whole(array: jax.Array | np.ndarray) -> np.ndarray:
     """Copy an array to the host. If other processes hold parts of it, all must call this."""
+    if isinstance(array, np.ndarray):
+        return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
         array = _everywhere(array.sharding.mesh)(array)

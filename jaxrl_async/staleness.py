@@ -5,6 +5,10 @@ its admission a group holds K slots, one per use. A slot is freed when the weigh
 used it are live in every sampler, or when the use will not happen (the group is dropped, or too
 stale to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
 
+"Live in every sampler" is a number that never falls, and each sampler that serves requests draws
+from that version or a newer one, whatever joins and leaves: weights/exchange.py keeps that. The
+count below uses nothing else.
+
 That is pacing by waiting: rollouts pause rather than draw what would be too stale. Pacing by
 dropping has `memory_bound` places instead, freed as soon as a group is taken: rollouts continue,
 and groups too stale when drawn are dropped. There the check at each draw is the whole bound.

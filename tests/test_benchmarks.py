@@ -17,14 +17,16 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     "name",
     [
         "weight_transfer", "generate", "train_step", "end_to_end", "limits", "swap", "checkpoint",
-        "chaos", "faults", "soak", "simulate", "samplers_at_scale",
+        "chaos", "faults", "soak", "simulate", "wire", "weight_transfer --remote",
+        "samplers_at_scale",
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
+    name, *flags = name.split()
     file = tmp_path / "result.json"
     env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file],
+        [sys.executable, BENCHMARKS / f"{name}.py", *flags, "--quick", "--json", file],
         capture_output=True,
         text=True,
         timeout=400,
@@ -34,7 +36,7 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
-    assert columns.split()[0] in ("model", "fault", "resource", "setting")
+    assert columns.split()[0] in ("model", "fault", "resource", "setting", "carrier")
     assert len(lines) == len(result["rows"]) > 0
     if name in ("limits", "swap", "faults", "soak", "simulate", "samplers_at_scale"):
         return

@@ -176,6 +176,7 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 
 BESIDE = {
+    "remote.": ["mesh.samplers_in=elsewhere"],
     "data.jsonl.": ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
                     "reward.function=mine.py:judged"],
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from sys import float_info
 from typing import Any
 
+from jaxrl_async.config import engine_rules, learning_rules, remote_rules
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config import learning_rules, remote_rules
 from jaxrl_async.config.rule import RuleBook, as_text
 from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
 from jaxrl_async.config.unused import unused_settings
@@ -420,7 +420,7 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
 
 # --- all of them ---------------------------------------------------------------------------------
 
-RULES = RuleBook(rule | learning_rules.rule | remote_rules.rule)
+RULES = RuleBook(rule | learning_rules.rule | remote_rules.rule | engine_rules.rule)
 
 
 def check_rules(config: Config) -> None:

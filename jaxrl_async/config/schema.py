@@ -276,8 +276,15 @@ class PreferenceSection(Section):
 
 
 class SamplerSection(Section):
+    engine: Literal["ours", "vllm"] = "ours"
+    """What draws tokens: the sampler of this package, or vLLM servers (engine_urls), which need
+    mesh.samplers_in=elsewhere."""
+    engine_urls: tuple[str, ...] = ()
+    """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they serve nobody
+    else."""
     slots: Count | None = 64
-    """Sequences that each sampler decodes at once; null: as many as kv_memory_mib holds."""
+    """Sequences that each sampler decodes at once (engine=vllm: that it has to answer at once);
+    null: as many as kv_memory_mib holds."""
     reserve: float = Field(0.5, ge=0, le=1)
     """Sequences prefilled ahead to take over slots within a block, as a share of the slots."""
     max_length: Positive = 128

@@ -38,6 +38,17 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that may stand there for any job, too."""
+OF_OUR_ENGINE = (
+    "reserve",
+    "block",
+    "prefill_chunk",
+    "page_tokens",
+    "kv_memory_mib",
+    "prefix_cache",
+    "matmul",
+    "attention",
+)
+"""Settings of sampler that a server of somebody else has flags of its own for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +213,24 @@ OF_EVERY_JOB = (
         ("weights.probe",),
     ),
 )
+
+
+def _samples(config: Config) -> bool:
+    return config.sampler.engine == "ours"
+
+
 OF_RL = (
+    Use(
+        (
+            *(f"sampler.{name}" for name in OF_OUR_ENGINE),
+            "mesh.sampler",
+            "mesh.samplers",
+            "weights.checksum",
+            *_keys("remote", RemoteSection, "transfer", "folder"),
+        ),
+        _samples,
+        "sampler.engine=ours",
+    ),
     Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,

@@ -393,6 +393,17 @@ METRICS: tuple[Metric, ...] = (
             "s",
             "From publish until the weights are complete on the sampler's devices.",
         ),
+        (
+            "weights/transfers",
+            "transfers",
+            "Copies of the weights that reached a sampler in a process of its own in this step; "
+            "this and the next four keys are there with mesh.samplers_in=processes or elsewhere.",
+        ),
+        ("weights/sent_bytes", "bytes", "Bytes that those samplers fetched from the trainer."),
+        ("weights/passed_bytes", "bytes", "Bytes that those samplers fetched from each other."),
+        ("weights/gb_per_s", "GB/s", "Mean speed of one of these transfers."),
+        ("weights/repeats", "transfers", "Transfers begun again: torn, or not done in time."),
+        ("sampler/joins", "samplers", "Samplers in processes of their own that joined the run."),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
         (
             "weights/probe_error",

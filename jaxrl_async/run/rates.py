@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.weights.exchange import ChannelStats
+from jaxrl_async.weights.remote.traffic import Traffic
 
 
 class Counters(NamedTuple):
@@ -68,7 +69,12 @@ ADDED = (
     "sampler/recomputed_tokens",
     "sampler/in_flight",
     "throughput/generated_tokens_per_s",
+    "sampler/joins",
     "weights/transfer_bytes",
+    "weights/transfers",
+    "weights/sent_bytes",
+    "weights/passed_bytes",
+    "weights/repeats",
     "buffer/active",
     "buffer/ready",
 )
@@ -102,6 +108,7 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
         "throughput/generated_tokens_per_s": tokens / wall_s,
         **(transfer(sampler, after.channel) if sampler.swaps else {}),
+        **remote_transfers(before.channel.remote, after.channel.remote),
         "buffer/active": float(after.buffer.active),
         "buffer/ready": float(after.buffer.ready),
         "sampler/living": float(after.living),
@@ -132,6 +139,23 @@ def transfer(sampler: SamplerStats, channel: ChannelStats) -> dict[str, float]:
         "weights/transfer_bytes": float(channel.transfer_bytes),
         "weights/swap_pause_s": sampler.swap_pause_s,
         "weights/probe_error": sampler.probe_error,
+    }
+
+
+def remote_transfers(was: Traffic, now: Traffic) -> dict[str, float]:
+    """Return how weights reached samplers in processes of their own between two readings; empty if
+    none ever did."""
+    if not now.joins:
+        return {}
+    transfer_s = now.transfer_s - was.transfer_s
+    fetched_bytes = now.fetched_bytes - was.fetched_bytes
+    return {
+        "weights/transfers": float(now.transfers - was.transfers),
+        "weights/sent_bytes": float(now.sent_bytes - was.sent_bytes),
+        "weights/passed_bytes": float(now.passed_bytes - was.passed_bytes),
+        **({"weights/gb_per_s": fetched_bytes / 1e9 / transfer_s} if transfer_s > 0 else {}),
+        "weights/repeats": float(now.repeats - was.repeats),
+        "sampler/joins": float(now.joins - was.joins),
     }
 
 

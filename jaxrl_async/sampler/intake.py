@@ -1,11 +1,13 @@
 """What a sampler takes in between two decode blocks: whatever has come, or, in a replay, exactly
-what was recorded at this place."""
+what was recorded at this place. A sampler of several processes does the same in all of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.sequence import Stage
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams
 
@@ -14,9 +16,63 @@ from jaxrl_async.types import VersionedParams
 class Taken:
     """What has been taken in; the batch has the requests already."""
 
-    num_cancelled: int
+    incoming: Sequence[LiveRequest]
+    cancelled: Sequence[Stage]
     update: VersionedParams | None  # new weights, not swapped to yet
     prescribed: bool  # by a recording, which must be asked again soon
+
+
+class TakesIn(Protocol):
+    """Whatever decides what comes into the batch, on the sampler's thread."""
+
+    def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
+        """Queue new requests in the batch, run commands, drop cancelled requests and poll for
+        weights.
+
+        Args:
+            batch: of the sampler.
+            block: number of blocks that the sampler has decoded.
+            idle: nothing else is to do, so polling may wait for a transfer.
+            wants_weights: False while a version waits to be swapped to.
+        """
+        ...
+
+    def stopped(self, live: LiveRequest) -> None:
+        """Take note that a command has taken this request out of the batch."""
+        ...
+
+
+class Followers(Protocol):
+    """The other processes of a sampler that runs in several: they do as this one does."""
+
+    def led(self, receiver: TakesIn) -> TakesIn:
+        """Return a receiver that takes in what this one does, and has the others do the same."""
+        ...
+
+    def dismiss(self) -> None:
+        """Tell the others that the sampler is closed. Idempotent."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End the others: this process's sampler has ended with an error. Idempotent."""
+        ...
+
+
+class NoFollowers:
+    """Followers of a sampler in one process."""
+
+    def led(self, receiver: TakesIn) -> TakesIn:
+        """Return the receiver itself."""
+        return receiver
+
+    def dismiss(self) -> None:
+        """Do nothing."""
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing."""
+
+
+NO_FOLLOWERS = NoFollowers()
 
 
 class Receiver:
@@ -29,16 +85,9 @@ class Receiver:
         self._arrived: VersionedParams | None = None  # polled in a replay, not taken yet
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
-        """Queue new requests in the batch, run commands, drop cancelled requests, poll for weights,
-        and record all that.
+        """See TakesIn; record all that, too.
 
         Return NotYet in a replay if something recorded has not arrived; then only commands ran.
-
-        Args:
-            batch: of the sampler.
-            block: number of blocks that the sampler has decoded.
-            idle: nothing else is to do, so polling may wait for a transfer.
-            wants_weights: False while a version waits to be swapped to.
         """
         due = self._schedule.due(self._name, block, bool(batch.placed or batch.queue))
         if isinstance(due, NotYet) or (due is not None and not self._has_come(batch, due)):
@@ -65,7 +114,12 @@ class Receiver:
                 cancel=[s.request.request_id for s in cancelled],
                 version=update.version if update else None,
             )
-        return Taken(num_cancelled=len(cancelled), update=update, prescribed=due is not None)
+        return Taken(
+            incoming=incoming, cancelled=cancelled, update=update, prescribed=due is not None
+        )
+
+    def stopped(self, live: LiveRequest) -> None:
+        """Do nothing: nobody else has to stop it."""
 
     def _has_come(self, batch: Batch, due: Intake) -> bool:
         """Return whether everything that was recorded for this moment has arrived."""

@@ -80,7 +80,7 @@ class Inbox:
         self._lifetime.check_process()
         now = self._clock()
         live = [
-            _live_request(given, Waiter(queued_at=now, future=future, loop=loop))
+            live_request(given, Waiter(queued_at=now, future=future, loop=loop))
             for given, future in zip(self.checked(requests), futures, strict=True)
         ]
         self._lifetime.start()
@@ -142,7 +142,7 @@ class Inbox:
         return commands
 
 
-def _live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
+def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
     """Return a checked request as the batch takes it."""
     saved = given if isinstance(given, Partial) else None
     request = given.request if isinstance(given, Partial) else given

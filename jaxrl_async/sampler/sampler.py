@@ -26,14 +26,15 @@ from typing import Any, Self
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed, ConfigError, RolloutError
+from jaxrl_async.mesh import spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage
+from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
 from jaxrl_async.sampler.device.arguments import Block
-from jaxrl_async.sampler.intake import Receiver
+from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.requests import CLOSED, Inbox, cancelled_on_error, completion_of, resolve
@@ -108,6 +109,11 @@ class Sampler:
     def _begin(
         self, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
     ) -> None:
+        if spans_processes(setup.engine.spec.mesh) and setup.settings.followers is NO_FOLLOWERS:
+            raise ConfigError(
+                "a sampler whose mesh spans several processes needs followers in the others, which "
+                "do as it does: see sampler/remote/leading.py."
+            )
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
         self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
@@ -151,6 +157,7 @@ class Sampler:
             log.error("the thread of %s did not end within %.0f s", name, CLOSE_S)
         if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
             self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
+        self.setup.settings.followers.dismiss()
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +266,8 @@ class Sampler:
         Args:
             request_id: of the request.
             stop: end it, with its tokens so far and StopReason.CANCELLED.
-            with_kv: include its KV if one version of the weights made all of it.
+            with_kv: include its KV if one version of the weights made all of it, and if the mesh
+                is this process's alone.
         """
         saved: Partial = self._inbox.run(lambda: self.loop.save(request_id, stop, with_kv))
         return saved
@@ -294,8 +302,12 @@ class DecodeLoop:
         *,
         version: int,
         prepared: Any,
+        receiver: TakesIn | None = None,
     ) -> None:
-        """Begin with weights of this version that are prepared (Engine.prepare) already."""
+        """Begin with weights of this version that are prepared (Engine.prepare) already.
+
+        receiver: decides what is taken in; None: whatever comes to the inbox and from the source.
+        """
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
         self._clock, self._device_lock = settings.clock, settings.device_lock
@@ -308,7 +320,10 @@ class DecodeLoop:
             version=version,
             prepared=prepared,
         )
-        self._receiver = Receiver(settings.name, self.inbox, source, settings.schedule)
+        self._receiver = receiver or settings.followers.led(
+            Receiver(settings.name, self.inbox, source, settings.schedule)
+        )
+        self._one_process = not spans_processes(setup.engine.spec.mesh)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
         self.finished: list[tuple[Running, Output]] = []  # not handed out yet
@@ -341,6 +356,7 @@ class DecodeLoop:
             self._lifetime.fail(error)
             log.error("the sampler stopped: %s", error, exc_info=error)
             self.fail_all(error)
+            self._setup.settings.followers.fail(error)
             return None
         if self.busy:
             return 0.0 if took_in else LOOK_S
@@ -399,7 +415,7 @@ class DecodeLoop:
                 self._hand_out(batch)  # no block may run for long, and `progress` waits for this
                 return False
             self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
-            self._count(batch, cancelled=taken.num_cancelled)
+            self._count(batch, cancelled=len(taken.cancelled))
             self._swap(batch, taken.update)
             return True
 
@@ -499,10 +515,11 @@ class DecodeLoop:
                 "submitted to this sampler."
             )
         with self._device_lock:
-            partial = batch.snapshot(sequence, with_kv=with_kv)
+            partial = batch.snapshot(sequence, with_kv=with_kv and self._one_process)
         if stop:
             output = batch.output(sequence)
             batch.cancel(sequence)
+            self._receiver.stopped(live_of(sequence))
             done = completion_of(sequence, output, self._clock())
             resolve([(sequence.owner, replace(done, stop=StopReason.CANCELLED))])
             self._count(batch, cancelled=1)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.errors import WeightsError
+from jaxrl_async.mesh import whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
@@ -53,7 +54,7 @@ class SwapCheck:
         token_ids = self._probe.token_ids
         with self._device_lock:
             logprobs = _sequence_logprobs(self._spec, update.params, token_ids, self._dtype)
-            sampler, trainer = np.asarray(logprobs), np.asarray(update.probe_logprobs)
+            sampler, trainer = whole(logprobs), np.asarray(update.probe_logprobs)
         error = float(np.max(np.abs(sampler - trainer)))
         if not error <= self._probe.tolerance:
             raise WeightsError(

@@ -104,7 +104,7 @@ def locate_trainer(where: str) -> JoinPlace:
         path = path / JOIN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        address = parse_address(content["address"], what=str(path))
+        address = parse_address(str(content["address"]), what=str(path))
         return JoinPlace(address=address, run=str(content["run"]))
     except OSError as error:
         raise Disconnected(f"{path}, which a trainer writes: {error.strerror}") from error

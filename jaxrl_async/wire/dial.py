@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-import grpc
-
 from jaxrl_async.errors import Disconnected, JoinRefused
 from jaxrl_async.wire.address import JoinPlace, locate_trainer
 from jaxrl_async.wire.handshake import HELLO, ask_to_join
-from jaxrl_async.wire.link import OPTIONS, PATH, describe_error, pump_frames
+from jaxrl_async.wire.link import OPTIONS, PATH, describe_error, grpc, pump_frames
 from jaxrl_async.wire.messages import Hello, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles

@@ -86,13 +86,19 @@ def _lengths(drawn: Any) -> str | None:
 
 
 def _union_check(args: tuple[Any, ...]) -> Check:
-    checks = [_check(arg) for arg in args]
+    optional = type(None) in args
+    checks = [_check(arg) for arg in args if arg is not type(None)]
 
     def check(value: Any) -> str | None:
-        problems = [fits(value) for fits in checks]
-        if None in problems:
+        if value is None and optional:
             return None
-        return max((p for p in problems if p is not None), key=lambda p: p.startswith("."))
+        problems = []
+        for fits in checks:
+            wrong = fits(value)
+            if wrong is None:
+                return None
+            problems.append(wrong)
+        return max(problems, key=lambda wrong: wrong.startswith("."))  # the most telling
 
     return check
 
@@ -138,9 +144,13 @@ def _array_check(kind: Any) -> Check:
     def check(value: Any) -> str | None:
         if type(value) is not np.ndarray:
             return _is_a(value, np.ndarray)
-        other_float = family is np.floating and value.dtype.name in ML_DTYPES
-        if not (np.issubdtype(value.dtype, family) or other_float):
+        if not _is_of(value.dtype, family):
             return f" is an array of {value.dtype}, not of {family.__name__}"
         return None
 
     return check
+
+
+@lru_cache(maxsize=256)
+def _is_of(dtype: np.dtype[Any], family: type) -> bool:
+    return np.issubdtype(dtype, family) or (family is np.floating and dtype.name in ML_DTYPES)

@@ -11,12 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 
-import grpc
-
 from jaxrl_async.errors import ConfigError, JoinRefused
 from jaxrl_async.wire.address import Address, parse_address
 from jaxrl_async.wire.handshake import admit_sampler, refused_frame, welcome_frame
-from jaxrl_async.wire.link import METHOD, OPTIONS, SERVICE, describe_error, pump_frames
+from jaxrl_async.wire.link import METHOD, OPTIONS, SERVICE, describe_error, grpc, pump_frames
 from jaxrl_async.wire.messages import Hello, Welcome
 from jaxrl_async.wire.secret import check_secret
 from jaxrl_async.wire.session import WireLimits, WireSession
@@ -135,7 +133,7 @@ class Hub:
             session.discard(f"not let in: {error}")
             yield refused_frame(str(error))
             return
-        session.on_end(lambda _: self._sessions.discard(session))
+        session.on_end(lambda _: self._forget(session))
         session.start()
         gone = f"{session.peer} is gone: its connection broke"
         if not context.add_callback(lambda: session.stream_ended(gone)):
@@ -145,6 +143,10 @@ class Hub:
             target=pump_frames, args=(incoming, session), name=f"read {hello.name}", daemon=True
         ).start()
         yield from session.frames()
+
+    def _forget(self, session: WireSession) -> None:
+        with self._lock:
+            self._sessions.discard(session)
 
 
 class _Refusals:

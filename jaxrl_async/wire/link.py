@@ -4,14 +4,13 @@ ways, without protocol buffers."""
 import os
 from collections.abc import Iterator
 
-import grpc
-
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
 
-# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot. No child
-# of this package that is forked uses it. It reads this with the first channel or server.
+# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot; no forked
+# child of this package uses it. It reads this when it is imported, so all import it from here
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+import grpc as grpc
 
 SERVICE = "jaxrl_async.Wire"
 METHOD = "Session"
@@ -21,6 +20,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", FRAME_LIMIT),  # refused before room is made for it
     ("grpc.max_send_message_length", FRAME_LIMIT),
     ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes could swell to many
     ("grpc.enable_http_proxy", 0),  # a proxy in the environment is meant for the web
     ("grpc.use_local_subchannel_pool", 1),  # each try resolves the name and connects anew
 )

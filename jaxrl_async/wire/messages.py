@@ -174,6 +174,48 @@ class Live:
     version: int
 
 
+# ---- between the processes of one sampler: the first leads, the others follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A follower's engine is built."""
+
+    process: int  # its number in the sampler's JAX world
+    alike: str  # hash of all that must be the same in every process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Every process has the weights of this version: begin with them."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What the leader takes in before its next decode block; its followers take in the same."""
+
+    requests: tuple[Request | Partial, ...] = ()  # in the order of the queue
+    first_number: int = 0  # of the requests: they are numbered as they come
+    cancelled: tuple[int, ...] = ()  # numbers of requests, in this order
+    version: int | None = None  # of new weights; None: none
+    probe_logprobs: FloatArray | None = None  # of that version, see types.VersionedParams
+    state_hash: int = 0  # of the leader's batch before it takes this in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Another process could not get weights of this version: let go of them."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismissed:
+    """The sampler is closed: its followers are done."""
+
+
 MESSAGES: tuple[type, ...] = (
     Hello,
     Welcome,
@@ -192,5 +234,10 @@ MESSAGES: tuple[type, ...] = (
     Staged,
     Torn,
     Live,
+    Ready,
+    Begin,
+    Round,
+    GivenUp,
+    Dismissed,
 )
 """What may come over a session; anything else ends it."""

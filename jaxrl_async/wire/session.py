@@ -22,13 +22,15 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import ConfigError, Disconnected
 from jaxrl_async.ports import Message
 from jaxrl_async.wire.fitting import check_fits
-from jaxrl_async.wire.frames import BEAT_FRAME, Bye, Inbox, Outbox, bye_frame
+from jaxrl_async.wire.frames import BEAT_FRAME, Bye, FrameKind, Inbox, Outbox, bye_frame
 from jaxrl_async.wire.messages import MESSAGES
 
 log = logging.getLogger(__name__)
 
 BEATS = 4
 """Beats in the time after which silence counts as an end."""
+MESSAGE_COST = 256
+"""Bytes of memory that a message takes beside its own, so that a million tiny ones count, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,13 +178,18 @@ class WireSession:
 
     def take(self, frame: bytes) -> None:
         """Take a frame in; block while too many bytes wait for handlers."""
+        is_bye = frame[:1] == bytes([FrameKind.BYE])
         try:
-            for item in self._inbox.take(frame):
-                self._take_item(item)
+            if self._deliver or is_bye:
+                for item in self._inbox.take(frame):
+                    self._take_item(item)
         except ValueError as error:
-            self.lost(f"{self._peer} sent what is no message: {error}")
+            self._refuse_rest(f"{self._peer} sent what is no message: {error}")
         with self._changed:
-            self._heard += 1
+            # once this side wants no more, only a peer that comes to its end counts as alive: after
+            # the last word of this side an honest one sends its rest, and no beats
+            over = not self._deliver or (self._bye_sent and frame == BEAT_FRAME)
+            self._heard += is_bye or not over
 
     def stream_ended(self, reason: str) -> None:
         """Take note that no frame will come any more. The reason counts if no Bye came before."""
@@ -214,12 +221,13 @@ class WireSession:
                     self._ended = item.reason
             else:
                 self._full = True
-                while not self._over and self._no_room(self._arrived_bytes, len(item)):
+                cost = len(item) + MESSAGE_COST
+                while not self._over and self._no_room(self._arrived_bytes, cost):
                     self._changed.wait()
                 self._full = False
                 if self._deliver:
                     self._arrived.append(item)
-                    self._arrived_bytes += len(item)
+                    self._arrived_bytes += cost
             self._changed.notify_all()
 
     def _no_room(self, waiting_bytes: int, more_bytes: int) -> bool:
@@ -260,7 +268,7 @@ class WireSession:
             if not self._arrived:
                 return None
             data = self._arrived.popleft()
-            self._arrived_bytes -= len(data)
+            self._arrived_bytes -= len(data) + MESSAGE_COST
             self._changed.notify_all()
             return data
 
@@ -305,10 +313,10 @@ class WireSession:
                 if self._over:
                     return
                 now_s, now = time.monotonic(), (self._heard, self._taken)
-                full = self._full
+                full, said_all = self._full, self._bye_sent
             passed_s, last_s = min(now_s - last_s, 2 * look_s), now_s
             unheard_s = 0.0 if now[0] != seen[0] or full else unheard_s + passed_s
-            untaken_s = 0.0 if now[1] != seen[1] else untaken_s + passed_s
+            untaken_s = 0.0 if now[1] != seen[1] or said_all else untaken_s + passed_s
             seen = now
             if unheard_s > self._limits.silence_s:
                 self.lost(f"nothing heard of {self._peer} for {self._limits.silence_s:g} s")

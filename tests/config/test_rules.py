@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.config.function_facts import COMPARED_IN_GROUP, DIVIDED_IN_GROUP
+from jaxrl_async.config.load import load
 from jaxrl_async.config.rules import RULES, check_rules
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
@@ -177,7 +178,25 @@ def test_all_broken_rules_are_told_at_once(write, refusal):
         assert told in message
 
 
+VLLM = {"engine": "vllm", "engine_urls": ("http://a:8000",)}
 BROKEN = {
+    "colocated_samplers_are_threads": {"mesh": {"colocated": True, "samplers_in": "processes"}},
+    "a_replay_has_its_samplers_in_threads": {
+        "run": {"replay_schedule": "schedule.jsonl"},
+        "mesh": {"samplers_in": "elsewhere"},
+    },
+    "the_folder_transfer_has_a_folder": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {"transfer": "folder"},
+    },
+    "tls_has_all_its_files": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {"tls_key": "key.pem"},
+    },
+    "the_least_number_of_samplers_is_started": {
+        "mesh": {"samplers_in": "processes", "samplers": 2},
+        "remote": {"least": 3},
+    },
     "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
     "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
@@ -249,6 +268,17 @@ BROKEN = {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
     },
+    "an_engine_has_addresses": {"sampler": {"engine_urls": ("http://a:8000",)}},
+    "an_engine_has_devices_of_its_own": {"sampler": VLLM},
+    "an_engine_can_give_what_is_kept": {
+        "sampler": {**VLLM, "slots": None},
+        "mesh": {"samplers_in": "elsewhere"},
+    },
+    "an_engines_tokens_are_corrected": {
+        "sampler": VLLM,
+        "mesh": {"samplers_in": "elsewhere"},
+        "algorithm": {"loss": "gpg"},
+    },
     "every_setting_is_read": {"critic": {"warmup_steps": 1}},
     "a_function_weight_has_a_counterpart": {"reward": {"function_weight": 2}},
     "gdpo_weighs_the_parts_itself": {
@@ -301,3 +331,34 @@ def test_rules_of_one_section_hide_no_others(write, refusal):
 def test_a_number_that_python_does_not_print_is_refused_in_words(write, key, refusal):
     override = f"{key}=0x{'f' * 9000}"
     assert "very long number" in refusal(write("run: {job: sft}"), override)
+
+
+ELSEWHERE = (
+    "mesh.samplers_in=elsewhere",
+    "sampler.engine=vllm",
+    'sampler.engine_urls=["http://a"]',
+)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.keep_sampling_mask=true", "sampling mask of each token"),
+        ("algorithm.keep_routing=true", "experts of each token"),
+        ("weights.dtype=int8", "a format of our sampler"),
+        ("remote.transfer=tcp", "reads weights from files"),
+        ("sampler.block=4", "sampler.block (4) is read by nothing without sampler.engine=ours"),
+        ("mesh.samplers=2", "mesh.samplers (2) is read by nothing without sampler.engine=ours"),
+        ("remote.fanout=3", "remote.fanout (3) is read by nothing without sampler.engine=ours"),
+        ('sampler.engine_urls=["http://a", "http://a/"]', "must be different addresses"),
+        ('sampler.engine_urls=["a:8000"]', "begin with http:// or https://"),
+    ],
+)
+def test_what_somebody_elses_engine_does_not_do_is_refused(write, refusal, override, told):
+    assert told in refusal(write(""), *ELSEWHERE, "weights.probe=false", override)
+
+
+def test_a_loss_without_a_ratio_is_corrected_with_an_engine(write, refusal):
+    gpg = [*ELSEWHERE, "algorithm.loss=gpg"]
+    assert "Set algorithm.correction=tis" in refusal(write(""), *gpg, "algorithm.anchor=proximal")
+    load(write(""), [*gpg, "algorithm.anchor=proximal", "algorithm.correction=tis"])

@@ -37,7 +37,7 @@ def eventually(holds):
 class TrainerSide:
     """A channel and all that belongs to it on the trainer's side."""
 
-    def __init__(self, *, links=(), version=0, begin=True, **section):
+    def __init__(self, *, links=(), version=0, on_live=None, **section):
         self.offering, self.faults, self.live = MemoryOffering(), FaultCounts(), []
         self.peers = {self.offering.address: self.offering}
         source = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), weights(0))
@@ -48,11 +48,10 @@ class TrainerSide:
             count=self.faults.add,
         )
         self.channel = WeightChannel(
-            links, outbox=self.outbox, on_live=self.live.append, version=version
+            links, outbox=self.outbox, on_live=on_live or self.live.append, version=version
         )
         self.samplers = []
-        if begin:
-            self.channel.begin(weights(version))
+        self.channel.begin(weights(version))
 
     def publish(self, version):
         self.channel.publish(version, weights(version), np.full(2, version, np.float32))

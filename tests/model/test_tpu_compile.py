@@ -113,3 +113,12 @@ def test_the_samplers_programs_compile_and_decode_in_place(programs):
     assert block["kernels"] == 2, "one kernel a layer, on the pages themselves"
     assert block["temp_bytes"] < block["pages_bytes"] / 2, "no copy of the pages"
     assert programs["sampler prefill"]["temp_bytes"] < block["pages_bytes"]
+
+
+def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
+    """All sixteen chips of v5e:4x4, four to a host; every host can read what was drawn."""
+    block, alone = programs["sampler block over hosts"], programs["sampler block"]
+    assert (block["processes"], alone["processes"]) == (4, 1)
+    assert block["kernels"] == 2 and block["read_whole"]
+    assert block["temp_bytes"] < block["pages_bytes"] / 16, "its part of the pages stays in place"
+    assert programs["sampler prefill over hosts"]["temp_bytes"] < block["pages_bytes"] / 16

@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import TRAINER_RULES, arranged, make_mesh, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, arranged, make_mesh, shapes_on, shardings
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
-from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -190,11 +190,11 @@ def ragged(
     )
 
 
-def sampler_program(name: str) -> dict[str, Any]:
-    """A prefill or a whole decode block of the sampler's engine, on one chip."""
-    mesh = mesh_of()
+def sampler_program(name: str, *, kv_heads: int = 2, **axes: int) -> dict[str, Any]:
+    """A prefill or a whole decode block of the sampler's engine, on one chip or on these axes."""
+    mesh = mesh_of(**axes)
     shape = schema.ArchitectureSection(
-        layers=2, width=256, heads=8, kv_heads=2, head_dim=128, mlp=512
+        layers=2, width=256, heads=4 * kv_heads, kv_heads=kv_heads, head_dim=128, mlp=512
     )
     spec = ModelSpec.from_architecture(shape, 1024)
     engine_spec = EngineSpec(
@@ -203,16 +203,15 @@ def sampler_program(name: str) -> dict[str, Any]:
     )  # fmt: skip
     engine = Engine(engine_spec)
 
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), tree)
-
     params = jax.tree.map(
-        lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16),
+        lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=s),
         weight_table(spec),
+        shardings(weight_table(spec), mesh, SAMPLER_RULES),
         is_leaf=lambda w: isinstance(w, Weight),
     )
-    weights = placed(jax.eval_shape(engine.programs.prepare, params))
-    state = placed(engine.state_shapes())
+    prepared = jax.eval_shape(engine.programs.prepare, params)
+    weights = shapes_on(prepared, weight_shardings(mesh, params, prepared))
+    state = engine.state_shapes()
     if name == "prefill":
         n, B, T = 256, 4, 64
         ints = np.zeros(n, np.int32)
@@ -236,6 +235,10 @@ def sampler_program(name: str) -> dict[str, Any]:
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
         "pages_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv)),
+        "processes": len({d.process_index for d in mesh.devices.flat}),
+        "read_whole": all(
+            s.is_fully_replicated for s in jax.tree.leaves(program.output_shardings[1])
+        ),
     }
 
 
@@ -247,6 +250,8 @@ def chosen() -> dict[str, Any]:
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill": partial(sampler_program, "prefill"),
     "sampler block": partial(sampler_program, "block"),
+    "sampler prefill over hosts": partial(sampler_program, "prefill", kv_heads=16, tensor=16),
+    "sampler block over hosts": partial(sampler_program, "block", kv_heads=16, tensor=16),
     "chosen": chosen,
     "splash": partial(attention_gradient, kernels.splash),
     "splash float32": partial(attention_gradient, kernels.splash, dtype=jnp.float32),

@@ -50,10 +50,12 @@ def test_threads_and_sampler_end_whatever_a_close_before_raises(failing):
     parts = SimpleNamespace(**{name: Part(name, closed, failing) for name in names})
     parts.rollouts = SimpleNamespace(run=parts.buffer.play)
     parts.trainer = SimpleNamespace(run=lambda: None)
+    parts.plays = True
+    parts.sampling = SimpleNamespace(processes=None, dismiss=lambda: closed.append("dismissed"))
     before = threading.active_count()
     with pytest.raises(OSError, match="no space left"):
         loop.run_threads(parts, Stop())
-    assert closed == list(names) and threading.active_count() == before
+    assert closed == [*names, "dismissed"] and threading.active_count() == before
 
 
 def test_a_recorder_on_a_full_disk_closes_all_its_files(tmp_path):

@@ -81,7 +81,7 @@ def test_live_it_takes_whatever_has_come_and_writes_it_down(inbox) -> None:
     first, _ = asked(inbox, "a", "b")
     first.cancel()
     taken = take(receiver, batch)
-    assert (taken.num_cancelled, taken.update, taken.prescribed) == (1, NEW, False)
+    assert (len(taken.cancelled), taken.update, taken.prescribed) == (1, NEW, False)
     assert queued(batch) == ["b"]
     assert schedule.written == [
         {"sampler": "s", "block": 3, "take": ["a", "b"], "cancel": ["a"], "version": 1}
@@ -109,7 +109,7 @@ def test_in_a_replay_nothing_is_taken_before_all_that_was_recorded_is_here(inbox
     assert take(receiver, batch) is NotYet.NOT_YET, "the weights have not come"
     source.updates.append(NEW)
     taken = take(receiver, batch)
-    assert (taken.num_cancelled, taken.update, taken.prescribed) == (1, NEW, True)
+    assert (len(taken.cancelled), taken.update, taken.prescribed) == (1, NEW, True)
     assert queued(batch) == ["b", "a"], "in the recorded order"
     assert [s.request.request_id for s in inbox.requests()] == ["x"]
 

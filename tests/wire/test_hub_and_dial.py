@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -192,6 +192,36 @@ def test_a_trainer_that_dies_is_noticed(trainer: Trainer) -> None:
         join(trainer.where, timeout_s=0.5)
 
 
+FAILING_TRAINER = """
+import sys
+from jaxrl_async.wire.hub import Hub
+from jaxrl_async.wire.messages import Welcome
+from jaxrl_async.wire.session import WireLimits
+
+welcome = Welcome(config={"a": 1}, spec={}, mesh={}, seed=3, layout_hash="h", run="run-1")
+hub = Hub("127.0.0.1:0", secret=b"", tls=None, limits=WireLimits(), on_join=lambda *_: welcome)
+print(hub.address, flush=True)
+sys.stdin.readline()
+raise SystemExit(3)
+"""
+
+
+def test_a_trainer_that_fails_exits_with_its_sessions_open() -> None:
+    """No thread of gRPC keeps it alive."""
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    command = [sys.executable, "-c", FAILING_TRAINER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        session = join(child.stdout.readline().strip(), secret=b"")
+        session.on_end(ended.put)
+        child.stdin.write("fail\n")
+        child.stdin.flush()
+        assert child.wait(WAIT_S) == 3
+    assert "trainer" in ended.get(timeout=WAIT_S)
+
+
 # ---- who is let in
 
 
@@ -303,6 +333,27 @@ def test_garbage_ends_only_its_own_connection(trainer: Trainer, frames: list[byt
     session.send(Live(version=1))
     assert trainer.came.get(timeout=WAIT_S) == Live(version=1)
     session.end("done")
+
+
+def test_compressed_bytes_are_not_even_unpacked(trainer: Trainer) -> None:
+    with grpc.insecure_channel(trainer.where) as channel:
+        call = channel.stream_stream(PATH)(
+            iter([bytes(FRAME_LIMIT)]), compression=grpc.Compression.Gzip, timeout=WAIT_S
+        )
+        with pytest.raises(grpc.RpcError) as raised:
+            next(call)
+    assert raised.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+
+
+def test_a_message_that_is_too_large_ends_the_session_and_both_know_why(trainer: Trainer) -> None:
+    """The sampler's own bound is larger than the trainer's."""
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with a_trainer(limits=replace(LIMITS, max_message_bytes=2 << 20)) as small:
+        session = join(small.where)
+        session.on_end(ended.put)
+        session.send(Answers(completions=(wire_peer.completion(500_000),)))
+        for reason in (ended.get(timeout=WAIT_S), small.ends.get(timeout=WAIT_S)):
+            assert "remote.max_message_mib" in reason
 
 
 def test_a_flood_stops_nobody_and_fills_no_log(

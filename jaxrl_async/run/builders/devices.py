@@ -57,6 +57,12 @@ def keep_compiled_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+def cache_folder() -> str:
+    """Return the folder of JAX's persistent compilation cache; "": there is none."""
+    folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return folder or ""
+
+
 def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
     """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
     process instead of failing."""

@@ -16,6 +16,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
+from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -57,6 +58,7 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
+    check_engines(config, spec)
     locks = make_locks(config.reward, slices, lockstep)
     held_out = eval_prompts(config.data, tokenizer)
     scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults)

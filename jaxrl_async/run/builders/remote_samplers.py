@@ -14,6 +14,7 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.spec import Params
+from jaxrl_async.run.builders.devices import cache_folder
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.samplers import (
     Sampling,
@@ -21,14 +22,13 @@ from jaxrl_async.run.builders.samplers import (
     sampler_settings,
     sent_weights,
 )
-from jaxrl_async.run.host import accelerator
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.run.remote.pinning import place_of_sampler
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
-from jaxrl_async.sampler.setup import room_of
+from jaxrl_async.sampler.setup import kv_plan, room_of
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
@@ -97,8 +97,14 @@ def make_remote_sampling(
     probe = None if settings.probe is None else settings.probe.token_ids
     if not lockstep.plays:
         return Sampling(router=router, channel=channel, probe=probe)
+    plan = kv_plan(spec, config.sampler, settings.dtype)
     members = Members(
-        Invitation(config=config, spec=spec, layout_hash=manifest_of(sent.lowered).layout_hash),
+        Invitation(
+            config=config,
+            spec=spec,
+            layout_hash=manifest_of(sent.lowered).layout_hash,
+            places=plan.slots + plan.reserve,
+        ),
         channel,
         router,
         check,
@@ -132,7 +138,7 @@ def local_samplers(
         count: called with the name of each fault.
     """
     cores = sorted(os.sched_getaffinity(0))
-    platform = accelerator() if "cpu" not in str(jax.config.jax_platforms) else "cpu"
+    platform = jax.default_backend()
     processes = LocalSamplers(
         address=str(members.here),
         places=[
@@ -142,7 +148,7 @@ def local_samplers(
         faults=config.faults,
         secret=secret.decode(),
         logs=logs,
-        environment={"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir or "")},
+        environment={"JAX_COMPILATION_CACHE_DIR": cache_folder()},
         count=count,
     )
     processes.start()

@@ -16,6 +16,8 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, sha
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
+from jaxrl_async.ports import Replica
+from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Members
@@ -27,7 +29,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.trainer.trainer import probe_tokens
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
@@ -142,6 +144,8 @@ def make_sampling(
         gate: notified when a version is live in every sampler.
     """
     slices, spec = inputs.slices, inputs.spec
+    if config.sampler.engine != "ours":
+        return make_foreign_sampling(config, inputs, params, version, gate)
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
         for mesh in slices.samplers
@@ -177,9 +181,34 @@ def make_sampling(
     return Sampling(router=router, channel=channel, probe=probe)
 
 
+def make_foreign_sampling(
+    config: Config,
+    inputs: Inputs,
+    params: Params,
+    version: int,
+    gate: ReplayBuffer | ReplayedBuffer,
+) -> Sampling:
+    """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
+    probe = sampler_settings(config, inputs.spec).probe
+    engines, channel = make_engines(
+        config,
+        inputs.spec,
+        inputs.slices.trainer,
+        VersionedParams(version=version, params=params),
+        on_live=gate.set_live,
+        probe=probe,
+        count=inputs.faults.add,
+    )
+    return Sampling(
+        router=make_router(config.faults, engines, inputs.faults),
+        channel=channel,
+        probe=None if probe is None else probe.token_ids,
+    )
+
+
 def make_router(
     section: FaultsSection,
-    samplers: Sequence[Sampler],
+    samplers: Sequence[Replica],
     faults: FaultCounts,
     *,
     recorded: Callable[[str], int | None] | None = None,

@@ -44,6 +44,7 @@ class Invitation:
     config: Config
     spec: ModelSpec
     layout_hash: str  # of the weights that it will be offered
+    places: int  # requests that a sampler holds at once
 
     def welcome(self, hello: Hello) -> Welcome:
         """Return the answer to a sampler. Raises JoinRefused."""
@@ -179,7 +180,7 @@ class Members:
         replica = RemoteReplica(
             session,
             self._check,
-            places=self._invitation.config.sampler.slots,
+            places=self._invitation.places,
             newest=lambda: self._channel.published_version,
             count=self._count,
         )

@@ -26,9 +26,9 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import ConfigError, Disconnected, MeshError
-from jaxrl_async.mesh import SAMPLER_RULES, make_mesh
+from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh
+from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.spec import ModelSpec, RopeScaling
-from jaxrl_async.run.builders.initial_policy import check_experts
 from jaxrl_async.run.builders.samplers import sampler_settings, sent_weights, uses_one_thread
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.run.start import skip_absent_tpu
@@ -224,7 +224,10 @@ def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
             f"{len(devices)}: {devices[0].platform}. Give --mesh other axes, such as "
             f"tensor={len(devices)}, or change mesh.sampler of the run."
         )
-    return make_mesh(AxesSection(**axes), devices[:needed])
+    mesh = make_mesh(AxesSection(**axes), devices[:needed])
+    if devices[0].platform == "tpu":
+        check_collective(mesh, "--mesh")
+    return mesh
 
 
 def spec_of(fields: Mapping[str, Any]) -> ModelSpec:

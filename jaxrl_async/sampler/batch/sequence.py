@@ -44,6 +44,7 @@ class LiveRequest:
     max_new: int
     owner: Any = None  # the caller that waits for it; the sampler's business
     partial: Partial | None = None  # the saved tokens that it continues from
+    number: int = -1  # in the order of arrival, in a sampler of several processes
 
     @property
     def known_tokens(self) -> IntArray:

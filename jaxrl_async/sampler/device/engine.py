@@ -18,7 +18,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spec_for
+from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spans_processes, spec_for
 from jaxrl_async.model import cache
 from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device import decode, insertion
@@ -66,16 +66,21 @@ def programs_of(spec: EngineSpec) -> Programs:
     """
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
+    state = decode_state_shardings(spec)
+    results = _result_shardings(spec, state)
     return Programs(
         prepare=jit(partial(insertion.prepare, spec)),
-        prefill=jit(partial(insertion.prefill, spec)),
-        insert=jit(partial(insertion.insert), donate_argnums=(1,)),  # partial: counted apart
+        prefill=jit(partial(insertion.prefill, spec), out_shardings=results.prefill),
+        insert=jit(  # partial: counted apart
+            partial(insertion.insert), donate_argnums=(1,), out_shardings=results.insert
+        ),
         generate=jit(
             partial(decode.generate, spec),
             donate_argnums=(1,),
             static_argnames=("context_pages", "mix"),
+            out_shardings=results.generate,
         ),
-        empty=jit(partial(insertion.empty_state, spec), out_shardings=decode_state_shardings(spec)),
+        empty=jit(partial(insertion.empty_state, spec), out_shardings=state),
     )
 
 
@@ -93,6 +98,24 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
         return NamedSharding(mesh, spec_for(x.shape, axes, mesh, SAMPLER_RULES))
 
     return replicated._replace(kv=jax.tree.map(of_pages, state.kv))
+
+
+class _Results(NamedTuple):
+    """The shardings of what the programs return; None: the compiler chooses them."""
+
+    prefill: Shardings = None
+    insert: Shardings = None
+    generate: Shardings = None
+
+
+def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
+    """Return how results are divided: on a mesh of several processes, each of them has the whole of
+    what the host reads, and the decode state stays as it is."""
+    if spec.mesh is None or not spans_processes(spec.mesh):
+        return _Results()
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    routes = whole if spec.keeps_routes else None
+    return _Results(prefill=Prefix(None, None, routes), insert=state, generate=(state, whole))
 
 
 def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> EngineWeights:

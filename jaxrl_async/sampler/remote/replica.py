@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports import Departure, Session
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.remote.answers import (
+from jaxrl_async.sampler.remote.answer_checks import (
     checked_completion,
     checked_drawn,
     checked_stats,
@@ -57,6 +59,8 @@ WIRE_PLACES = 3
 while there are more, and those that wait here can go to a sampler that joins."""
 CLOSE_WAIT_S = 10.0
 """Longest wait for the sending thread at the end, seconds."""
+CLOSED_TOO_EARLY = "the sampler was closed before the request was done"
+"""The message to callers whose request was not done when the replica was closed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,6 +85,14 @@ class Outstanding:
         if isinstance(self.given, Partial):
             return replace(self.given, request=request, kv=None, kv_version=None)
         return request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the sampler was asked, and who waits for the answer."""
+
+    about: Outstanding | None  # None: all that is running
+    answer: Future[tuple[Partial, ...]]
 
 
 class RemoteReplica:
@@ -125,7 +137,7 @@ class RemoteReplica:
         self._outstanding: dict[str, Outstanding] = {}  # by wire id, in the order of sending
         self._unsent: dict[str, Outstanding] = {}  # of the outstanding, in order
         self._to_send: list[Any] = []  # other messages
-        self._asked: dict[int, Future[tuple[Partial, ...]]] = {}
+        self._asked: dict[int, Question] = {}
         self._numbers = itertools.count()
         self._closed = False
         self._ending: str | None = None  # why the session is to end
@@ -172,7 +184,7 @@ class RemoteReplica:
             self._closed = True
         self._end_session("the run has ended")
         self._lifetime.stop(CLOSE_WAIT_S)
-        self._finish(Closed("the samplers were closed before the request was done"))
+        self._finish(Closed(CLOSED_TOO_EARLY))
 
     def abandon(self) -> None:
         """End the session without waiting, and ignore whatever it still brings."""
@@ -228,11 +240,12 @@ class RemoteReplica:
         requests that are still running."""
         self.check_waits()
         try:
-            return self._ask(Ask(number=next(self._numbers)), PROGRESS_WAIT_S)
+            return self._ask(Ask(number=next(self._numbers)), None, PROGRESS_WAIT_S)
         except TimeoutError:
             log.warning("%s does not report its progress: its last report counts", self)
         with self._lock:
-            return tuple(p for i, p in self._reported.items() if i in self._outstanding)
+            reported = self._reported
+            return tuple(p for i, p in reported.items() if i in self._outstanding)
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """See ports.Replica; always without KV, which is larger than what it saves. Raises
@@ -249,20 +262,16 @@ class RemoteReplica:
         if not found:
             raise RolloutError(f"request {request_id!r} is not running in {self}.")
         ask = Ask(number=next(self._numbers), request_id=found[-1].wire_id, stop=stop)
-        saved = self._ask(ask, SAVE_WAIT_S)
-        if len(saved) != 1:
-            raise RolloutError(
-                f"request {request_id!r} is not running in {self}: it has just ended."
-            )
-        return saved[0]
+        (saved,) = self._ask(ask, found[-1], SAVE_WAIT_S)
+        return saved
 
-    def _ask(self, ask: Ask, wait_s: float) -> tuple[Partial, ...]:
+    def _ask(self, ask: Ask, about: Outstanding | None, wait_s: float) -> tuple[Partial, ...]:
         """Return the sampler's answer. Raises TimeoutError, RolloutError, and the error that ended
         the replica."""
         answer: Future[tuple[Partial, ...]] = Future()
         with self._lock:
             self._check_open()
-            self._asked[ask.number] = answer
+            self._asked[ask.number] = Question(about=about, answer=answer)
         self._send(ask)
         try:
             return answer.result(wait_s)
@@ -400,23 +409,32 @@ class RemoteReplica:
         return out
 
     def _take_reply(self, message: Reply) -> None:
-        """Give the partials of requests that still run to whoever asked. Raises RolloutError."""
+        """Give what is drawn to whoever asked. Raises RolloutError."""
         with self._lock:
-            answer = self._asked.get(message.number)
+            asked = self._asked.get(message.number)
+        if asked is None:
+            return  # nobody waits any more
         if message.error:
-            result: Any = RolloutError(f"{self}: {checked_text(message.error)}")
+            fulfil(asked.answer, RolloutError(f"{self}: {checked_text(message.error)}"))
+        elif asked.about is None:
+            fulfil(asked.answer, self._checked("a report", lambda: self._report(message.partials)))
         else:
-            drawn = self._checked("a report", lambda: self._drawn(message.partials))
-            with self._lock:
-                self._reported |= drawn
-                gone = self._reported.keys() - self._outstanding.keys()
-                for wire_id in gone:
-                    del self._reported[wire_id]
-                given = {i: out.given for i, out in self._outstanding.items()}
-            waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # or queued there
-            result = tuple((waiting | drawn).values())
-        if answer is not None:  # else nobody waits any more
-            fulfil(answer, result)
+            out = asked.about
+            fulfil(asked.answer, self._checked("a save", lambda: self._saved(message, out)))
+
+    def _report(self, partials: Any) -> tuple[Partial, ...]:
+        """Return what all running requests have drawn, and keep it."""
+        drawn = self._drawn(partials)
+        with self._lock:
+            given = {i: out.given for i, out in self._outstanding.items()}
+        waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # here, or there
+        self._reported = waiting | drawn
+        return tuple(self._reported.values())
+
+    def _saved(self, message: Reply, out: Outstanding) -> tuple[Partial, ...]:
+        """Return the one request that was saved, which may have ended since."""
+        (saved,) = message.partials
+        return (checked_drawn(saved, out.request, self._check.room, newest=self._newest()),)
 
     def _take_beat(self, message: Beat) -> None:
         """Keep the statistics. Raises RolloutError."""
@@ -450,16 +468,20 @@ class RemoteReplica:
         self._finish(Disconnected(f"{self}: {reason}"), blamed=blamed)
 
     def _drawn(self, partials: Any) -> dict[str, Partial]:
-        """Return the checked partials of requests that are still outstanding, by wire id."""
+        """Return the checked partials of requests that are still outstanding, by wire id. One with
+        a log-prob that is not finite is left out: its request begins again."""
         if not isinstance(partials, tuple) or not all(isinstance(p, Partial) for p in partials):
             raise RolloutError("it must hold Partials.")
         with self._lock:
             known = [(p, self._outstanding.get(p.request.request_id)) for p in partials]
-        return {
+        drawn = {
             out.wire_id: checked_drawn(p, out.request, self._check.room, newest=self._newest())
             for p, out in known
             if out is not None and not out.future.done()
         }
+        if not self.has_logprobs:
+            return drawn
+        return {i: p for i, p in drawn.items() if np.isfinite(p.logprobs).all()}
 
     def _checked(self, what: str, check: Callable[[], Any]) -> Any:
         """Return what the check returns. What it refuses is counted, ends the replica at once, and
@@ -483,11 +505,14 @@ class RemoteReplica:
         with self._lock:
             if self.error is None:
                 self.departure, self.blamed = departure, blamed
-                self.error = None if self._closed else error
+                if self._closed:
+                    error = Closed(CLOSED_TOO_EARLY)
+                else:
+                    self.error = error
             outs, self._outstanding = list(self._outstanding.values()), {}
             asked, self._asked = list(self._asked.values()), {}
             self._unsent.clear()
-        for future in (*(out.future for out in outs), *asked):
+        for future in (*(out.future for out in outs), *(question.answer for question in asked)):
             fulfil(future, error)
 
 

@@ -318,7 +318,7 @@ class Fleet:
             moved = self._judge(seat, kind, jobs)
             for job in jobs:
                 job.inner = None
-            guilty = jobs if self._is_to_blame(jobs) else []
+            guilty = jobs if kind is not Trouble.LEFT and self._is_to_blame(jobs) else []
             self._blamed_in_a_row += len(guilty)
             back = [job for job in jobs if job not in guilty]
             self.waiting += back

@@ -27,7 +27,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -225,11 +225,14 @@ class Router:
             at_work = [seat.replica for seat in self.fleet.seats if seat.at_work]
             jobs = self.fleet.jobs
         partials = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
-        for sampler in at_work:
-            try:
-                partials |= {p.request.request_id: p for p in sampler.progress()}
-            except Exception as error:
-                log.warning("a sampler does not report its progress: %s", error)
+        remote = [replica for replica in at_work if not replica.replaceable]
+        with ThreadPoolExecutor(max(1, len(remote))) as pool:  # one may keep us waiting
+            reports = [pool.submit(replica.progress) for replica in remote]
+            for sampler in at_work:
+                if sampler.replaceable:
+                    partials |= _reported(sampler.progress)
+            for report in reports:
+                partials |= _reported(report.result)
         return tuple(partials.values())
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
@@ -314,3 +317,12 @@ class Router:
         for seat in self.fleet.seats:
             if self.fleet.restart(seat):
                 self._dispatcher.deal_waiting()
+
+
+def _reported(report: Callable[[], tuple[Partial, ...]]) -> dict[str, Partial]:
+    """Return what a replica reports, by request; nothing if it cannot."""
+    try:
+        return {p.request.request_id: p for p in report()}
+    except Exception as error:
+        log.warning("a sampler does not report its progress: %s", error)
+        return {}

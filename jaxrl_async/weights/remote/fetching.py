@@ -19,8 +19,11 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.manifest import compare, manifest_of
 from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
-from jaxrl_async.weights.remote.boxes import boxes_here
+from jaxrl_async.weights.remote.boxes import Box, boxes_here
+from jaxrl_async.weights.remote.bucket import FolderReader
 from jaxrl_async.weights.remote.buffers import BufferPool
+from jaxrl_async.weights.remote.device import DevicePuller
+from jaxrl_async.weights.remote.host_sums import host_sum
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.pieces import Piece, plan_pieces
 from jaxrl_async.weights.remote.shared_memory import SharedReader, machine_boot_id
@@ -47,7 +50,9 @@ class FetchWays:
     """How pieces may be fetched."""
 
     shared: bool = True  # through shared memory, from processes on this machine
+    folder: str | None = None  # remote.folder, from files in it; None: not so
     tcp: PullSettings | None = field(default_factory=PullSettings)  # None: not over TCP
+    puller: DevicePuller | None = None  # tried first
     timeout_s: float = 300.0  # longest time for one version, seconds
 
 
@@ -76,6 +81,7 @@ class PieceFetching:
         self._boxes = [boxes_here(sharding, shape) for shape, _, sharding in self._leaves]
         self._holdings, self._server = holdings, server
         self._pool, self._reader = BufferPool(), SharedReader()
+        self._files = FolderReader(ways.folder) if ways.folder is not None else None
         self._boot_id = machine_boot_id()
         self._unfinished: tuple[Whereabouts, Assembly] | None = None
         self._closed = threading.Event()
@@ -94,9 +100,13 @@ class PieceFetching:
         if found.version != version:
             raise WeightsError(f"the offer of version {version} says where {found.version} is")
         compare(found.manifest, self._manifest)
+        stopped = self._stop_reason(abort)
+        if self._ways.puller is not None:
+            pulled = self._from_devices(self._ways.puller, found, stopped)
+            if pulled is not None:
+                return pulled
         assembly = self._assembly(found)
         self._holdings.add(version, assembly)
-        stopped = self._stop_reason(abort)
         try:
             came = self._fill(assembly, found, sources, stopped)
         except BaseException:
@@ -107,7 +117,7 @@ class PieceFetching:
         self._holdings.keep(version)
         source = came.most_common(1)[0][0] if came else ""
         return FetchedParams(
-            params=self._on_devices(assembly), num_bytes=came.total(), source=source
+            params=self._arrays(self._on_devices(assembly)), num_bytes=came.total(), source=source
         )
 
     def close(self) -> None:
@@ -122,12 +132,14 @@ class PieceFetching:
 
     def _assembly(self, found: Whereabouts) -> Assembly:
         """Return the arrays to fill: those of an earlier try of the same weights, or new ones."""
-        if self._unfinished is not None and self._unfinished[0].sums == found.sums:
+        if self._unfinished is not None:
             before, assembly = self._unfinished
-            if before.version == found.version:
+            shards = [[holder.shards for holder in w.holders] for w in (before, found)]
+            if before.version == found.version and shards[0] == shards[1]:
                 self.counts["resumed"] += 1
                 assembly.resume()
                 return assembly
+            self._holdings.remove(before.version)
         self._unfinished = None
         parts = [
             Part(array=number, box=box, data=self._empty(box, dtype))
@@ -150,7 +162,7 @@ class PieceFetching:
     ) -> Counter[str]:
         """Fetch every piece, and arrays that arrive torn again; return the bytes by source."""
         pieces = plan_pieces(self._manifest, found.holders, assembly.targets)
-        came = self._from_shared_memory(assembly, found, pieces, stopped)
+        came = self._from_files(assembly, found, pieces, stopped)
         came += self._over_tcp(assembly, found, pieces, sources, stopped)
         for _ in range(MOST_REPEATS):
             wrong = assembly.wrong_arrays(found.sums)
@@ -165,6 +177,8 @@ class PieceFetching:
                 self._manifest.entries[wrong[0]][0],
             )
             assembly.forget(wrong)
+            if self._ways.tcp is None:
+                came += self._from_files(assembly, found, pieces, stopped)
             came += self._over_tcp(assembly, found, pieces, (), stopped)
         wrong = assembly.wrong_arrays(found.sums)
         if wrong:
@@ -176,30 +190,33 @@ class PieceFetching:
             )
         return came
 
-    def _from_shared_memory(
+    def _from_files(
         self,
         assembly: Assembly,
         found: Whereabouts,
         pieces: Sequence[Piece],
         stopped: Callable[[], str],
     ) -> Counter[str]:
-        """Copy what processes on this machine have; log what fails, TCP goes on from there."""
+        """Copy what is in shared memory here, or in remote.folder. What fails is logged: TCP goes
+        on from there; raises WeightsError where that is not allowed."""
         came = Counter[str]()
-        if not self._ways.shared:
-            return came
         for number, holder in enumerate(found.holders):
-            if not holder.shared or not self._boot_id or holder.boot_id != self._boot_id:
-                continue
             wanted = assembly.missing([p for p in pieces if p.holder == number])
+            same_machine = bool(self._boot_id) and holder.boot_id == self._boot_id
             try:
-                came[f"{holder.shared}"] += self._reader.copy(
-                    assembly, found.version, self._manifest, holder, wanted, stopped
-                )
+                if self._ways.shared and holder.shared and same_machine:
+                    came[holder.shared] += self._reader.copy(
+                        assembly, found.version, self._manifest, holder, wanted, stopped
+                    )
+                elif self._files is not None and holder.folder:
+                    came[holder.folder] += self._files.copy(
+                        assembly, self._manifest, holder, wanted, stopped
+                    )
             except WeightsError as error:
-                self.counts["without_shared_memory"] += 1
-                log.warning("weights of version %d: %s", found.version, error)
                 if self._ways.tcp is None:
                     raise
+                self.counts["without_shared_memory"] += 1
+                log.warning("weights of version %d: %s", found.version, error)
         return came
 
     def _over_tcp(
@@ -216,8 +233,8 @@ class PieceFetching:
             return Counter()
         if self._ways.tcp is None:
             reason = stopped() or (
-                "shared memory of the trainer's machine does not have it, and remote.transfer "
-                "allows nothing else: set remote.transfer=auto"
+                "it is neither in shared memory of this machine nor in remote.folder, and "
+                "remote.transfer allows nothing else. Set remote.transfer=auto"
             )
             raise WeightsError(f"version {found.version} was not fetched: {reason}")
         order = SourceList(sources, [holder.address for holder in found.holders])
@@ -238,20 +255,67 @@ class PieceFetching:
 
         return stopped
 
-    def _on_devices(self, assembly: Assembly) -> Params:
+    def _from_devices(
+        self, puller: DevicePuller, found: Whereabouts, stopped: Callable[[], str]
+    ) -> FetchedParams | None:
+        """Pull a version from device to device, and copy it to the host: to compare checksums, and
+        to pass it on. None: it did not come; TCP is next."""
+        try:
+            placed = puller.pull(found, self._manifest, self._boxes, stopped)
+            parts = [
+                Part(
+                    array=number,
+                    box=box,
+                    data=np.asarray(on[0]).view(raw_dtype(self._manifest.entries[number][2])),
+                )
+                for (number, box), on in placed.items()
+            ]
+            assembly = Assembly(self._manifest, parts)
+            for part in parts:
+                checksum = host_sum(part.data, part.box, assembly.shape_of(part.array))
+                whole = Piece(array=part.array, box=part.box, num_bytes=part.data.nbytes, holder=0)
+                assembly.arrived(whole, checksum)
+            wrong = assembly.wrong_arrays(found.sums)
+            if wrong:
+                raise WeightsError(f"{len(wrong)} arrays arrived torn")
+        except WeightsError as error:
+            self.counts["without_device"] += 1
+            log.warning(
+                "weights of version %d do not come from device to device: %s; they are fetched "
+                "over TCP",
+                found.version,
+                error,
+            )
+            return None
+        self._unfinished = None
+        self._holdings.add(found.version, assembly)
+        self._holdings.keep(found.version)
+        return FetchedParams(
+            params=self._arrays(placed),
+            num_bytes=sum(part.data.nbytes for part in parts),
+            source=found.holders[0].address,
+        )
+
+    def _on_devices(self, assembly: Assembly) -> dict[tuple[int, Box], list[Any]]:
         """Put the shards on their devices; on a CPU their memory becomes the arrays'."""
-        shards, devices = [], []
+        shards, devices, targets = [], [], []
         for number, (_, dtype, _) in enumerate(self._leaves):
             for box, holders in self._boxes[number].items():
                 data = assembly.part(number, box).data.view(np.dtype(dtype))
                 for device in holders:
+                    targets.append((number, box))
                     shards.append(data)
                     devices.append(device)
-        placed = iter(jax.device_put(shards, devices))
+        placed: dict[tuple[int, Box], list[Any]] = {}
+        for target, array in zip(targets, jax.device_put(shards, devices), strict=True):
+            placed.setdefault(target, []).append(array)
+        return placed
+
+    def _arrays(self, placed: Mapping[tuple[int, Box], Sequence[Any]]) -> Params:
+        """Make the sampler's arrays of the shards on their devices."""
         arrays = []
-        for (shape, _, sharding), boxes in zip(self._leaves, self._boxes, strict=True):
-            count = sum(len(holders) for holders in boxes.values())
-            own = [next(placed) for _ in range(count)]
+        for number, (shape, _, sharding) in enumerate(self._leaves):
+            own = [array for box in self._boxes[number] for array in placed[number, box]]
             arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, own))
         params = jax.tree.unflatten(self._structure, jax.block_until_ready(arrays))
         return params

@@ -15,6 +15,8 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.manifest import Manifest, manifest_of
 from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
 from jaxrl_async.weights.remote.boxes import Box, box_of
+from jaxrl_async.weights.remote.bucket import FolderFiles
+from jaxrl_async.weights.remote.device import DevicePublisher
 from jaxrl_async.weights.remote.host_sums import host_sum
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.shared_memory import SharedFiles, machine_boot_id
@@ -29,6 +31,8 @@ class OfferWays:
 
     server: PieceServer | None = None
     shared: SharedFiles | None = None
+    files: FolderFiles | None = None
+    publisher: DevicePublisher | None = None
     may_lack_shared: bool = True  # whether to go on without if shared memory is too small
 
 
@@ -46,6 +50,11 @@ class PieceOffering:
     def address(self) -> str:
         """HOST:PORT from which the pieces can be fetched; "": there is none."""
         return self._ways.server.address if self._ways.server else ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was sent from here over TCP: bytes, pieces, refused connections, by name."""
+        return self._ways.server.counts if self._ways.server else {}
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
         """Copy this process's shards to the host and hand them out; return where they are.
@@ -75,8 +84,20 @@ class PieceOffering:
             )
             if shared and self._ways.shared is not None:
                 self._ways.shared.publish(version)
-            self._holdings.add(version, Assembly.complete(manifest, parts))
-        holder = Holder(shards=held, address=self.address, boot_id=self._boot_id, shared=shared)
+            folder = self._ways.files.write(version, parts) if self._ways.files else ""
+            if self._ways.publisher is not None:
+                on_devices = {(array, box): data for array, box, data in shards}
+                self._ways.publisher.add(version, on_devices)
+            if self._ways.server is not None:
+                self._holdings.add(version, Assembly.complete(manifest, parts))
+        holder = Holder(
+            shards=held,
+            address=self.address,
+            boot_id=self._boot_id,
+            shared=shared,
+            folder=folder,
+            device=self._ways.publisher.address if self._ways.publisher else "",
+        )
         return offer_json(version, manifest, [holder])
 
     def withdraw(self, version: int) -> None:
@@ -85,6 +106,10 @@ class PieceOffering:
             self._holdings.remove(version)
             if self._ways.shared is not None:
                 self._ways.shared.withdraw(version)
+            if self._ways.files is not None:
+                self._ways.files.withdraw(version)
+            if self._ways.publisher is not None:
+                self._ways.publisher.remove(version)
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
@@ -92,8 +117,12 @@ class PieceOffering:
             self._closed = True
             for version in self._holdings.versions:
                 self._holdings.remove(version)
+                if self._ways.publisher is not None:
+                    self._ways.publisher.remove(version)
             if self._ways.shared is not None:
                 self._ways.shared.close()
+            if self._ways.files is not None:
+                self._ways.files.close()
         if self._ways.server is not None:
             self._ways.server.close()
 

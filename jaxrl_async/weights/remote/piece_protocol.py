@@ -21,8 +21,9 @@ from jaxrl_async.weights.remote.boxes import Box
 from jaxrl_async.weights.remote.whereabouts import MOST_AXES
 
 GREETING = b"JXRLPCS1"
-PIECE = 1
-"""The kind of request."""
+PIECE, PUBLISH = 1, 2
+"""Kinds of request: a piece's bytes; its publication for one pull from device to device, answered
+by a number in the checksum's place and no bytes."""
 HERE, NOT_HERE, WAIT = 1, 2, 3
 """Kinds of answer."""
 REQUEST, RANGE, ANSWER = struct.Struct("!BqIB"), struct.Struct("!QQ"), struct.Struct("!BQQ")
@@ -41,10 +42,11 @@ class PieceRequest:
     version: int
     array: int
     box: Box
+    kind: int = PIECE
 
     def encoded(self) -> bytes:
         """Return the bytes of this request."""
-        head = REQUEST.pack(PIECE, self.version, self.array, len(self.box))
+        head = REQUEST.pack(self.kind, self.version, self.array, len(self.box))
         return head + b"".join(RANGE.pack(*pair) for pair in self.box)
 
 
@@ -114,10 +116,10 @@ class Line:
     def receive_request(self) -> PieceRequest:
         """Return the next request. Raises PeerError, also if it makes no sense."""
         kind, version, array, axes = REQUEST.unpack(self.receive_bytes(REQUEST.size))
-        if kind != PIECE or axes > MOST_AXES:
+        if kind not in (PIECE, PUBLISH) or axes > MOST_AXES:
             raise PeerError(f"no such request: kind {kind}, {axes} axes")
         ranges = RANGE.iter_unpack(self.receive_bytes(axes * RANGE.size))
-        return PieceRequest(version=version, array=array, box=tuple(ranges))
+        return PieceRequest(version=version, array=array, box=tuple(ranges), kind=kind)
 
     def receive_answer(self, num_bytes: int) -> tuple[bool, int]:
         """Wait for the answer about a piece of this size; return whether it is here, and its

@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.remote.assembly import Holdings
-from jaxrl_async.weights.remote.boxes import volume
+from jaxrl_async.weights.remote.boxes import Box, volume
 from jaxrl_async.weights.remote.guard import GREETING_S, Guard
 from jaxrl_async.weights.remote.host_sums import host_sum
 from jaxrl_async.weights.remote.piece_protocol import (
@@ -19,6 +20,7 @@ from jaxrl_async.weights.remote.piece_protocol import (
     GREETING,
     HERE,
     NOT_HERE,
+    PUBLISH,
     WAIT,
     Line,
     PeerError,
@@ -55,6 +57,7 @@ class PieceServer:
         advertise: str | None = None,
         guard: Guard | None = None,
         silence_s: float = 20.0,
+        publish: Callable[[int, int, Box], int | None] | None = None,
     ) -> None:
         """Listen.
 
@@ -64,11 +67,13 @@ class PieceServer:
             advertise: Host under which clients reach this machine; None: that of `listen`.
             guard: What a new connection has to pass.
             silence_s: A client that takes nothing for so long is left, seconds.
+            publish: Publishes (version, array, box) for a pull from device to device.
 
         Raises WeightsError if it cannot listen there, ConfigError if other machines reach it and
         there is no secret.
         """
         self._holdings, self._guard, self._silence_s = holdings, guard or Guard(), silence_s
+        self._publish = publish
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._open: set[socket.socket] = set()
         self._strangers = 0
@@ -183,6 +188,10 @@ class PieceServer:
         def waiting() -> None:
             line.send(ANSWER.pack(WAIT, 0, 0))
 
+        if request.kind == PUBLISH:
+            number = self._publish and self._publish(request.version, request.array, request.box)
+            line.send(ANSWER.pack(NOT_HERE if number is None else HERE, 0, number or 0))
+            return
         assembly = self._holdings.find(request.version, PATIENCE_S, waiting)
         piece = None
         if assembly is not None:
@@ -193,7 +202,7 @@ class PieceServer:
             return
         checksum = host_sum(piece, request.box, assembly.shape_of(request.array))
         assert piece.size == volume(request.box), "Assembly.read returned another piece"
-        raw = memoryview(piece.reshape(-1).view(np.uint8))
+        raw = piece.reshape(-1).view(np.uint8).data
         line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
         self._count("pieces")
         self._count("sent_bytes", raw.nbytes)

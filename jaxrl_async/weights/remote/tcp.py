@@ -19,6 +19,7 @@ from jaxrl_async.weights.remote.assembly import Assembly
 from jaxrl_async.weights.remote.guard import Guard
 from jaxrl_async.weights.remote.piece_protocol import (
     GREETING,
+    PUBLISH,
     Line,
     PeerError,
     PieceRequest,
@@ -140,7 +141,7 @@ def _pull_over(
                 scratch if scratch.size >= piece.num_bytes else np.empty(piece.num_bytes, "u1")
             )
             into = scratch[: piece.num_bytes]
-        line.receive(memoryview(into))
+        line.receive(into.data)
         data = into.view(view.dtype).reshape(view.shape)
         if assembly.checksum(piece, data) != checksum:
             raise PeerError("a piece arrived torn: its checksum differs")
@@ -156,6 +157,34 @@ def _next(left: deque[Piece]) -> Piece | None:
         return left.popleft()
     except IndexError:
         return None
+
+
+def ask_to_publish(
+    address: str,
+    version: int,
+    pieces: Sequence[Piece],
+    settings: PullSettings,
+    stopped: Callable[[], str],
+) -> list[int]:
+    """Ask a server to publish pieces for a pull from device to device; return their numbers.
+    Raises PeerError."""
+    try:
+        connection = _connect(address, settings.guard)
+    except (OSError, ConfigError) as error:
+        raise PeerError(f"{address}: {error}") from None
+    numbers = []
+    try:
+        line = Line(connection, settings.silence_s, stopped)
+        for piece in pieces:
+            request = PieceRequest(version=version, array=piece.array, box=piece.box, kind=PUBLISH)
+            line.send(request.encoded())
+            here, number = line.receive_answer(0)
+            if not here:
+                raise PeerError(f"{address} does not publish version {version}")
+            numbers.append(number)
+    finally:
+        connection.close()
+    return numbers
 
 
 def _connect(address: str, guard: Guard) -> socket.socket:

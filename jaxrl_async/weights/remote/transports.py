@@ -1,8 +1,16 @@
 """Choose how weights travel: remote.transfer, and whether both sides are on one machine."""
 
+from collections.abc import Callable
+
+import jax
+
 from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.remote.assembly import Holdings
+from jaxrl_async.weights.remote.boxes import Box
+from jaxrl_async.weights.remote.bucket import FolderFiles
+from jaxrl_async.weights.remote.device import DevicePublisher, DevicePuller
 from jaxrl_async.weights.remote.fetching import FetchWays, PieceFetching
 from jaxrl_async.weights.remote.guard import Guard
 from jaxrl_async.weights.remote.offering import OfferWays, PieceOffering
@@ -10,7 +18,11 @@ from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.seams import Fetching, Offering
 from jaxrl_async.weights.remote.shared_memory import SharedFiles
 from jaxrl_async.weights.remote.tcp import PullSettings
+from jaxrl_async.wire.address import advertised_address, parse_address
 from jaxrl_async.wire.tls import read_tls
+
+STREAMS = ("auto", "tcp", "device")
+"""remote.transfer that need a route: pieces over TCP, also if another way is tried first."""
 
 
 def make_offering(
@@ -29,16 +41,30 @@ def make_offering(
     missing secret or certificate.
     """
     holdings = Holdings()
-    only_shared = section.transfer == "shared_memory"
-    shared = None
-    if only_shared or (section.transfer == "auto" and local_samplers):
+    transfer = section.transfer
+    shared = files = server = publisher = None
+    if transfer == "folder":
+        files = FolderFiles(_folder(section), run, jax.process_index())
+    if transfer == "shared_memory" or (transfer == "auto" and local_samplers):
         shared = SharedFiles(run)
-    server = (
-        None
-        if only_shared
-        else _server(section, holdings, secret, section.listen, section.advertise)
+    if transfer == "device":
+        publisher = DevicePublisher(_host(section.listen, section.advertise))
+    if transfer in STREAMS:
+        server = _server(
+            section,
+            holdings,
+            secret,
+            section.listen,
+            section.advertise,
+            publish=publisher.publish if publisher else None,
+        )
+    ways = OfferWays(
+        publisher=publisher,
+        server=server,
+        shared=shared,
+        files=files,
+        may_lack_shared=transfer == "auto",
     )
-    ways = OfferWays(server=server, shared=shared, may_lack_shared=not only_shared)
     return PieceOffering(holdings, ways)
 
 
@@ -63,23 +89,39 @@ def make_fetching(
     Raises WeightsError if it cannot listen, ConfigError for a missing secret or certificate.
     """
     holdings = Holdings()
-    only_shared = section.transfer == "shared_memory"
-    tcp = (
-        None
-        if only_shared
-        else PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
-    )
+    transfer = section.transfer
+    tcp = server = puller = None
+    if transfer in STREAMS:
+        tcp = PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
+        server = _server(section, holdings, secret, listen, advertise)
+        if transfer == "device":
+            puller = DevicePuller(_host(listen, advertise), tcp)
     ways = FetchWays(
-        shared=section.transfer in ("auto", "shared_memory"),
+        puller=puller,
+        shared=transfer in ("auto", "shared_memory"),
+        folder=_folder(section) if transfer == "folder" else None,
         tcp=tcp,
         timeout_s=section.transfer_timeout_s,
     )
-    server = None if only_shared else _server(section, holdings, secret, listen, advertise)
     return PieceFetching(target, ways, holdings, server)
 
 
+def _folder(section: RemoteSection) -> str:
+    if not section.folder:
+        raise ConfigError(
+            "remote.transfer=folder needs remote.folder: a folder or mounted bucket that the "
+            "trainer can write to and every sampler can read"
+        )
+    return section.folder
+
+
 def _server(
-    section: RemoteSection, holdings: Holdings, secret: bytes, listen: str, advertise: str | None
+    section: RemoteSection,
+    holdings: Holdings,
+    secret: bytes,
+    listen: str,
+    advertise: str | None,
+    publish: Callable[[int, int, Box], int | None] | None = None,
 ) -> PieceServer:
     """Serve at the interface of `listen`, on any free port."""
     host = listen.rpartition(":")[0]
@@ -89,7 +131,13 @@ def _server(
         advertise=advertise,
         guard=_guard(section, secret),
         silence_s=section.silence_s,
+        publish=publish,
     )
+
+
+def _host(listen: str, advertise: str | None) -> str:
+    """Return the host under which others reach this machine."""
+    return advertised_address(parse_address(listen, what="remote.listen"), advertise).host
 
 
 def _guard(section: RemoteSection, secret: bytes) -> Guard:

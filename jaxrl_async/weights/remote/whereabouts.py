@@ -115,7 +115,7 @@ def read_offer(offer: Mapping[str, Any]) -> tuple[int, Manifest, tuple[Holder, .
                 raise ValueError(f"shape {list(shape)}")
         holders = tuple(_holder(holder, entries) for holder in offer["holders"])
         return int(offer["version"]), Manifest(entries=entries), holders
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise WeightsError(
             f"an offer of weights cannot be read: {type(error).__name__}: {error}. Trainer and "
             "samplers must run the same version of jaxrl_async."

@@ -3,13 +3,16 @@ those of one undisturbed sampler."""
 
 import random
 from concurrent.futures import wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from remotes import Remotes, until
-from tiny import make_sampler, request
+from remotes import SETTINGS, Remotes, until
+from tiny import PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.sampler.sampler import Sampler
 
 GROUPS, MEMBERS = 10, 3
 
@@ -45,6 +48,19 @@ def test_which_sampler_draws_changes_no_token(wishes, expected, count):
         assert sum(done) == len(wishes) and all(n % MEMBERS == 0 and n for n in done), "groups"
         until(lambda: remotes.router.stats().requests_done == len(wishes))
         assert remotes.counted() == {"samplers_joined": count}
+
+
+def test_two_processes_draw_bit_by_bit_what_two_threads_draw(wishes) -> None:
+    """More than a sampler is sent at a time, so that what waits here must not change its
+    schedule."""
+    many = [replace(w, request_id=f"{w.request_id}/{n}") for n in range(2) for w in wishes]
+    local = [Sampler((SPEC, PARAMS), section=SECTION, settings=SETTINGS) for _ in range(2)]
+    with Router(local) as router:
+        expected = router.generate(many)
+    with Remotes(2) as remotes:
+        for a, b in zip(remotes.router.generate(many), expected, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
 def test_what_a_leaving_sampler_has_drawn_is_drawn_by_nobody_again(wishes, expected):

@@ -19,7 +19,7 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.clock import VirtualClock
-from jaxrl_async.testing.replica import ScriptedReplica
+from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Partial
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink

@@ -2,12 +2,15 @@
 
 import pytest
 
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.sampler.router.supervise import (
+    REMIND_S,
     Act,
     Health,
     RestartLimits,
     Trouble,
     decide,
+    messages_due,
     trouble,
 )
 
@@ -19,6 +22,8 @@ LIMITS = RestartLimits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_ro
     [
         (Health(), None),
         (Health(error=ValueError("x")), Trouble.DEAD),
+        (Health(error=Disconnected("x")), Trouble.CUT_OFF),
+        (Health(error=Disconnected("x"), left=True), Trouble.LEFT),
         (Health(working=True, quiet_s=10.1), Trouble.HANGS),
         (Health(working=True, quiet_s=9.9), None),
         (Health(working=False, quiet_s=1e6), None),
@@ -43,3 +48,14 @@ def test_what_is_wrong_with_a_sampler(health, found):
 )
 def test_one_that_is_out_waits_longer_each_time_and_is_given_up_in_the_end(restarts, out_s, act):
     assert decide(Health(restarts=restarts, out_s=out_s), LIMITS) is act
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_one_that_nobody_can_replace_is_removed_at_once(restarts):
+    health = Health(restarts=restarts, out_s=0.0, replaceable=False)
+    assert decide(health, LIMITS) is Act.REMOVE
+
+
+def test_that_nobody_is_there_is_said_at_once_and_from_time_to_time():
+    said = [messages_due(t) for t in (0.0, REMIND_S - 1, REMIND_S, 3 * REMIND_S)]
+    assert said == [1, 1, 2, 4]

@@ -70,8 +70,6 @@ def checked_drawn(partial: Any, request: Request, room: Room, *, newest: int) ->
         raise RolloutError(f"{name} is a {type(partial).__name__}.")
     partial = replace(partial, request=request, kv=None, kv_version=None)
     _check_columns(name, partial, room, newest)
-    if not np.isfinite(partial.logprobs).all():
-        raise RolloutError(f"{name}: a log-prob is not finite.")
     return checked_partial(partial, room)
 
 

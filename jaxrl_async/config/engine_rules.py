@@ -1,0 +1,85 @@
+"""Rules about samplers that are somebody else's engine (sampler.engine). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config, name_of
+
+rule = RuleBook()
+
+
+@rule("sampler")
+def an_engine_has_addresses(config: Config) -> Iterator[str]:
+    """Require addresses, each once, exactly for servers of somebody else."""
+    engine, urls = config.sampler.engine, config.sampler.engine_urls
+    if (engine == "ours") == bool(urls):
+        yield (
+            f"sampler.engine={engine} and sampler.engine_urls ({len(urls)}) do not match: give the "
+            "addresses of the servers exactly with sampler.engine=vllm."
+        )
+    bare = {url.rstrip("/") for url in urls}
+    if len(bare) < len(urls) or not all(u.startswith(("http://", "https://")) for u in bare):
+        yield (
+            f"sampler.engine_urls ({', '.join(urls)}) must be different addresses that begin with "
+            "http:// or https://, such as http://127.0.0.1:8000."
+        )
+
+
+@rule(job="rl")
+def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
+    """Require servers to run elsewhere: the run gives them no devices and starts none."""
+    engine, where = config.sampler.engine, config.mesh.samplers_in
+    if engine != "ours" and where != "elsewhere":
+        yield (
+            f"sampler.engine={engine} draws on devices of its own, and mesh.samplers_in={where} "
+            "says that the run gives it some. Set mesh.samplers_in=elsewhere."
+        )
+
+
+@rule(job="rl")
+def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
+    """Refuse what an engine's answers do not have, and weights that it cannot read."""
+    engine, algorithm = config.sampler.engine, config.algorithm
+    if engine == "ours":
+        return
+    if algorithm.keep_sampling_mask:
+        yield (
+            "algorithm.keep_sampling_mask needs the sampling mask of each token, which is not read "
+            f"from sampler.engine={engine}. Set it to false, and sampler.top_k=0, top_p=1 and "
+            "min_p=0."
+        )
+    if algorithm.keep_routing:
+        yield (
+            "algorithm.keep_routing needs the experts of each token, which are not read from "
+            f"sampler.engine={engine}. Set it to false."
+        )
+    if config.weights.eight_bits:
+        yield (
+            f"weights.dtype={config.weights.dtype} is a format of our sampler, which "
+            f"sampler.engine={engine} does not read. Leave it null, or set bfloat16."
+        )
+    if config.sampler.slots is None:
+        yield (
+            f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
+            "does not know. Set the number of requests that a server gets at once."
+        )
+    if config.remote.transfer not in ("auto", "folder"):
+        yield (
+            f"remote.transfer={config.remote.transfer} does not reach sampler.engine={engine}, "
+            "which reads weights from files. Leave it out, or set folder and remote.folder."
+        )
+
+
+@rule(job="rl")
+def an_engines_tokens_are_corrected(config: Config) -> Iterator[str]:
+    """Require a correction for losses without a ratio: the engine's log-probs are not ours."""
+    algorithm, engine = config.algorithm, config.sampler.engine
+    if engine == "ours" or name_of(algorithm.loss) not in facts.WITHOUT_RATIO:
+        return
+    if algorithm.correction is None or algorithm.anchor != "proximal":
+        yield (
+            f"algorithm.loss={name_of(algorithm.loss)} has no ratio to correct what "
+            f"sampler.engine={engine} draws with other numerics and other kernels. Set "
+            "algorithm.correction=tis and algorithm.anchor=proximal, or another loss."
+        )

@@ -1,0 +1,489 @@
+"""A vLLM server as our sampler: it draws, over HTTP; our rollouts and trainer do the rest.
+
+    submit ──> queue ──> POST /inference/v1/generate, many at once ──> checked ──> futures
+                              ^ paused while it loads
+    weights ──> a folder ──> /pause, reload_weights, label the version, /resume, probe ──> live
+
+Every token comes with its log-prob and with the version of the weights that drew it: the server
+labels what it draws, and a label that is not ours is an error. A VllmSampler is a ports.Replica:
+one whose server fails is taken out by the router, and its successor brings the newest weights to
+the server once it is well again.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
+from jaxrl_async.interop.vllm_messages import Drawn, drawn_of, label_of, request_body
+from jaxrl_async.interop.weight_folder import WeightFolder
+from jaxrl_async.ports import WeightSource
+from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.request_checks import Room, checked_request
+from jaxrl_async.sampler.requests import Waiter, resolve
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.swap import Probe
+from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
+
+log = logging.getLogger(__name__)
+
+TURN_S = 0.02
+"""Longest wait of the thread before it looks for new requests and weights, seconds."""
+CLOSE_S = 10.0
+"""Longest wait for the thread to end, seconds."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature where a lower one above 0 is asked for."""
+MAX_ABORTS = 8
+"""How often a server may abort one request before that counts as a fault of the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How a server is used; the same for all servers of a run."""
+
+    run: str  # begins the labels of its weights; no other run has it
+    places: int  # requests under way at once
+    timeout_s: float  # longest time for an answer
+    on_new_weights: str  # continue, recompute, drain or restart
+    room: Room  # what requests are checked against
+    probe: Probe | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Asked:
+    """A request in the queue or at the server."""
+
+    request: Request
+    waiter: Waiter
+    sent: int = 0  # how often
+    aborts: int = 0
+
+
+class VllmSampler:
+    """A ports.Replica over one vLLM server, which a thread of its own drives.
+
+    Requests cannot be saved, and two runs never draw the same tokens: the random numbers are the
+    server's.
+    """
+
+    seed: int | None = None  # it continues no Partial
+    has_logprobs: bool = True
+
+    def __init__(
+        self,
+        url: str,
+        settings: EngineSettings,
+        *,
+        folder: WeightFolder,
+        weights: WeightSource,
+        update: VersionedParams,
+    ) -> None:
+        """Connect to nothing yet; the thread begins by loading `update` into the server.
+
+        Args:
+            url: of the server.
+            settings: how it is used.
+            folder: where the server reads weights; it may hold the update already.
+            weights: where new weights come from.
+            update: the first weights. params None: the folder has them.
+        """
+        self.url, self.settings, self.folder, self.weights = url, settings, folder, weights
+        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="vllm")
+        server = VllmServer(url, places=settings.places, timeout_s=settings.timeout_s)
+        self.loop = VllmLoop(server, settings, self.lifetime, weights, folder, update)
+        self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
+        weights.attach(self.lifetime.wake)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the server draws from."""
+        return self.loop.version
+
+    @property
+    def places(self) -> int:
+        """Requests that the server gets at once."""
+        return self.settings.places
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that ended the thread."""
+        return self.lifetime.error
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """Ids of the requests whose answers ended the thread."""
+        return self.loop.blamed
+
+    def stats(self) -> SamplerStats:
+        """Return a consistent reading; a block is an answer."""
+        return self.loop.stats
+
+    # ---- its life
+
+    def start(self) -> None:
+        """Start the thread; the first request does it, too."""
+        self.lifetime.start()
+
+    def close(self) -> None:
+        """Stop; requests that are not done fail with Closed. Idempotent."""
+        if self.lifetime.is_forked:
+            return
+        if not self.lifetime.stop(CLOSE_S):
+            log.error("the thread of %s did not end within %.0f s", self.url, CLOSE_S)
+        self.loop.fail_all(self.error or _closed_too_early())
+        self.folder.settle(self.url, None)
+
+    def check_waits(self) -> None:
+        """See ports.Replica."""
+        self.lifetime.check_waits()
+
+    def abandon(self) -> None:
+        """Detach from the thread, and stop weight updates from waiting for it."""
+        with self.lifetime.lock:
+            self.lifetime.closed = True
+        self.lifetime.wake.set()
+        self.weights.leave()
+
+    def successor(self) -> "VllmSampler":
+        """Return a replacement for this abandoned sampler, at the same server, which gets the
+        newest weights first.
+
+        Raises ServerGone while the server is not well, and Closed and WeightsError as the weight
+        source does.
+        """
+        asyncio.run(_check_health(self.url, self.settings))
+        source = self._rejoined = (self._rejoined or self.weights).rejoin()
+        try:
+            held = VersionedParams(version=self.loop.held, params=None)
+            return VllmSampler(
+                self.url,
+                self.settings,
+                folder=self.folder,
+                weights=source,
+                update=source.poll(wait=True) or held,
+            )
+        except BaseException:
+            source.leave()
+            raise
+
+    # ---- requests
+
+    def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
+        """Queue all requests at once, in this order. See ports.Replica."""
+        self.lifetime.check_process()
+        now = time.perf_counter()
+        asked = [
+            _Asked(request=r, waiter=Waiter(queued_at=now, future=Future()))
+            for r in self._checked(requests)
+        ]
+        self.lifetime.start()
+        with self.lifetime.lock:
+            self.lifetime.check_open("the sampler is closed")
+            self.loop.queue.extend(asked)
+        self.lifetime.wake.set()
+        return [a.waiter.future for a in asked]
+
+    def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
+        """Return the requests as this sampler will serve them. Raises RolloutError for one that
+        cannot be served, which names the field."""
+        return [*self._checked(requests)]
+
+    def progress(self) -> tuple[Partial, ...]:
+        """Return nothing: a server's requests cannot be saved."""
+        return ()
+
+    def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
+        """Raise RolloutError: a server's requests cannot be saved."""
+        raise RolloutError(
+            f"request {request_id!r} cannot be saved: a vLLM server keeps the state of its random "
+            "numbers to itself. Use jaxrl_async.Sampler for requests that are saved."
+        )
+
+    def _checked(self, requests: Sequence[Request | Partial]) -> list[Request]:
+        checked = []
+        for given in requests:
+            if isinstance(given, Partial):
+                raise RolloutError(
+                    f"saved request {given.request.request_id!r} cannot be continued: a vLLM "
+                    "server has random numbers of its own. Submit its request, which begins again "
+                    "at the prompt."
+                )
+            request = checked_request(given, self.settings.room)
+            if request.extras:
+                raise RolloutError(
+                    f"request {request.request_id!r}: a vLLM server gives no extras. Submit it "
+                    "without, or use jaxrl_async.Sampler."
+                )
+            if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+                raise RolloutError(
+                    f"request {request.request_id!r}: sampling.temperature must be 0 or at least "
+                    f"{LEAST_TEMPERATURE} for vLLM, not {request.sampling.temperature:g}."
+                )
+            checked.append(request)
+        return checked
+
+
+class VllmLoop:
+    """The thread's side: the queue, the requests at the server, and new weights.
+
+    The queue is guarded by the lifetime's lock; any thread may read `stats` and call `fail_all`.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        settings: EngineSettings,
+        lifetime: Lifetime,
+        source: WeightSource,
+        folder: WeightFolder,
+        update: VersionedParams,
+    ) -> None:
+        """Begin by loading `update`."""
+        self._server, self._settings, self._lifetime = server, settings, lifetime
+        self._source, self._folder = source, folder
+        self._events: asyncio.AbstractEventLoop | None = None  # of the thread, once it runs
+        self._paused = asyncio.Event()
+        self._next: VersionedParams | None = update
+        self._loading: asyncio.Task[float] | None = None
+        self._asked: dict[asyncio.Task[Drawn], _Asked] = {}
+        self.version = self.held = update.version  # drawn from; in the folder
+        self._is_loaded = False  # whether the server has had any weights from here
+        self.queue: deque[_Asked] = deque()
+        self.stats = SamplerStats()
+        self.blamed: frozenset[str] = frozenset()
+
+    def step(self) -> float | None:
+        """Play one turn; return how long to sleep after it (Lifetime), None at the end.
+
+        consumes      requests, weights
+        waits for     the server's answers; lifetime.wake, only when idle
+        produces      completions into the waiters' futures
+        on failure    a request that the server refuses fails alone; any other exception fails all
+                      requests, and `VllmSampler.error` keeps it
+        """
+        began = time.perf_counter()
+        try:
+            if self._lifetime.closed:
+                self._end(self._lifetime.error or _closed_too_early())
+                return None
+            self._events = self._events or asyncio.new_event_loop()
+            self._events.run_until_complete(self._turn())
+        except BaseException as error:
+            self._lifetime.fail(error)
+            log.error("the vLLM server at %s is given up for now: %s", self._server.url, error)
+            self._end(error)
+            return None
+        works = bool(self._asked or self.queue or self._loading)
+        self.stats = replace(
+            self.stats,
+            busy_s=self.stats.busy_s + (time.perf_counter() - began if works else 0.0),
+            in_flight=len(self._asked),
+            waiting=len(self.queue),
+        )
+        return 0.0 if works or self._lifetime.closed else math.inf
+
+    def fail_all(self, error: BaseException) -> None:
+        """Answer all requests with this error."""
+        with self._lifetime.lock:
+            waiting = [*self.queue, *self._asked.values()]
+            self.queue.clear()
+            self._asked.clear()
+        resolve([(asked.waiter, error) for asked in waiting])
+
+    async def _turn(self) -> None:
+        """Do what can be done now, and wait a moment for the server."""
+        self._drop_cancelled()
+        if self._loading is None:
+            update = self._next or self._source.poll(wait=not self._asked)
+            if update is not None:
+                self._next = None
+                self._loading = asyncio.create_task(self._load(update))
+        self._fill()
+        waits: set[asyncio.Task[Any]] = {*self._asked}
+        if self._loading is not None:
+            waits.add(self._loading)
+        if waits:
+            await asyncio.wait(waits, timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._loading is not None and self._loading.done():
+            pause_s, self._loading = self._loading.result(), None
+            longest = max(pause_s, self.stats.max_swap_pause_s)
+            self.stats = replace(
+                self.stats.plus(swaps=1), swap_pause_s=pause_s, max_swap_pause_s=longest
+            )
+        self._collect()
+
+    # ---- requests
+
+    def _drop_cancelled(self) -> None:
+        """Forget requests whose callers no longer wait; the server ends them when their connection
+        closes."""
+        given_up = [task for task, asked in self._asked.items() if asked.waiter.gave_up]
+        for task in given_up:
+            task.cancel()
+            del self._asked[task]
+        with self._lifetime.lock:
+            queued = len(self.queue)
+            self.queue = deque(a for a in self.queue if not a.waiter.gave_up)
+            cancelled = queued - len(self.queue) + len(given_up)
+        if cancelled:
+            self.stats = self.stats.plus(cancelled=cancelled)
+
+    def _fill(self) -> None:
+        """Send requests, oldest first, while the server has room and its weights are ours."""
+        while self._is_loaded and not self._paused.is_set():
+            if len(self._asked) >= self._settings.places:
+                return
+            with self._lifetime.lock:
+                if not self.queue:
+                    return
+                asked = self.queue.popleft()
+            now = time.perf_counter()
+            asked.waiter.started_at = asked.waiter.started_at or now
+            asked.sent += 1
+            self._asked[asyncio.create_task(self._draw(asked))] = asked
+
+    async def _draw(self, asked: _Asked) -> Drawn:
+        """Have the server complete one request. Raises RefusedRequest, ServerGone, BadReply."""
+        floor, run = self.version, self._settings.run
+        body = request_body(asked.request, asked.sent, label_of(run, floor))
+        return drawn_of(await self._server.generate(body), asked.request, run, floor)
+
+    def _collect(self) -> None:
+        """Pass answers on. Raises the error of a request that says that the server failed."""
+        done = [task for task in self._asked if task.done()]
+        answers: list[tuple[Waiter, Completion | BaseException]] = []
+        failures: dict[str, BaseException] = {}
+        for task in done:
+            asked, error = self._asked[task], task.exception()
+            if isinstance(error, RefusedRequest):
+                log.error("%s", error)
+                self.stats = self.stats.plus(failed=1)
+                answers.append((asked.waiter, error))
+            elif error is not None:
+                failures[asked.request.request_id] = error
+                continue  # it fails with the others
+            elif task.result().aborted:
+                if asked.aborts == MAX_ABORTS:
+                    failures[asked.request.request_id] = self._aborted_too_often(asked)
+                    continue
+                self._begin_again(asked, task.result())
+            else:
+                answers.append((asked.waiter, self._completion(asked, task.result())))
+            del self._asked[task]
+        resolve(answers)
+        if failures:
+            self.blamed = frozenset(failures)
+            raise next(iter(failures.values()))
+
+    def _begin_again(self, asked: _Asked, drawn: Drawn) -> None:
+        """Queue a request that the server aborted, first in the line."""
+        asked.aborts += 1
+        self.stats = self.stats.plus(restarted=1, discarded_tokens=len(drawn.token_ids))
+        with self._lifetime.lock:
+            self.queue.appendleft(asked)
+
+    def _aborted_too_often(self, asked: _Asked) -> RolloutError:
+        return RolloutError(
+            f"{self._server.url} has aborted request {asked.request.request_id!r} more than "
+            f"{MAX_ABORTS} times. See who else uses the server (/pause, /abort_requests), or set "
+            "sampler.on_new_weights=continue."
+        )
+
+    def _completion(self, asked: _Asked, drawn: Drawn) -> Completion:
+        """Return the answer to a request, and count it."""
+        waiter, now = asked.waiter, time.perf_counter()
+        self.stats = self.stats.plus(
+            blocks=1,
+            generated_tokens=len(drawn.token_ids),
+            prefill_tokens=len(asked.request.token_ids),
+            requests_done=1,
+            truncated=not drawn.stopped,
+        )
+        return Completion(
+            request_id=asked.request.request_id,
+            token_ids=drawn.token_ids,
+            logprobs=drawn.logprobs,
+            versions=drawn.versions,
+            stop=StopReason.EOS if drawn.stopped else StopReason.LENGTH,
+            queued_s=(waiter.started_at or now) - waiter.queued_at,
+            first_token_s=now - waiter.queued_at,
+            latency_s=now - waiter.queued_at,
+        )
+
+    # ---- weights
+
+    async def _load(self, update: VersionedParams) -> float:
+        """Bring new weights to the server, and check them on the probe; return for how long it was
+        paused, seconds. Raises ServerGone, WeightsError, OSError."""
+        version, url = update.version, self._server.url
+        folder = self._folder.path(version)
+        if update.params is not None:
+            folder = await asyncio.to_thread(self._folder.write, version, update.params, url)
+            self.held = version
+        began = time.perf_counter()
+        label = label_of(self._settings.run, version)
+        await self._server.load(folder, label, self._settings.on_new_weights, self._paused)
+        pause_s = time.perf_counter() - began
+        self.version, self._is_loaded = version, True
+        await self._check(update)
+        self._source.live(version)
+        self._folder.settle(url, version)
+        return pause_s
+
+    async def _check(self, update: VersionedParams) -> None:
+        """Raise WeightsError unless the server's log-probs on the probe are the trainer's."""
+        probe = self._settings.probe
+        if probe is None or update.probe_logprobs is None:
+            return
+        theirs = await self._server.logprobs_of(probe.token_ids)
+        ours = await asyncio.to_thread(np.asarray, update.probe_logprobs)
+        error = float(np.max(np.abs(theirs - ours)))
+        longest = max(error, self.stats.max_probe_error)
+        self.stats = replace(self.stats, probe_error=error, max_probe_error=longest)
+        if not error <= probe.tolerance:
+            raise WeightsError(
+                f"weights of version {update.version}: the log-probs of the vLLM server at "
+                f"{self._server.url} on the probe differ from the trainer's by {error:.3g} nats, "
+                f"more than weights.probe_tolerance ({probe.tolerance:.3g}). Start the server with "
+                "--dtype of model.dtype and without --quantization; raise the tolerance to about "
+                "0.1 for bfloat16."
+            )
+
+    # ---- the end
+
+    def _end(self, error: BaseException) -> None:
+        """Answer everybody, and close the connections."""
+        tasks: list[asyncio.Task[Any]] = [*self._asked]
+        if self._loading is not None:
+            tasks.append(self._loading)
+        self.fail_all(error)
+        if self._events is not None:
+            self._events.run_until_complete(self._close(tasks))
+            self._events.close()
+
+    async def _close(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.close()
+
+
+async def _check_health(url: str, settings: EngineSettings) -> None:
+    server = VllmServer(url, places=1, timeout_s=settings.timeout_s)
+    try:
+        await server.check_health()
+    finally:
+        await server.close()
+
+
+def _closed_too_early() -> Closed:
+    return Closed("the sampler was closed before the request was done")

@@ -1,0 +1,254 @@
+"""One vLLM server over HTTP: requests, new weights, and what it says of itself.
+
+A call that did not reach the server, or that broke, is repeated a few times: nothing that it drew
+was seen. Used on one event loop. The environment variable VLLM_API_KEY holds the server's key, if
+it has one; proxies of the environment are not used.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.interop.vllm_messages import (
+    PAUSES,
+    ServerFacts,
+    facts_of,
+    probe_body,
+    prompt_logprobs_of,
+    refusal_text,
+    reply_limit,
+    vocabulary_body,
+)
+from jaxrl_async.types import FloatArray, IntArray
+
+log = logging.getLogger(__name__)
+
+KEY = "VLLM_API_KEY"
+"""Environment variable of the server's API key, vLLM's own name for it."""
+RETRIES = 3
+"""Repeats of a call that broke, or that the server could not serve just now."""
+BACKOFF_S = 0.2
+"""Wait before the first repeat, seconds; doubles."""
+CONNECT_S = 5.0
+"""Longest wait for a connection, and for a sign of life, seconds."""
+FACTS_S = 60.0
+"""Longest wait for what a server says of itself, seconds: the first time it looks around."""
+MAX_FACTS_BYTES = 2**22
+"""Most bytes of what a server says of itself."""
+FLAGS = "--enable-scale-out, and VLLM_SERVER_DEV_MODE=1 in its environment"
+"""What a server must be started with."""
+
+
+class ServerGone(RolloutError):
+    """The server cannot be reached, does not answer in time, or has failed."""
+
+
+class RefusedRequest(RolloutError):
+    """The server is well, and refuses or fails this one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    content: Any  # the JSON; text if it is none
+
+
+class VllmServer:
+    """A client of one server."""
+
+    def __init__(self, url: str, *, places: int, timeout_s: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: such as http://HOST:8000.
+            places: requests that may be under way at once.
+            timeout_s: longest time for one answer, seconds.
+        """
+        key = os.environ.get(KEY)
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S),
+            limits=httpx2.Limits(max_connections=places + 4, max_keepalive_connections=places + 4),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections; the server ends the requests that were under way."""
+        await self._client.aclose()
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """Send a generate call; return the answer's JSON, unchecked.
+
+        Raises ServerGone, and RefusedRequest if the server is well but does not serve this.
+        """
+        wanted = int(body["sampling_params"]["max_tokens"]) + len(body["token_ids"])
+        path = "/inference/v1/generate"
+        reply = await self._repeated("POST", path, body=body, limit=reply_limit(wanted))
+        if reply.status == 200:
+            return reply.content
+        what = f"{self.url} answers {reply.status}: {refusal_text(reply.content)}"
+        if reply.status in (401, 403, 404):
+            raise ServerGone(
+                f"{what}. Start it with {FLAGS}; if it has an API key, set {KEY} to it here."
+            )
+        if reply.status < 500 or await self._is_well():
+            raise RefusedRequest(f"request {body.get('request_id', '')!r}: {what}")
+        raise ServerGone(f"{what}. Look at its log and start it again.")
+
+    async def load(self, folder: Path, label: str, mode: str, paused: asyncio.Event) -> None:
+        """Have the server draw from the weights in a folder, and label what it draws.
+
+        Args:
+            folder: a Hugging Face directory, as the server sees it, too.
+            label: of the tokens that these weights draw.
+            mode: sampler.on_new_weights.
+            paused: set while the server is paused: a request that it has by then may still draw
+                from the weights before.
+
+        The server is resumed whatever happens. Raises ServerGone.
+        """
+        pause, clear = PAUSES[mode]
+        paused.set()
+        try:
+            await self._done("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+            loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._done("POST", "/collective_rpc", body=loading)
+            await self._done("POST", "/update_weight_version", body={"new_version": label})
+        finally:
+            await asyncio.shield(self._resume())
+            paused.clear()
+
+    async def logprobs_of(self, token_ids: IntArray) -> FloatArray:
+        """Return the server's log-probs [n - 1] of a sequence. Raises ServerGone, BadReply."""
+        return prompt_logprobs_of(await self.generate(probe_body(token_ids)), token_ids)
+
+    async def facts(self) -> ServerFacts:
+        """Ask the server about itself. Raises ServerGone, and BadReply."""
+        path = "/inference/v1/generate"
+        version = await self._answer("/version")
+        info = await self._answer("/server_info?config_format=json")
+        await self._answer("/weight_info")
+        refused = await self._repeated("POST", path, body=vocabulary_body(), limit=reply_limit(1))
+        if refused.status in (401, 403, 404):
+            raise ServerGone(
+                f"{self.url}{path} answers {refused.status}: {refusal_text(refused.content)}. "
+                f"Start the server with {FLAGS}; if it has an API key, set {KEY} to it here."
+            )
+        return facts_of(info, version, refusal_text(refused.content))
+
+    async def check_health(self) -> None:
+        """Raise ServerGone unless the server answers and its engine lives."""
+        try:
+            reply = await self._once("GET", "/health", limit=reply_limit(0), timeout_s=CONNECT_S)
+        except (httpx2.HTTPError, OSError) as error:
+            raise ServerGone(self._unreachable(error)) from error
+        if reply.status != 200:
+            raise ServerGone(
+                f"{self.url}/health answers {reply.status}: its engine has failed. Look at its log "
+                "and start it again."
+            )
+
+    # ---- parts
+
+    async def _resume(self) -> None:
+        """Let the server draw again; what goes wrong is only logged."""
+        try:
+            async with asyncio.timeout(2 * CONNECT_S):
+                await self._done("POST", "/resume")
+        except (RolloutError, TimeoutError) as error:
+            log.error("%s stays paused: %s", self.url, error)
+
+    async def _is_well(self) -> bool:
+        try:
+            await self.check_health()
+        except ServerGone:
+            return False
+        return True
+
+    async def _answer(self, path: str) -> Any:
+        """Return the JSON of what the server says of itself."""
+        try:
+            reply = await self._once("GET", path, limit=MAX_FACTS_BYTES, timeout_s=FACTS_S)
+        except (httpx2.HTTPError, OSError) as error:
+            raise ServerGone(self._unreachable(error)) from error
+        if reply.status != 200:
+            raise ServerGone(
+                f"{self.url}{path} answers {reply.status}: {refusal_text(reply.content)}. It is "
+                f"no vLLM server of 0.32 or later that was started with {FLAGS}."
+            )
+        return reply.content
+
+    async def _done(self, method: str, path: str, *, body: Any = None) -> None:
+        """Send a command. Raises ServerGone unless the server says that it is done."""
+        reply = await self._repeated(method, path, body=body, limit=reply_limit(0))
+        if reply.status != 200:
+            raise ServerGone(
+                f"{self.url}{path} answers {reply.status}: {refusal_text(reply.content)}. The "
+                "server must see the folder of the weights (remote.folder, or the run's own), and "
+                "have the policy's architecture."
+            )
+
+    async def _repeated(self, method: str, path: str, *, body: Any, limit: int) -> _Reply:
+        """Send a call, again if it broke or if the server is overloaded. Raises ServerGone."""
+        for number in range(RETRIES + 1):
+            try:
+                reply = await self._once(method, path, body=body, limit=limit)
+                if reply.status not in (429, 502, 503, 504) or number == RETRIES:
+                    return reply
+                reason = f"answers {reply.status}"
+            except httpx2.TimeoutException as error:
+                raise ServerGone(self._unreachable(error)) from error
+            except (httpx2.HTTPError, OSError) as error:
+                if number == RETRIES:
+                    raise ServerGone(self._unreachable(error)) from error
+                reason = f"{type(error).__name__}: {error}"
+            log.warning("%s%s: %s; once more", self.url, path, reason)
+            await asyncio.sleep(BACKOFF_S * 2**number)
+        raise AssertionError("the loop returns or raises")
+
+    async def _once(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        limit: int,
+        timeout_s: float | None = None,
+    ) -> _Reply:
+        """Send one call and read its whole answer. Raises httpx2.HTTPError, also if the answer
+        takes too long or has more than `limit` bytes."""
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        url, content = self.url + path, bytearray()
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._client.stream(method, url, json=body) as reply,
+            ):
+                async for chunk in reply.aiter_bytes():
+                    content += chunk
+                    if len(content) > limit:
+                        raise httpx2.DecodingError(f"an answer of more than {limit:,} bytes")
+        except TimeoutError:
+            raise httpx2.ReadTimeout(f"no whole answer in {seconds:g} s") from None
+        try:
+            return _Reply(reply.status_code, json.loads(content))
+        except ValueError:
+            if reply.status_code == 200 and content:
+                raise httpx2.DecodingError("an answer that is not JSON") from None
+            return _Reply(reply.status_code, content.decode(errors="replace"))
+
+    def _unreachable(self, error: Exception) -> str:
+        return (
+            f"no answer from {self.url} ({type(error).__name__}: {error}). See whether the server "
+            f"runs and can be reached from here: curl {self.url}/health. An answer may take "
+            "faults.sampler_hang_s at most."
+        )

@@ -1,0 +1,321 @@
+"""What is asked of a vLLM server and what it answers, as JSON; every answer is checked. Pure.
+
+POST /inference/v1/generate takes token ids and gives token ids, log-probs, and for each stretch of
+tokens the label of the weights that drew it. The label is ours: RUN-VERSION.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.request_checks import num_wanted
+from jaxrl_async.types import FloatArray, IntArray, Request
+
+CLAMPED = -9990.0
+"""A log-prob below this is no number: vLLM writes -9999 for NaN and minus infinity."""
+VOCABULARY = re.compile(r"Vocabulary size: (\d+)")
+NO_TOKEN = 2**31 - 1
+"""A token id that no vocabulary has: the server's refusal names its own size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A checked answer to a request."""
+
+    token_ids: IntArray  # [drawn] int32, the stop token included
+    logprobs: FloatArray  # [drawn] float32; NaN where the server gave no number
+    versions: IntArray  # [drawn] int32
+    stopped: bool  # the last token is a stop token
+    aborted: bool  # the server ended it before that and before the last token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    version: str  # of vLLM
+    model: str  # directory or name that it was started with
+    max_length: int  # prompt and answer, tokens
+    dtype: str
+    logprobs_mode: str
+    device: str  # cuda, cpu, ...
+    vocab: int | None  # None: it did not say
+
+
+# ---- what is asked
+
+
+def request_body(request: Request, number: int, label: str) -> dict[str, Any]:
+    """Return the body of a generate call.
+
+    Args:
+        request: checked.
+        number: makes the id unique when a request is sent again.
+        label: of the weights; KV of a prefix is only shared under the same label.
+    """
+    forced, sampling = request.forced_length, request.sampling
+    return {
+        "request_id": f"{request.request_id}#{number}",
+        "token_ids": request.token_ids.tolist(),
+        "cache_salt": label,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "max_tokens": num_wanted(request),
+            "min_tokens": forced or 0,
+            "stop_token_ids": list(request.stop_token_ids) if forced is None else [],
+            "ignore_eos": True,  # the request names its stop tokens
+            "logprobs": 0,  # of the drawn token alone
+            "detokenize": False,
+        },
+    }
+
+
+def probe_body(token_ids: IntArray) -> dict[str, Any]:
+    """Return the body of a generate call that asks for the log-probs of a prompt."""
+    return {
+        "token_ids": token_ids.tolist(),
+        "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+    }
+
+
+def vocabulary_body() -> dict[str, Any]:
+    """Return the body of a generate call that the server refuses, naming its vocabulary's size."""
+    return {
+        "token_ids": [0],
+        "sampling_params": {"max_tokens": 1, "stop_token_ids": [NO_TOKEN], "detokenize": False},
+    }
+
+
+def reply_limit(wanted: int) -> int:
+    """Return the most bytes of an answer with so many tokens."""
+    return 64 * 1024 + 1024 * wanted
+
+
+# ---- what it answers
+
+
+class BadReply(RolloutError):
+    """A server's answer is not what vLLM answers."""
+
+
+def drawn_of(reply: Any, request: Request, run: str, floor: int) -> Drawn:
+    """Return the checked answer to a request.
+
+    Args:
+        reply: the JSON of a generate call.
+        request: that it answers.
+        run: first part of our labels.
+        floor: version of the server's weights when the request was sent: that of all tokens where
+            the server gives no labels.
+
+    Raises BadReply, which says what is wrong.
+    """
+    name = f"request {request.request_id!r}"
+    choice = _first(_field(reply, "choices", list, name), name)
+    token_ids = _whole_numbers(_field(choice, "token_ids", list, name), f"{name}: token_ids")
+    entries = _field(_field(choice, "logprobs", dict, name), "content", list, name)
+    if len(entries) != len(token_ids):
+        raise BadReply(f"{name}: {len(token_ids)} tokens and {len(entries)} log-probs.")
+    for token, entry in zip(token_ids, entries, strict=True):
+        if _field(entry, "token_id", int, name) != token:
+            raise BadReply(f"{name}: a log-prob is of token {entry['token_id']}, not of {token}.")
+    logprobs = np.array([_logprob(e, name) for e in entries], np.float32)
+    aborted = choice.get("finish_reason") == "abort"
+    stopped = _check_end(token_ids, request, aborted, name)
+    return Drawn(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions_of(choice.get("weight_versions"), len(token_ids), run, floor, name),
+        stopped=stopped,
+        aborted=aborted,
+    )
+
+
+def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) -> bool:
+    """Return whether the last token is a stop token. Raises BadReply unless the answer ends where
+    the request says."""
+    wanted = num_wanted(request)
+    if len(token_ids) > wanted:
+        raise BadReply(f"{name}: {len(token_ids)} tokens, and {wanted} were asked for.")
+    stops = request.stop_token_ids if request.forced_length is None else ()
+    is_stop = np.isin(token_ids, stops)
+    if is_stop[:-1].any():
+        raise BadReply(f"{name}: tokens follow a stop token.")
+    stopped = bool(len(token_ids) and is_stop[-1])
+    if not (aborted or stopped or len(token_ids) == wanted):
+        raise BadReply(
+            f"{name}: it ends after {len(token_ids)} of {wanted} tokens without a stop token. "
+            "Start the server with a --max-model-len of sampler.max_length at least."
+        )
+    return stopped
+
+
+def versions_of(spans: Any, count: int, run: str, floor: int, name: str) -> IntArray:
+    """Return the version of each token from the server's labels, `floor` where there are none.
+
+    Raises BadReply if they leave a token out, or if another run's weights drew one.
+    """
+    if spans is None:
+        return np.full(count, floor, np.int32)
+    versions = np.full(count, -1, np.int32)
+    for span in spans if isinstance(spans, list) else [None]:
+        start, end = _field(span, "start", int, name), _field(span, "end", int, name)
+        label = _field(span, "version", str, name)
+        if not 0 <= start <= end <= count:
+            raise BadReply(f"{name}: weight_versions names tokens {start} to {end} of {count}.")
+        if end > start:
+            versions[start:end] = version_of(label, run)
+    if (versions < 0).any() or (np.diff(versions) < 0).any():
+        raise BadReply(f"{name}: weight_versions leaves tokens out, or falls: {spans!r:.200}.")
+    return versions
+
+
+def label_of(run: str, version: int) -> str:
+    """Return the label of a version of the weights."""
+    return f"{run}-{version}"
+
+
+def version_of(label: str, run: str) -> int:
+    """Return the version that a label names. Raises BadReply if it is not a label of this run."""
+    ours, _, number = label.partition("-")
+    if ours != run or not number.isdecimal() or int(number) > NO_TOKEN:
+        raise BadReply(
+            f"tokens were drawn by weights labelled {label[:80]!r}, which this run did not load: "
+            "the server was started anew, or somebody else loads weights into it. Give each run "
+            "servers of its own."
+        )
+    return int(number)
+
+
+def prompt_logprobs_of(reply: Any, token_ids: IntArray) -> FloatArray:
+    """Return the log-probs [n - 1] of a prompt's tokens after the first. Raises BadReply."""
+    name = "the probe"
+    entries = _field(reply, "prompt_logprobs", list, name)
+    if len(entries) != len(token_ids):
+        raise BadReply(f"{name}: {len(token_ids)} tokens and {len(entries)} log-probs.")
+    pairs = zip(entries[1:], token_ids[1:], strict=True)
+    return np.array([_logprob(_field(e, str(t), dict, name), name) for e, t in pairs], np.float32)
+
+
+def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
+    """Return what a server says of itself. Raises BadReply.
+
+    Args:
+        info: the JSON of /server_info.
+        version: the JSON of /version.
+        refusal: why it refused a token id that no vocabulary has.
+    """
+    name = "/server_info"
+    config = _field(info, "vllm_config", dict, name)
+    model = _field(config, "model_config", dict, name)
+    size = VOCABULARY.search(refusal)
+    return ServerFacts(
+        version=_field(version, "version", str, "/version"),
+        model=_field(model, "model", str, name),
+        max_length=_field(model, "max_model_len", int, name),
+        dtype=_field(model, "dtype", str, name).removeprefix("torch."),
+        logprobs_mode=_field(model, "logprobs_mode", str, name),
+        device=_field(_field(config, "device_config", dict, name), "device", str, name),
+        vocab=None if size is None else int(size.group(1)),
+    )
+
+
+def problem_with(
+    facts: ServerFacts, vocab: int, max_length: int, *, tied: bool, plain: bool, dtype: str
+) -> str | None:
+    """Return why a server cannot sample for a run, and what to do; None: it can.
+
+    Args:
+        facts: what it says of itself.
+        vocab: the policy's.
+        tied: whether the policy's embedding is its output head, too.
+        max_length: longest sequence, tokens.
+        plain: whether the distribution drawn from is that of the logits themselves.
+        dtype: that the trainer computes in.
+    """
+    if facts.vocab is not None and facts.vocab != vocab:
+        return (
+            f"it serves a model with a vocabulary of {facts.vocab}, and the policy's has {vocab}. "
+            "Start it with the directory that model.path names."
+        )
+    if tied and facts.device == "cpu":
+        return (
+            "vLLM's CPU build keeps the old output head when it loads new weights of a model whose "
+            "embedding is its head, too. Use a model with tie_word_embeddings=false "
+            "(model.architecture.tied=false), or a server on an accelerator."
+        )
+    if facts.max_length < max_length:
+        return (
+            f"its sequences have {facts.max_length} tokens at most, and sampler.max_length is "
+            f"{max_length}. Start it with --max-model-len {max_length}."
+        )
+    wanted = ("processed_logprobs", "raw_logprobs") if plain else ("processed_logprobs",)
+    if facts.logprobs_mode not in wanted:
+        return (
+            f"it gives log-probs in the mode {facts.logprobs_mode}, which are not those of the "
+            "distribution drawn from. Start it with --logprobs-mode processed_logprobs."
+        )
+    if facts.dtype != dtype:
+        return (
+            f"it computes in {facts.dtype}, and model.dtype is {dtype}. Start it with --dtype "
+            f"{dtype}, or change model.dtype."
+        )
+    return None
+
+
+def refusal_text(reply: Any) -> str:
+    """Return the message of an error reply, shortened."""
+    error = reply.get("error", reply) if isinstance(reply, Mapping) else reply
+    message = error.get("message", error) if isinstance(error, Mapping) else error
+    return str(message)[:300]
+
+
+Kind = type[dict] | type[list] | type[int] | type[str]
+
+
+def _field(record: Any, key: str, kind: Kind, name: str) -> Any:
+    """Return a field of a JSON object. Raises BadReply if it is missing or of another type."""
+    value = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise BadReply(
+            f"{name}: {key} is {value!r:.80} in the server's answer, not a {kind.__name__}. "
+            "vLLM 0.32 is what this was made for."
+        )
+    return value
+
+
+def _first(choices: Sequence[Any], name: str) -> dict[str, Any]:
+    if len(choices) != 1 or not isinstance(choices[0], dict):
+        raise BadReply(f"{name}: {len(choices)} answers, and one was asked for.")
+    return choices[0]
+
+
+def _whole_numbers(values: Sequence[Any], name: str) -> IntArray:
+    if not all(type(v) is int and 0 <= v < NO_TOKEN for v in values):
+        raise BadReply(f"{name} are not all token ids: {list(values)!r:.80}.")
+    return np.array(values, np.int32)
+
+
+def _logprob(entry: Any, name: str) -> float:
+    value = entry.get("logprob") if isinstance(entry, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadReply(f"{name}: a log-prob is {value!r:.80}, not a number.")
+    return value if CLAMPED < value < math.inf else math.nan
+
+
+PauseMode = Literal["keep", "wait", "abort"]
+PAUSES: dict[str, tuple[PauseMode, bool]] = {
+    "continue": ("keep", False),
+    "recompute": ("keep", True),
+    "drain": ("wait", True),
+    "restart": ("abort", True),
+}
+"""By sampler.on_new_weights: how the server pauses, and whether it forgets the KV that it has."""

@@ -1,0 +1,63 @@
+"""The newest weights as Hugging Face directories, for engines that read them from files.
+
+    write(7) -> DIR/7/model.safetensors     a server reads it      settle(user, 7): older ones go
+
+Several servers share one folder: each version is written once, and stays while any of them may read
+it.
+"""
+
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+
+from jaxrl_async.model.hf import save_params
+from jaxrl_async.model.spec import ModelSpec, Params
+
+READABLE = 0o644
+"""Mode of the files: a server may run as another user."""
+
+
+class WeightFolder:
+    """Writes versions of the weights, and removes those that nobody reads. Any thread."""
+
+    def __init__(self, root: Path, spec: ModelSpec) -> None:
+        """root: a folder of this run alone; it is emptied now."""
+        self._root, self._spec = root.resolve(), spec
+        self._lock = threading.Lock()
+        self._used: dict[str, set[int]] = {}  # by user: the versions that it may read
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._root.mkdir(parents=True)
+
+    def path(self, version: int) -> Path:
+        """Return the directory of a version."""
+        return self._root / str(version)
+
+    def write(self, version: int, params: Params, user: str) -> Path:
+        """Write a version unless that was done, and keep it for this user; return its directory.
+        Waits for the arrays, and raises OSError."""
+        with self._lock:
+            self._used.setdefault(user, set()).add(version)
+            path = self.path(version)
+            if not path.is_dir():
+                part = path.with_suffix(".part")
+                shutil.rmtree(part, ignore_errors=True)
+                save_params(part, self._spec, jax.tree.map(jax.device_get, params))
+                for file in part.iterdir():
+                    file.chmod(READABLE)
+                part.rename(path)
+            return path
+
+    def settle(self, user: str, version: int | None) -> None:
+        """Take note that this user reads only this version from now on (None: nothing), and remove
+        what nobody reads."""
+        with self._lock:
+            self._used[user] = set() if version is None else {version}
+            wanted = {str(v) for versions in self._used.values() for v in versions}
+            if not wanted:
+                shutil.rmtree(self._root, ignore_errors=True)
+                return
+            for old in self._root.iterdir():
+                if old.name not in wanted:
+                    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""python -m jaxrl_async.launch.ray CONFIG [section.key=value ...]: a run on a Ray cluster.
+
+    --trainer HARDWARE     of the trainer (default cpu:1)
+    --sampler HARDWARE     of each sampler (default cpu:1)
+    --samplers LEAST:MOST  how many samplers (default 1): between the two, what the trainer needs
+    --address ADDRESS      the cluster: auto, HOST:PORT, or local for a new one on this machine;
+                           without it: RAY_ADDRESS, a cluster that runs here, or a new one
+    --max-restarts N       of the trainer, after failures (default 3); samplers: without end
+
+HARDWARE is cpu:CORES or gpu:COUNT, with xHOSTS if there are several (gpu:8x2: 8 on each of 2
+hosts), or tpu:GENERATION:TOPOLOGY (tpu:v6e:4x4), a whole slice.
+
+Trainer and samplers are actors in placement groups; each runs the commands that any host runs
+(jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and run.dir
+be storage that the trainer's hosts share. They know each other by JAXRL_ASYNC_SECRET; without it
+one is made. launch/fleet.py says what follows when something ends. The same command starts the run
+and resumes it. Ctrl-C ends it with everything saved; again: at once.
+
+Exit codes are those of jaxrl_async.train.
+"""
+
+import argparse
+import importlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.processes import run_devices_per_process
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.launch.fleet import Fleet, FleetPlan, HostTask
+from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
+from jaxrl_async.launch.ray_cluster import RayCluster
+from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.run.signals import EXIT_CODE
+
+SECRET = "JAXRL_ASYNC_SECRET"
+TICK_S = 1.0
+"""Time between two looks at all processes, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """What python runs on the hosts."""
+
+    train: tuple[str, ...] = ("-m", "jaxrl_async.train", "{config}")
+    sample: tuple[str, ...] = ("-m", "jaxrl_async.sample")
+
+
+def ray_config(path: str, overrides: Sequence[str], samplers: int) -> Config:
+    """Load the configuration as the trainer will run it. Raises ConfigError.
+
+    Args:
+        path: Of the file.
+        overrides: section.key=value each.
+        samplers: Number of samplers at the beginning.
+    """
+    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", "run.resume_or_start=true"]
+    return load(path, [*overrides, *fixed])
+
+
+def check_hardware(config: Config, trainer: Hardware, sampler: Hardware) -> None:
+    """Raise ConfigError unless both meshes are as large as their hardware."""
+    needed = run_devices_per_process(config, trainer.hosts) * trainer.hosts
+    of_sampler = config.mesh.sampler.num_devices
+    for option, hardware, count, section in (
+        ("--trainer", trainer, needed, "mesh.trainer"),
+        ("--sampler", sampler, of_sampler, "mesh.sampler"),
+    ):
+        there = hardware.devices
+        if there is not None and count != there:
+            raise ConfigError(
+                f"{section} has {count} devices, and {option} {there}. Make the product of its "
+                f"axes (data * fsdp * expert * context * tensor) {there}, or change {option}."
+            )
+
+
+def fleet_plan(
+    config: Config,
+    hardware: tuple[Hardware, Hardware],
+    bounds: tuple[int, int],
+    *,
+    secret: str,
+    max_restarts: int = 3,
+    programs: Programs | None = None,
+) -> FleetPlan:
+    """Return what runs where.
+
+    Args:
+        config: From ray_config.
+        hardware: The trainer's, and each sampler's.
+        bounds: Least and most samplers.
+        secret: By which trainer and samplers know each other.
+        max_restarts: Of the trainer, after failures.
+        programs: What python runs; None: the run's own commands.
+    """
+    programs = programs or Programs()
+    trainer, sampler = hardware
+    return FleetPlan(
+        trainer=trainer,
+        sampler=sampler,
+        least=bounds[0],
+        most=bounds[1],
+        max_restarts=max_restarts,
+        metrics=str(Path(config.run.dir) / config.run.name / METRICS_FILE),
+        trainer_tasks=partial(_trainer_tasks, config, trainer, secret, programs),
+        sampler_tasks=partial(_sampler_tasks, sampler, secret, programs),
+    )
+
+
+def _trainer_tasks(
+    config: Config, hardware: Hardware, secret: str, programs: Programs, listen: str, meet: str
+) -> list[HostTask]:
+    host, _, port = listen.rpartition(":")
+    remote = config.remote.model_copy(update={"listen": f"0.0.0.0:{port}", "advertise": host})
+    text = dump(config.model_copy(update={"remote": remote}))
+    return [
+        HostTask(words=programs.train, env=_environment(hardware, secret, meet, n), config=text)
+        for n in range(hardware.hosts)
+    ]
+
+
+def _sampler_tasks(
+    hardware: Hardware, secret: str, programs: Programs, join: str, meet: str
+) -> list[HostTask]:
+    words = (*programs.sample, "--join", join)
+    return [
+        HostTask(words=words, env=_environment(hardware, secret, meet, n))
+        for n in range(hardware.hosts)
+    ]
+
+
+def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dict[str, str]:
+    """Return a host's variables: the secret, and how several hosts find each other.
+
+    Those of a TPU slice know (launch/distributed.py).
+    """
+    env = {SECRET: secret}
+    if hardware.kind == "cpu":
+        env["JAX_PLATFORMS"] = "cpu"
+    if hardware.kind != "tpu" and hardware.hosts > 1:
+        env |= {
+            "JAX_COORDINATOR_ADDRESS": meet,
+            "JAX_NUM_PROCESSES": str(hardware.hosts),
+            "JAX_PROCESS_ID": str(number),
+        }
+    return env
+
+
+def run_fleet(plan: FleetPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
+    """Run a plan on a cluster until it ends; return the exit code.
+
+    The first SIGINT or SIGTERM lets the trainer save and end, the second ends everything.
+    """
+    fleet = Fleet(plan, cluster)
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    told = False
+    try:
+        while True:
+            if asked and not told:
+                told = True
+                print("ending: the trainer saves, then all end", file=sys.stderr, flush=True)
+                fleet.stop(asked[0])
+            code = fleet.step(time.monotonic())
+            if code is not None:
+                return code
+            time.sleep(tick_s)
+    except KeyboardInterrupt:
+        print("ending at once; what was not saved is lost", file=sys.stderr, flush=True)
+        return EXIT_CODE
+    finally:
+        fleet.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); return the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        bounds = parse_range(args.samplers)
+        hardware = parse_hardware(args.trainer), parse_hardware(args.sampler)
+        config = ray_config(args.config, args.overrides, bounds[0])
+        importlib.import_module("jaxrl_async.run.start").check_names(config)
+        check_hardware(config, *hardware)
+        secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        plan = fleet_plan(config, hardware, bounds, secret=secret, max_restarts=args.max_restarts)
+        cluster = RayCluster(args.address, os.getcwd())
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except JaxrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except ConnectionError as error:
+        print(f"no Ray cluster at {args.address}: {error}. Start one, or leave --address out.",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    try:
+        return run_fleet(plan, cluster)
+    finally:
+        cluster.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    what, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_async.launch.ray",
+        description=what.partition(": ")[2],
+        epilog=rest.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--trainer", default="cpu:1", metavar="HARDWARE")
+    parser.add_argument("--sampler", default="cpu:1", metavar="HARDWARE", help="of each sampler")
+    parser.add_argument("--samplers", default="1", metavar="LEAST:MOST", help="default 1")
+    parser.add_argument("--address", help="auto, HOST:PORT or local; default: Ray's own choice")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of the trainer")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Hosts of a Ray cluster: placement groups, and an actor on each host. The one door to ray.
+
+Ray finds the hosts and says which have died; each actor runs its command as a process of its own
+(launch/hostprocess.py). Tested with ray 2.60; its TPU slices are alpha there.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.launch.fleet import LOST, HostTask
+from jaxrl_async.launch.hardware import Hardware
+from jaxrl_async.launch.hostprocess import HostProcess
+
+CALL_S = 60.0
+"""Longest time for an actor's answer, seconds; then its host counts as lost."""
+END_S = 15.0
+"""Time that processes have to end when their hosts are given back, seconds."""
+HEAD_S = 2.0
+"""Time to look for a free TPU slice before the next try, seconds."""
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=1)
+def ray_api() -> Any:
+    """Import ray. Raises MissingExtraError."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"ray cannot be imported ({error}). Install the extra: pip install 'jaxrl_async[ray]'."
+        ) from None
+
+
+class RayCluster:
+    """A Ray cluster, joined by this process: Cluster of launch/fleet.py."""
+
+    def __init__(self, address: str | None, folder: str) -> None:
+        """Join a cluster, or start one on this machine.
+
+        Args:
+            address: auto, HOST:PORT, or local for a new one; None: RAY_ADDRESS, else a cluster that
+                runs on this machine, else a new one.
+            folder: where commands run, on hosts that have it.
+
+        Raises MissingExtraError, ConnectionError if nobody answers at the address.
+        """
+        self._folder = folder
+        ray_api().init(address=address, include_dashboard=False if address == "local" else None)
+
+    def place(self, hardware: Hardware, name: str) -> "RayGroup":
+        """Ask for the hosts of a group. Does not wait for them."""
+        return RayGroup(hardware, name, self._folder)
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        ray_api().shutdown()
+
+
+class RayGroup:
+    """The processes of a trainer or of one sampler: Group of launch/fleet.py."""
+
+    def __init__(self, hardware: Hardware, name: str, folder: str) -> None:
+        """Ask for the hosts."""
+        self._hardware, self._name, self._folder = hardware, name, folder
+        self._slice: Any = None  # SlicePlacementGroup, for TPUs
+        self._placement: Any = None
+        self._actors: list[Any] = []  # the first host's first
+        self._hosts: list[str] = []  # their addresses
+        self._ports: list[int] = []  # free on the first host: to join, of the coordinator
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask Ray for the hosts; a TPU slice that is not free now is asked for again later."""
+        hardware = self._hardware
+        if hardware.tpu is None:
+            kind = "GPU" if hardware.kind == "gpu" else "CPU"
+            bundle = {"CPU": 1, **{kind: hardware.per_host}}
+            module = importlib.import_module("ray.util.placement_group")
+            strategy = "STRICT_SPREAD" if hardware.hosts > 1 else "STRICT_PACK"
+            self._placement = module.placement_group([bundle] * hardware.hosts, strategy=strategy)
+            return
+        module = importlib.import_module("ray.util.tpu")
+        version = "v5litepod" if hardware.tpu.generation == "v5e" else hardware.tpu.generation
+        try:
+            self._slice = module.SlicePlacementGroup(
+                topology=hardware.tpu.topology,
+                accelerator_version=version.replace("tpu7x", "v7x"),
+                chips_per_vm=hardware.per_host,
+                head_reservation_timeout_s=HEAD_S,
+            )
+            self._placement = self._slice.placement_group
+        except (TimeoutError, RuntimeError) as error:
+            log.info("%s: no slice is free: %s", self._name, error)
+
+    def placed(self) -> bool:
+        """Return whether there are hosts, and an actor answers on each. Does not wait for hosts."""
+        ray = ray_api()
+        if self._hosts:
+            return True  # a trainer that starts again listens where it did
+        if self._placement is None:
+            self._ask()
+        if self._placement is None:
+            return False
+        if not self._actors:
+            ready, _ = ray.wait([self._placement.ready()], timeout=0)
+            if not ready:
+                return False
+            self._actors = [self._actor(n) for n in range(self._hardware.hosts)]
+        try:
+            found = self._ask_all("where", timeout_s=CALL_S)
+        except ray.exceptions.RayError as error:
+            log.warning("%s: a host was lost while it was set up: %s", self._name, error)
+            self._release()
+            return False
+        order = sorted(range(len(found)), key=lambda n: found[n][0])
+        self._actors = [self._actors[n] for n in order]
+        self._hosts = [found[n][1] for n in order]
+        self._ports = found[order[0]][2]
+        return True
+
+    def _actor(self, bundle: int) -> Any:
+        module = importlib.import_module("ray.util.scheduling_strategies")
+        where = module.PlacementGroupSchedulingStrategy(
+            placement_group=self._placement, placement_group_bundle_index=bundle
+        )
+        hardware = self._hardware
+        cpus = hardware.per_host if hardware.kind == "cpu" else 1
+        gpus = hardware.per_host if hardware.kind == "gpu" else 0
+        chips = {"TPU": self._slice.devices_per_host} if self._slice is not None else None
+        wanted = ray_api().remote(RayHost).options(
+            num_cpus=0 if chips else cpus,
+            num_gpus=gpus,
+            resources=chips,
+            scheduling_strategy=where,
+            max_restarts=0,  # the fleet decides
+        )  # fmt: skip
+        return wanted.remote(self._folder)
+
+    def _ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """Call a method of all actors. Raises RayError if one is lost or silent."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        answers: list[Any] = ray_api().get(calls, timeout=timeout_s)
+        return answers
+
+    def address(self) -> str:
+        """Return HOST:PORT for the trainer: the first host, and a port that was free there."""
+        return f"{self._hosts[0]}:{self._ports[0]}"
+
+    def start(self, tasks: Callable[[str], Sequence[HostTask]]) -> None:
+        """Start a process on each host; what still runs there is killed."""
+        each = tasks(f"{self._hosts[0]}:{self._ports[1]}")
+        calls = [a.start.remote(task) for a, task in zip(self._actors, each, strict=True)]
+        try:
+            ray_api().get(calls, timeout=CALL_S)
+        except ray_api().exceptions.RayError as error:
+            log.warning("%s: not started on every host: %s", self._name, error)  # codes() says LOST
+
+    def codes(self) -> tuple[int | None, ...]:
+        """Return each process's exit code; None: it runs, LOST: its host is gone."""
+        ray = ray_api()
+        calls = [actor.code.remote() for actor in self._actors]
+        codes: list[int | None] = []
+        for call in calls:
+            try:
+                codes.append(ray.get(call, timeout=CALL_S))
+            except ray.exceptions.RayError as error:
+                log.info("%s: %s", self._name, error)
+                codes.append(LOST)
+        return tuple(codes)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all processes that run."""
+        for actor in self._actors:
+            actor.send.remote(number)
+
+    def read(self, path: str, offset: int) -> bytes:
+        """Return what a file of the first host has from an offset on; b"": nothing, or no host."""
+        try:
+            piece: bytes = ray_api().get(self._actors[0].read.remote(path, offset), timeout=CALL_S)
+        except ray_api().exceptions.RayError as error:
+            log.info("%s: %s", self._name, error)
+            return b""
+        return piece
+
+    def close(self) -> None:
+        """End whatever runs, and give the hosts back."""
+        ray = ray_api()
+        calls = [actor.end.remote(END_S) for actor in self._actors]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=END_S + 5)
+        self._release()
+
+    def _release(self) -> None:
+        ray = ray_api()
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._slice is not None:
+            self._slice.shutdown()
+        elif self._placement is not None:
+            importlib.import_module("ray.util.placement_group").remove_placement_group(
+                self._placement
+            )
+        self._actors, self._hosts = [], []
+        self._slice = self._placement = None
+
+
+class RayHost(HostProcess):
+    """A HostProcess that knows where Ray has put it."""
+
+    def where(self) -> tuple[int, str, list[int]]:
+        """Return this host's number in its TPU slice, its address, and two free ports."""
+        address: str = ray_api().util.get_node_ip_address()
+        return self.place(), address, [self.free_port(), self.free_port()]

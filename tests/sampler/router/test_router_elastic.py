@@ -1,0 +1,350 @@
+"""Replicas that join and leave while the router serves: nobody waits for ever, every caller gets
+exactly one answer, and what was handed back is not begun again."""
+
+import itertools
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import request
+
+from jaxrl_async.errors import Closed, Disconnected, RolloutError
+from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.router.job import SUSPECT_AFTER_CUTS, job_for_thread
+from jaxrl_async.sampler.router.router import Elastic, Router
+from jaxrl_async.sampler.router.supervise import REMIND_S, RestartLimits
+from jaxrl_async.sampler.router.totals import Totals
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.testing.clock import VirtualClock
+from jaxrl_async.testing.scripted_replica import ScriptedReplica
+from jaxrl_async.types import Partial
+
+WAIT_S = 300.0
+
+
+def elastic(count=0, **limits):
+    """A router whose replicas come and go, and which looks after them when the test says so."""
+    clock, faults = VirtualClock(), FaultCounts()
+    check = RequestCheck(Room(max_length=64, seed=7), itertools.count())
+    router = Router(
+        [],
+        limits=replace(RestartLimits(hang_s=10.0, nonfinite_in_a_row=2), **limits),
+        count=faults.add,
+        clock=clock,
+        elastic=Elastic(check=check, wait_s=WAIT_S),
+    )
+    router.start(own_thread=False)
+    for number in range(count):
+        assert router.join(remote(f"s{number}")) == number
+    return router, clock, faults
+
+
+def remote(name="remote"):
+    return ScriptedReplica(name, replaceable=False)
+
+
+def numbered(number):
+    return request(number % 5, request_id=f"r{number}", key=(number, 0))
+
+
+def drawn(wish, count=2):
+    """A request under way."""
+    return Partial(
+        request=wish,
+        token_ids=np.ones(count, np.int32),
+        logprobs=np.full(count, -1.0, np.float32),
+        versions=np.zeros(count, np.int32),
+        seed=7,
+    )
+
+
+def counted(faults):
+    return {k: n for k, n in faults.read().items() if n}
+
+
+def test_requests_wait_for_the_first_sampler_and_are_checked_without_one():
+    router, _, faults = elastic()
+    assert router.seed == 7 and router.stats() == SamplerStats() and router.living == 0
+    with pytest.raises(RolloutError, match="max_new_tokens"):
+        router.start_many([replace(numbered(0), max_new_tokens=0)])
+    futures = router.start_many([numbered(i) for i in range(3)])
+    router.look()
+    first = remote()
+    assert router.join(first) == 0
+    router.look()
+    assert first.starts == 1 and first.held_ids == ("r0", "r1", "r2")
+    while first.held:
+        first.answer()
+    assert [f.result(0).request_id for f in futures] == ["r0", "r1", "r2"]
+    assert counted(faults) == {"samplers_joined": 1}
+
+
+def test_a_leaving_samplers_requests_continue_where_they_were():
+    router, _, faults = elastic(2)
+    wishes = [numbered(i) for i in range(4)]
+    futures = router.start_many(wishes)
+    first, second = router.samplers
+    mine = list(first.held_ids)
+    first.leave([drawn(wishes[int(mine[0][1:])], count=1)])
+    router.look()
+    assert router.samplers == (second,) and first.abandoned
+    moved = {getattr(g, "request", g).request_id: g for g, _ in second.held}
+    assert isinstance(moved[mine[0]], Partial) and len(moved[mine[0]].token_ids) == 1
+    assert not isinstance(moved[mine[1]], Partial), "it had drawn nothing"
+    while second.held:
+        second.answer()
+    assert all(f.result(0) for f in futures)
+    assert counted(faults) == {"samplers_joined": 2, "samplers_left": 1, "moved_requests": 1}
+
+
+def test_of_two_requests_with_one_id_each_gets_its_own_tokens_back():
+    router, _, _ = elastic(1)
+    wish = numbered(1)
+    router.start_many([wish, replace(wish, key=(9, 9))])
+    leaving = router.samplers[0]
+    futures = [future for _, future in leaving.held]
+    leaving.leave()
+    leaving.departure = replace(leaving.departure, partials={futures[1]: drawn(wish)})
+    router.look()
+    last = remote()
+    router.join(last)
+    router.look()
+    assert [isinstance(g, Partial) for g, _ in last.held] == [False, True]
+
+
+def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again():
+    router, _, faults = elastic(2)
+    futures = router.start_many([numbered(i) for i in range(4)])
+    first, second = router.samplers
+    first.die(Disconnected("the line was cut"))
+    router.look()
+    assert len(second.held) == 4 and router.living == 1
+    assert router.join(remote("s2")) == 2
+    assert [seat.number for seat in router.fleet.seats] == [1, 2]
+    while second.held:
+        second.answer()
+    assert all(f.result(0) for f in futures)
+    assert counted(faults) == {
+        "samplers_joined": 3, "samplers_cut_off": 1, "redone_requests": 2
+    }  # fmt: skip
+
+
+def test_whoever_joins_gets_its_share_of_what_nobody_has_begun():
+    router, _, _ = elastic(1)
+    groups = [replace(numbered(i), request_id=f"g{i}/m{m}") for i in range(4) for m in range(2)]
+    futures = router.start_many(groups)
+    first, second = router.samplers[0], remote()
+    first.unsent = tuple(future for _, future in first.held[2:])
+    router.join(second)
+    router.look()
+    kept = [getattr(g, "request_id", None) for g, f in first.held if not f.cancelled()]
+    assert kept[:2] == ["g0/m0", "g0/m1"], "what is under way stays"
+    assert sorted([*kept, *second.held_ids]) == sorted(r.request_id for r in groups)
+    for group in range(4):
+        ids = {f"g{group}/m0", f"g{group}/m1"}
+        assert ids <= {*kept} or ids <= {*second.held_ids}, "groups stay together"
+    assert len(second.held) == 4
+    for sampler in (first, second):
+        while sampler.held:
+            sampler.answer()
+    assert [f.result(0).request_id for f in futures] == [r.request_id for r in groups]
+
+
+def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
+    caplog.set_level(logging.WARNING)
+    router, clock, _ = elastic(1)
+    futures = router.start_many([numbered(0)])
+    router.samplers[0].die(Disconnected("cut"))
+    for _ in range(10):
+        router.look()
+    said = [r.message for r in caplog.records if "no sampler is there" in r.message]
+    assert len(said) == 1 and "1 requests wait" in said[0] and "300 s" in said[0]
+    clock.advance(REMIND_S)
+    router.look()
+    router.look()
+    assert sum("no sampler is there" in r.message for r in caplog.records) == 2
+    second = remote()
+    router.join(second)
+    router.look()
+    clock.advance(10 * WAIT_S)
+    router.look()
+    assert router.error is None and "a sampler is there again" in caplog.text
+    second.die(Disconnected("cut"))
+    router.look()
+    clock.advance(WAIT_S - 1)
+    router.look()
+    clock.advance(1)
+    assert router.look_after() is None
+    with pytest.raises(RolloutError, match=r"none has joined within 300 s .*--join.*resume"):
+        futures[0].result(0)
+    with pytest.raises(RolloutError, match="none has joined"):
+        router.join(remote())
+
+
+def test_a_closed_router_takes_nobody_in():
+    router, _, _ = elastic(1)
+    router.close()
+    with pytest.raises(Closed):
+        router.join(remote())
+
+
+def test_one_that_hangs_or_draws_nan_is_removed_for_good():
+    router, clock, faults = elastic(3)
+    futures = router.start_many([numbered(i) for i in range(6)])
+    hung, nan, well = router.samplers
+    nan.answer(nan=True)
+    nan.answer(nan=True)
+    router.look()
+    clock.advance(11)
+    well.blocks += 1
+    router.look()
+    assert router.samplers == (well,) and hung.abandoned and nan.abandoned
+    while well.held:
+        well.answer()
+    assert all(f.result(0) for f in futures)
+    assert counted(faults)["sampler_hangs"] == 1
+
+
+# ---- whose fault it is
+
+
+def test_losses_make_a_suspect_only_if_there_are_many_in_a_row():
+    job = job_for_thread(numbered(1))
+    for _ in range(SUSPECT_AFTER_CUTS):
+        assert not job.suspect
+        job.cut_off += 1
+    assert job.suspect and not job.to_blame
+    job.moved(None)
+    assert not job.suspect, "a sampler had it and left in peace"
+    job.died = [0, 1]
+    assert job.suspect and not job.to_blame
+    job.died.append(2)
+    assert job.to_blame
+
+
+def test_a_request_that_kills_processes_is_refused_in_the_end_and_alone():
+    router, clock, faults = elastic(2)
+    futures = router.start_many([numbered(i) for i in range(6)])
+    for _ in range(40):
+        for sampler in router.samplers:
+            if "r3" in sampler.held_ids:
+                sampler.die(Disconnected("killed"))  # with all that it had
+            else:
+                while sampler.held:
+                    sampler.answer()
+        router.look()
+        while router.living < 2:
+            router.join(remote())
+        router.look()
+        clock.advance(1)
+    errors = [f.exception(0) for f in futures]
+    assert [n for n, e in enumerate(errors) if e is not None] == [3]
+    assert "connections to 6 samplers in a row" in str(errors[3])
+    assert counted(faults)["samplers_cut_off"] == SUSPECT_AFTER_CUTS + 1
+
+
+def test_a_few_preemptions_are_no_requests_fault():
+    router, _, _ = elastic(1)
+    future = router.start_many([numbered(0)])[0]
+    for _ in range(SUSPECT_AFTER_CUTS):
+        router.samplers[0].die(Disconnected("preempted"))
+        router.look()
+        router.join(remote())
+        router.look()
+    router.samplers[0].answer()
+    assert future.result(0).request_id == "r0"
+
+
+# ---- statistics
+
+
+def test_counters_never_fall_and_times_are_means_over_those_that_were_there():
+    totals = Totals()
+    a = SamplerStats(requests_done=5, busy_s=10.0, in_flight=3, compiled_programs=4)
+    assert totals.read({0: a}) == a
+    totals.change({0: a})  # one joins
+    assert totals.read({0: a, 1: SamplerStats()}).busy_s == 10.0
+    a = replace(a, requests_done=7, busy_s=14.0)
+    b = SamplerStats(requests_done=1, busy_s=2.0, in_flight=2, compiled_programs=4)
+    both = totals.read({0: a, 1: b})
+    assert (both.requests_done, both.busy_s, both.in_flight) == (8, 13.0, 5)
+    totals.change({0: a, 1: b})  # the first leaves
+    left = totals.read({1: b})
+    assert (left.requests_done, left.busy_s, left.in_flight) == (8, 13.0, 2)
+    totals.change({1: b})  # and the other
+    assert (totals.read({}).requests_done, totals.read({}).in_flight) == (8, 0)
+    assert totals.read({2: SamplerStats(requests_done=1)}).requests_done == 9
+
+
+# ---- whatever happens
+
+EVENTS = [
+    *["ask"] * 4, *["answer"] * 8, *["join"] * 3, *["leave"] * 3, *["cut"] * 2, "die", "hang",
+    "nan", *["cancel"] * 2, *["look"] * 4, *["pass"] * 2, *["unsent"] * 3,
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 5)), max_size=60),
+)
+def test_whoever_comes_and_goes_each_request_has_exactly_one_answer(count, schedule):
+    router, clock, _ = elastic(count)
+    asked, hung, moved, done_before = [], set(), set(), 0
+    for event, pick in schedule:
+        present = router.samplers
+        sampler = present[pick % len(present)] if present else None
+        if event == "ask":
+            asked += router.start_many([numbered(len(asked) + i) for i in range(1 + pick % 3)])
+        elif event == "join":
+            router.join(remote())
+        elif event == "cancel" and asked:
+            asked[pick % len(asked)].cancel()
+        elif event == "look":
+            router.look()
+        elif event == "pass":
+            clock.advance(1 + pick)
+        elif sampler is None or sampler.error is not None:
+            continue
+        elif event in ("answer", "nan") and sampler.held and sampler not in hung:
+            sampler.unsent = ()
+            sampler.answer(nan=event == "nan")
+        elif event == "unsent":
+            sampler.unsent = tuple(f for _, f in sampler.held[pick:])
+        elif event == "leave":
+            running = [getattr(g, "request", g) for g, f in sampler.held if not f.done()]
+            handed = [drawn(r) for r in running[: pick + 1] if r.max_new_tokens > 2]
+            moved |= {p.request.request_id for p in handed}
+            sampler.leave(handed)
+        elif event == "cut":
+            sampler.die(Disconnected("cut"))
+        elif event == "die":
+            sampler.die()
+        elif event == "hang":
+            hung.add(sampler)
+        done = router.stats().requests_done
+        assert done >= done_before, "a counter fell"
+        done_before = done
+    for _ in range(60):  # a fair world: samplers are there, and answer
+        if router.living < 2:
+            router.join(remote())
+        router.look()
+        for sampler in router.samplers:
+            while sampler.held and sampler not in hung and sampler.error is None:
+                given, future = sampler.held[0]
+                wish = getattr(given, "request", given)
+                if not future.cancelled() and wish.request_id in moved:
+                    assert isinstance(given, Partial), "what was drawn is drawn again"
+                sampler.answer()
+        clock.advance(11)
+        router.look()
+    assert router.error is None
+    assert all(f.done() for f in asked) and router.num_waiting == 0
+    for number, future in enumerate(asked):
+        if not future.cancelled() and future.exception() is None:
+            assert future.result().request_id == f"r{number}"
