@@ -46,7 +46,6 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTre
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.run.remote import local_samplers
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
@@ -338,7 +337,10 @@ def run(setting: Setting, folder: Path, steps: int) -> Run:
         loop.train(config)
     for file in folder.glob("*.json"):
         lines = json.loads(file.read_text(encoding="utf-8"))
-        notes.rounds.extend(Round(**x | {"making": range(*x["making"])}) for x in lines)
+        ahead = config.staleness.max_staleness  # versions that the trainer may be before a sampler
+        for line in lines:
+            first, end = line["making"]
+            notes.rounds.append(Round(**line | {"making": range(first, end + ahead)}))
         file.unlink()
     return replace(notes, lines=read_lines(folder / "addition" / "metrics.jsonl"))
 
@@ -349,15 +351,16 @@ def slept_samplers(device: Dictated | None, folder: Path) -> Iterator[None]:
     assert device is not None, "samplers in processes are measured with a forced device"
     start = subprocess.Popen
 
-    def slept(command: list[str], *, env: dict[str, str], **more: Any) -> Any:
-        assert command[1:3] == ["-m", "jaxrl_async.sample"], command
+    def slept(command: Any, *, env: Any = None, **more: Any) -> Any:
+        if command[1:3] != ["-m", "jaxrl_async.sample"]:
+            return start(command, env=env, **more)
         more["env"] = env | {
             "SLEPT_DEVICE": json.dumps(asdict(device)),
             "SLEPT_ROUNDS": str(folder),
         }
         return start([command[0], str(SLEPT_SAMPLER), *command[3:]], **more)
 
-    with patch.object(local_samplers.subprocess, "Popen", slept):
+    with patch.object(subprocess, "Popen", slept):
         yield
 
 

@@ -290,6 +290,23 @@ def test_the_tree_reaches_everybody_who_stays_whoever_goes(fanout, count, change
     assert copies <= tree.sent_bytes + gone and tree.sent_bytes <= copies + gone
 
 
+def test_a_sampler_whose_first_weights_are_too_old_gets_newer_ones_before_it_counts():
+    run = module._Run(replace(FLEET, turnover=Turnover()), seed=0)
+    run.to(3)
+    fleet = run.fleet
+    number = len(fleet.loads)
+    fleet._ask()
+    sending = fleet.tree.under_way[number]
+    assert fleet.tree.look(sending, run.time.now + 60) == 0.0
+    fleet.live = sending.version + 1
+    fleet._staged(sending)
+    assert number not in fleet.at_work and number in fleet._joining
+    fleet._offer(fleet.live)
+    assert fleet.tree.under_way[number].version == fleet.live
+    run.to(12)
+    assert fleet.at_work[number].version >= sending.version + 1
+
+
 def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
     leaves = Turnover(preempted_per_minute=20, start_s=1.0)
     told = simulate(replace(FLEET, turnover=leaves), updates=60)
