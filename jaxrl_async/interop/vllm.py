@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +56,7 @@ class EngineSettings:
     on_new_weights: str  # continue, recompute, drain or restart
     room: Room  # what requests are checked against
     probe: Probe | None
+    count: Callable[[str], None]  # called with the name of each fault (metrics.fault_counts)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +102,9 @@ class VllmSampler:
         """
         self.url, self.settings, self.folder, self.weights = url, settings, folder, weights
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="vllm")
-        server = VllmServer(url, places=settings.places, timeout_s=settings.timeout_s)
+        server = VllmServer(
+            url, places=settings.places, timeout_s=settings.timeout_s, count=settings.count
+        )
         self.loop = VllmLoop(server, settings, self.lifetime, weights, folder, update)
         self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
         weights.attach(self.lifetime.wake)
@@ -163,7 +166,7 @@ class VllmSampler:
         Raises ServerGone while the server is not well, and Closed and WeightsError as the weight
         source does.
         """
-        asyncio.run(_check_health(self.url, self.settings))
+        asyncio.run(_check_health(self.url))
         source = self._rejoined = (self._rejoined or self.weights).rejoin()
         try:
             held = VersionedParams(version=self.loop.held, params=None)
@@ -258,6 +261,7 @@ class VllmLoop:
         self._next: VersionedParams | None = update
         self._loading: asyncio.Task[float] | None = None
         self._asked: dict[asyncio.Task[Drawn], _Asked] = {}
+        self._dropped: set[asyncio.Task[Drawn]] = set()  # cancelled, until they have ended
         self.version = self.held = update.version  # drawn from; in the folder
         self._is_loaded = False  # whether the server has had any weights from here
         self.queue: deque[_Asked] = deque()
@@ -333,6 +337,8 @@ class VllmLoop:
         for task in given_up:
             task.cancel()
             del self._asked[task]
+            self._dropped.add(task)
+            task.add_done_callback(self._dropped.discard)
         with self._lifetime.lock:
             queued = len(self.queue)
             self.queue = deque(a for a in self.queue if not a.waiter.gave_up)
@@ -465,7 +471,7 @@ class VllmLoop:
 
     def _end(self, error: BaseException) -> None:
         """Answer everybody, and close the connections."""
-        tasks: list[asyncio.Task[Any]] = [*self._asked]
+        tasks: list[asyncio.Task[Any]] = [*self._asked, *self._dropped]
         if self._loading is not None:
             tasks.append(self._loading)
         self.fail_all(error)
@@ -480,8 +486,8 @@ class VllmLoop:
         await self._server.close()
 
 
-async def _check_health(url: str, settings: EngineSettings) -> None:
-    server = VllmServer(url, places=1, timeout_s=settings.timeout_s)
+async def _check_health(url: str) -> None:
+    server = VllmServer(url)
     try:
         await server.check_health()
     finally:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,23 @@ class _Reply:
 class VllmServer:
     """A client of one server."""
 
-    def __init__(self, url: str, *, places: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        places: int = 1,
+        timeout_s: float = FACTS_S,
+        count: Callable[[str], None] = lambda name: None,
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
             url: such as http://HOST:8000.
             places: requests that may be under way at once.
             timeout_s: longest time for one answer, seconds.
+            count: called with the name of each fault (metrics.fault_counts).
         """
+        self._count = count
         key = os.environ.get(KEY)
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._client = httpx2.AsyncClient(
@@ -212,6 +221,7 @@ class VllmServer:
                     raise ServerGone(self._unreachable(error)) from error
                 reason = f"{type(error).__name__}: {error}"
             log.warning("%s%s: %s; once more", self.url, path, reason)
+            self._count("engine_retries")
             await asyncio.sleep(BACKOFF_S * 2**number)
         raise AssertionError("the loop returns or raises")
 

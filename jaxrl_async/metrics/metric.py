@@ -477,6 +477,11 @@ METRICS: tuple[Metric, ...] = (
         ("faults/refused_scores", "calls", "Scores of the wrong number, type or shape, or NaN."),
         ("faults/env_timeouts", "calls", "Replies of environments that timed out."),
         ("faults/refused_replies", "calls", "Replies of environments of the wrong type or shape."),
+        (
+            "faults/engine_retries",
+            "calls",
+            "Calls to a vLLM server that broke or met an overload; made again.",
+        ),
         ("faults/transfer_retries", "transfers", "Weights sent again after a failed transfer."),
         (
             "faults/torn_transfers",

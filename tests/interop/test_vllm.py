@@ -71,6 +71,7 @@ def make(server, folder, params):
                 "on_new_weights": "continue",
                 "room": Room(max_length=64, max_new_tokens=48, vocab=24),
                 "probe": None,
+                "count": lambda name: None,
                 **changes,
             }
         )
@@ -299,11 +300,11 @@ def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_drawn_ag
 
 @pytest.mark.parametrize("faults", [["dies"], ["503"], ["429", "dies", "503"]], ids=str)
 def test_what_breaks_on_the_way_is_asked_once_more(server, make, faults):
-    server.faults = [*faults]
-    sampler = make()
+    server.faults, counts = [*faults], FaultCounts()
+    sampler = make(count=counts.add)
     (completion,) = results(sampler, [request()])
     assert completion.token_ids.tolist() == [3, 4, 5, 6] and len(server.bodies) == len(faults) + 1
-    assert sampler.error is None
+    assert sampler.error is None and counts.read()["engine_retries"] == len(faults)
 
 
 @pytest.mark.parametrize("status", ["400", "422", "500"])

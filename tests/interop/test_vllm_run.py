@@ -99,8 +99,8 @@ def wishes(address: str, tmp_path: Path) -> list[str]:
         f'sampler.engine_urls=["{address}"]',
         "sampler.slots=64",
         "sampler.on_new_weights=recompute",  # else later tokens see KV of older weights
-        "data.addition={digits: 1, eval_size: 64, worked_share: 0.35}",
-        "warm_start={steps: 150, batch_size: 64, learning_rate: 3.0e-3}",
+        "data.addition={digits: 2, eval_size: 128, worked_share: 0.35}",
+        "warm_start={steps: 250, batch_size: 64, learning_rate: 3.0e-3}",
         "algorithm.learning_rate=3e-4",
         "algorithm.groups_per_step=8",
         "run.steps=30",

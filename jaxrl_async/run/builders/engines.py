@@ -73,7 +73,7 @@ def check_engines(config: Config, spec: ModelSpec) -> None:
 
 def _facts(url: str) -> ServerFacts:
     async def ask() -> ServerFacts:
-        server = VllmServer(url, places=1, timeout_s=60.0)
+        server = VllmServer(url)
         try:
             return await server.facts()
         finally:
@@ -168,7 +168,7 @@ def make_engines(
     )
     folder = WeightFolder(_weights_root(config), spec)
     first = replace(weights, params=push.cast(weights.params))
-    settings = engine_settings(config, spec, probe)
+    settings = engine_settings(config, spec, probe, count)
     samplers = [
         VllmSampler(url, settings, folder=folder, weights=channel.subscribe(), update=first)
         for url in urls
@@ -176,7 +176,9 @@ def make_engines(
     return samplers, channel
 
 
-def engine_settings(config: Config, spec: ModelSpec, probe: Probe | None) -> EngineSettings:
+def engine_settings(
+    config: Config, spec: ModelSpec, probe: Probe | None, count: Callable[[str], None]
+) -> EngineSettings:
     """Return how the servers of a run are used."""
     section = config.sampler
     assert section.slots is not None, "an_engine_can_give_what_is_kept"
@@ -191,6 +193,7 @@ def engine_settings(config: Config, spec: ModelSpec, probe: Probe | None) -> Eng
             vocab=spec.vocab,
         ),
         probe=probe,
+        count=count,
     )
 
 
