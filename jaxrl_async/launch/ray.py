@@ -20,7 +20,6 @@ Exit codes are those of jaxrl_async.train.
 """
 
 import argparse
-import importlib
 import os
 import secrets
 import signal
@@ -196,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         bounds = parse_range(args.samplers)
         hardware = parse_hardware(args.trainer), parse_hardware(args.sampler)
         config = ray_config(args.config, args.overrides, bounds[0])
-        importlib.import_module("jaxrl_async.run.start").check_names(config)
         check_hardware(config, *hardware)
         secret = os.environ.get(SECRET) or secrets.token_hex(32)
         plan = fleet_plan(config, hardware, bounds, secret=secret, max_restarts=args.max_restarts)
