@@ -240,7 +240,8 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         stopping.callback(parts.buffer.close)
         stopping.callback(parts.watchdog.stop)
         stopping.callback(parts.schedule.close)
-        parts.sampler.start()
+        if parts.plays:
+            parts.sampler.start()
         for thread in threads:
             thread.start()
         while not failure.done.wait(0.2):

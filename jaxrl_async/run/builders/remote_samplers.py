@@ -23,6 +23,7 @@ from jaxrl_async.run.builders.samplers import (
     sent_weights,
 )
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.remote.host_offers import HostOffers, distributed_store
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.run.remote.pinning import place_of_sampler
@@ -33,6 +34,7 @@ from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 from jaxrl_async.weights.remote.outbox import WeightOutbox
+from jaxrl_async.weights.remote.seams import Offering
 from jaxrl_async.weights.remote.transports import make_offering
 from jaxrl_async.wire.secret import read_secret
 from jaxrl_async.wire.tls import read_tls
@@ -67,12 +69,20 @@ def make_remote_sampling(
     settings = sampler_settings(config, spec)
     sent = sent_weights(config.weights, config.model, spec)
     secret = read_secret() or _own_secret(config)
-    offering = make_offering(
+    offering: Offering = make_offering(
         remote,
         run=config.run.name,
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
     )
+    if lockstep.count > 1:
+        offering = HostOffers(
+            offering,
+            distributed_store(),
+            index=lockstep.index,
+            count=lockstep.count,
+            timeout_s=remote.transfer_timeout_s,
+        )
     channel = WeightChannel(
         outbox=WeightOutbox(
             PrivateCopy(
