@@ -116,20 +116,20 @@ def make_sampling(
     """
     slices, spec = inputs.slices, inputs.spec
     if config.sampler.engine != "ours":
-        probe = sampler_settings(config, spec).probe
+        compared = sampler_settings(config, spec).probe
         engines, channel = make_engines(
             config,
             spec,
             slices.trainer,
             VersionedParams(version=version, params=params),
             on_live=gate.set_live,
-            probe=probe,
+            probe=compared,
             count=inputs.faults.add,
         )
         return Sampling(
             router=make_router(config.faults, engines, schedule, inputs.faults),
             channel=channel,
-            probe=None if probe is None else probe.token_ids,
+            probe=None if compared is None else compared.token_ids,
         )
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
