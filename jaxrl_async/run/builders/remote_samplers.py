@@ -23,7 +23,7 @@ from jaxrl_async.run.builders.samplers import (
     sent_weights,
 )
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.remote.host_offers import HostOffers, distributed_store
+from jaxrl_async.run.remote.host_offers import HostOffers, PartPublisher, distributed_store
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.run.remote.pinning import place_of_sampler
@@ -90,7 +90,8 @@ def make_remote_sampling(
             ),
             offering,
             remote,
-            checksum=config.weights.checksum,
+            # On a CPU the transports, which check everything, hand on the same memory.
+            checksum=config.weights.checksum and jax.default_backend() != "cpu",
             count=faults.add,
         ),
         on_live=gate.set_live,
@@ -106,7 +107,9 @@ def make_remote_sampling(
     )
     probe = None if settings.probe is None else settings.probe.token_ids
     if not lockstep.plays:
-        return Sampling(router=router, channel=channel, probe=probe)
+        return Sampling(
+            router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
+        )
     plan = kv_plan(spec, config.sampler, settings.dtype)
     members = Members(
         Invitation(
@@ -127,7 +130,12 @@ def make_remote_sampling(
     if config.mesh.samplers_in == "processes":
         processes = local_samplers(config, members, secret, folder / LOGS, faults.add)
     return Sampling(
-        router=router, channel=channel, probe=probe, members=members, processes=processes
+        router=router,
+        channel=channel,
+        publisher=channel,
+        probe=probe,
+        members=members,
+        processes=processes,
     )
 
 

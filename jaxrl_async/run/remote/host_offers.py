@@ -17,6 +17,7 @@ from jax._src import distributed  # the store has no public name; orbax uses it 
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.remote.seams import Offering
 from jaxrl_async.weights.remote.whereabouts import merged
 
@@ -126,6 +127,25 @@ class HostOffers:
                     f"{self._timeout_s:g} s. Look at its log."
                 )
             time.sleep(LOOK_S)
+
+
+class PartPublisher:
+    """The ports.Publisher of a process without samplers: it sends its part of the weights, and
+    leaves it to the first process to wait for those who draw from them."""
+
+    def __init__(self, channel: WeightChannel) -> None:
+        """Publish to this channel, which nobody joins here."""
+        self._channel = channel
+
+    def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
+        """See Publisher."""
+        self._channel.publish(version, params, probe_logprobs)
+
+    def wait_taken(self) -> None:
+        """Return: the next program over all processes waits for the first one."""
+
+    def wait_live(self, version: int, timeout_s: float) -> None:
+        """Return: the next program over all processes waits for the first one."""
 
 
 def _key(version: int, index: int) -> str:
