@@ -19,7 +19,7 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
-from jaxrl_async.run.remote.sampler_world import follow_sampler, lead_sampler
+from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
@@ -111,9 +111,13 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
             mesh=joining.axes,
             rejoins=rejoins,
         )
-        session, welcome = _dialled(joining, hello, shown, stop)
-        if session is None or welcome is None:
-            return Outcome.STOPPED
+        with ExitStack() as without_trainer:
+            if joining.processes > 1:
+                without_trainer.callback(begin_nothing)
+            session, welcome = _dialled(joining, hello, shown, stop)
+            if session is None or welcome is None:
+                return Outcome.STOPPED
+            without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
             return _serve(joining, shown, session, welcome, stop, closing)
