@@ -57,6 +57,11 @@ class Sampling:
         if self.members is not None:
             self.members.wait_for_least(stop)
 
+    def begin_to_dismiss(self) -> None:
+        """Let no sampler join any more. Idempotent."""
+        if self.members is not None:
+            self.members.begin_close()
+
     def dismiss(self) -> None:
         """Tell samplers in processes of their own that the run has ended. Idempotent."""
         if self.members is not None:

@@ -147,6 +147,11 @@ class Members:
                     f"jaxrl_async.sample --join {self.address}`, or look at their output."
                 )
 
+    def begin_close(self) -> None:
+        """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
+        with self._changed:
+            self._closing = True
+
     def close(self) -> None:
         """Tell all samplers that the run has ended, and listen no more. Idempotent."""
         with self._changed:

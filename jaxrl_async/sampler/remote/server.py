@@ -283,6 +283,8 @@ class ReplicaServer:
         try:
             unfinished = self._sampler.unfinished()
         except Exception as error:
+            if self.over.is_set():
+                return  # nobody is there to take it
             log.error("what was drawn cannot be handed back: %s", error)
             self._say_goodbye(reason, ())
             return
