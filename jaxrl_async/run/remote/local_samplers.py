@@ -25,6 +25,8 @@ from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 LOOK_S = 0.2
 """Time between two looks at the processes, seconds."""
+JOIN_S = 30.0
+"""Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
 CLOSE_S = 20.0
 """Longest wait for a process to end by itself, seconds; then it is killed."""
 FORGIVEN_S = 3600.0
@@ -109,7 +111,7 @@ class LocalSamplers:
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
-        command += ["--name", child.name, *(["--cores", cores] if cores else [])]
+        command += ["--wait", f"{JOIN_S:g}", "--name", child.name, *(["--cores", cores] if cores else [])]
         environment = {**os.environ, **self.environment, **child.place.environment}
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:
             if self._closed.is_set():

@@ -8,6 +8,7 @@ SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the p
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -78,7 +79,7 @@ def run_sampler(joining: Joining) -> int:
     building a sampler raises.
     """
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
-    rejoins = False
+    instance = secrets.token_hex(8)
     with Stop() as stop:
         stop.answer = "handing back what is running, and leaving"
         if joining.processes > 1:
@@ -87,7 +88,7 @@ def run_sampler(joining: Joining) -> int:
             follow_sampler(joining.remote, secret=shown.secret, stop=stop, wait_s=joining.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
-            outcome = _join_once(joining, shown, stop, rejoins=rejoins)
+            outcome = _join_once(joining, shown, stop, instance)
             if outcome is Outcome.STOPPED:
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
@@ -96,11 +97,10 @@ def run_sampler(joining: Joining) -> int:
                 why = "--once" if joining.once else "all its processes must start again"
                 log.error("the trainer is gone: this sampler ends, too (%s)", why)
                 return 1
-            rejoins = True
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
 
 
-def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: bool) -> Outcome:
+def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) -> Outcome:
     """Join, serve until the session ends, and tell how that was."""
     with ExitStack() as closing:
         hello = Hello(
@@ -109,7 +109,7 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
             host=boot_id(),
             process=os.getpid(),
             mesh=joining.axes,
-            rejoins=rejoins,
+            instance=instance,
         )
         with ExitStack() as without_trainer:
             if joining.processes > 1:

@@ -80,6 +80,7 @@ class ReplicaServer:
 
     def start(self) -> None:
         """Take the session's requests from now on."""
+        self._sampler.start()  # it takes new weights before its first request, too
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
