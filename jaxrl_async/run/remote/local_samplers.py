@@ -111,7 +111,13 @@ class LocalSamplers:
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
-        command += ["--wait", f"{JOIN_S:g}", "--name", child.name, *(["--cores", cores] if cores else [])]
+        command += [
+            "--wait",
+            f"{JOIN_S:g}",
+            "--name",
+            child.name,
+            *(["--cores", cores] if cores else []),
+        ]
         environment = {**os.environ, **self.environment, **child.place.environment}
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:
             if self._closed.is_set():
