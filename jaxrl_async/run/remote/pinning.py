@@ -84,8 +84,8 @@ def _chips(numbers: Sequence[str], setting: str, process: int) -> dict[str, str]
     """Return libtpu's environment for some chips of a host."""
     if len(numbers) not in CHIP_BOUNDS:
         raise MeshError(
-            f"{setting} has {len(numbers)} devices, and a process takes 1, 2, 4 or 8 chips of a TPU "
-            "host. Change its axes, or set mesh.samplers_in=threads."
+            f"{setting} has {len(numbers)} devices, and a process takes 1, 2, 4 or 8 chips of a "
+            "TPU host. Change its axes, or set mesh.samplers_in=threads."
         )
     chips, port = ",".join(numbers), str(CONTROLLER_PORT + process)
     return {
