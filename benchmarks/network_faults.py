@@ -36,7 +36,7 @@ from jaxrl_async.train import RESUME
 
 TRAINER, SAMPLERS = HOSTS
 PORT = 7077
-SILENCE_S, WAIT_S = 3.0, 20.0
+SILENCE_S, WAIT_S = 3.0, 45.0
 """remote.silence_s, and the samplers' --wait, seconds."""
 HANG_S = 90.0
 """Time without a step after which a run is called hung, seconds."""
@@ -249,6 +249,9 @@ def measure(name: str, there: Field) -> Row:
     """Measure one fault's row."""
     try:
         there.train()
+        while not (there.folder / "run" / "join.json").exists():
+            assert there.running["trainer"].poll() is None, f"{name}: the trainer did not start"
+            time.sleep(0.1)
         there.sample("near", TRAINER)
         there.sample("far", SAMPLERS)
         assert there.wait_for_step(there.steps // 5), f"{name}: the run ended before it"
