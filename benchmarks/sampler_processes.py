@@ -7,6 +7,10 @@
 fall             of decode tokens/s beside that without transfers in the same turns (medians)
 fall_per_second  the same with one version a second
 lost_ms          decode time that one transfer to all samplers costs: fall / versions per second
+fall_in_cpu      of tokens per CPU second of the samplers' processes, versions back to back: what
+                 transfers and swaps take from a sampler's own core, whatever else runs
+sampler_ms       CPU time of one sampler for one version: fetching, comparing, the swap
+trainer_ms       CPU time of the trainer's process for one version, whatever the number of samplers
 live_ms          from publish until every sampler draws from the version, median
 gbytes_per_s     what all samplers have received, per second of the window, versions back to back
 transfer_gbytes_per_s  of one transfer to one sampler, from offer to complete and checked
@@ -97,6 +101,11 @@ class Window:
     versions_per_s: float = 0.0
     gbytes_per_s: float = 0.0
     transfer_gbytes_per_s: float = 0.0
+    tokens: float = 0.0
+    versions: int = 0
+    sampler_cpu_s: float = 0.0  # of all samplers' processes; in a thread: of this one
+    trainer_cpu_s: float = 0.0  # of this process
+    seconds: float = 0.0
     live_s: list[float] = field(default_factory=list)
 
 
@@ -131,7 +140,7 @@ def started_sampling(
         make_params(spec), shardings(table, inputs.slices.trainer, TRAINER_RULES)
     )
     gate = ReplayBuffer(BufferSettings(groups_per_step=1, max_staleness=1))
-    with tempfile.TemporaryDirectory() as name, Stop() as stop:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if where == "threads":
             schedule = Recording(folder / "schedule.jsonl", {"schedule": 1})
@@ -140,7 +149,7 @@ def started_sampling(
             sampling = make_remote_sampling(config, inputs, params, 0, gate, Lockstep(), folder)
         sampling.router.start()
         try:
-            sampling.wait_for_samplers(stop)
+            sampling.wait_for_samplers(Stop())
             yield sampling, params
         finally:
             sampling.dismiss()
@@ -251,6 +260,13 @@ def decode_row(spec: ModelSpec, sampling: Sampling, params: Any, args: argparse.
         1 - rate[p.name].median / rate["never"].median for p in PUBLISHING[:0:-1]
     )
     versions_per_s = statistics.median(w.versions_per_s for w in always)
+    per_cpu_s = {n: total(w, "tokens") / total(w, "sampler_cpu_s") for n, w in windows.items()}
+    num_versions = total(always, "versions")
+    more_s = total(always, "sampler_cpu_s") - total(always, "tokens") / per_cpu_s["never"]
+    idle = windows["never"]
+    idle_cpu = total(idle, "trainer_cpu_s") / total(idle, "seconds")
+    trainer_s = total(always, "trainer_cpu_s") - idle_cpu * total(always, "seconds")
+    in_thread = sampling.members is None
     return {
         **columns(rate["never"], "tokens_per_s"),
         "with_weights": rate["back to back"].median,
@@ -258,11 +274,31 @@ def decode_row(spec: ModelSpec, sampling: Sampling, params: Any, args: argparse.
         "fall_per_second": fall_per_second,
         "versions_per_s": versions_per_s,
         "lost_ms": fall / versions_per_s * 1e3,
+        "fall_in_cpu": 1 - per_cpu_s["back to back"] / per_cpu_s["never"],
+        "sampler_ms": more_s / num_versions / samplers * 1e3,
+        "trainer_ms": 0.0 if in_thread else trainer_s / num_versions * 1e3,
         "live_ms": statistics.median([s for w in always for s in w.live_s]) * 1e3,
         "gbytes_per_s": statistics.median(w.gbytes_per_s for w in always),
         "transfer_gbytes_per_s": statistics.median(w.transfer_gbytes_per_s for w in each),
         "load": os.getloadavg()[0],
     }
+
+
+def total(windows: list[Window], name: str) -> float:
+    """Return the sum of a field."""
+    return float(sum(getattr(window, name) for window in windows))
+
+
+def cpu_of_samplers(sampling: Sampling) -> float:
+    """Return the CPU seconds of the samplers' processes so far; of this one if they are threads."""
+    if sampling.processes is None:
+        return time.process_time()
+    ticks = 0
+    for child in sampling.processes.children:
+        assert child.process is not None, "started"
+        stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="utf-8")
+        ticks += sum(int(n) for n in stat.rpartition(")")[2].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def one_window(
@@ -274,6 +310,7 @@ def one_window(
 ) -> Window:
     """Publish for some seconds, and count what was drawn and what has come meanwhile."""
     meter = Meter(sampling.router)
+    sampler_cpu_s, trainer_cpu_s = cpu_of_samplers(sampling), time.process_time()
     before, began = sampling.channel.stats(), time.perf_counter()
     with meter:
         live_s = publish_for(sampling, params, versions, publishing, seconds)
@@ -289,6 +326,11 @@ def one_window(
         versions_per_s=len(live_s) / taken_s,
         gbytes_per_s=fetched / taken_s / 1e9,
         transfer_gbytes_per_s=fetched / transfer_s / 1e9 if transfer_s else 0.0,
+        tokens=meter.tokens_per_s * taken_s,
+        versions=len(live_s),
+        sampler_cpu_s=cpu_of_samplers(sampling) - sampler_cpu_s,
+        trainer_cpu_s=time.process_time() - trainer_cpu_s,
+        seconds=taken_s,
         live_s=live_s,
     )
 
