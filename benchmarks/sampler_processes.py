@@ -118,11 +118,17 @@ def main() -> None:
     force_cpu_devices(2)
     rows = []
     for model in args.models:
-        for where, samplers in [("threads", 1), *(("processes", n) for n in args.samplers)]:
+        for where, samplers in places(args, threads=[1]):
             rows.append({"model": model, "samplers_in": where, "samplers": samplers})
             with started_sampling(MODELS[model], where, samplers, args) as (sampling, params):
                 rows[-1] |= decode_row(MODELS[model], sampling, params, args)
     report("sampler_processes", rows, args)
+
+
+def places(args: argparse.Namespace, *, threads: list[int]) -> list[tuple[str, int]]:
+    """Return where samplers run and how many; threads: how many in threads."""
+    counts = {"threads": threads, "processes": args.samplers}
+    return [(where, count) for where in args.samplers_in for count in counts[where]]
 
 
 # ---- decode alone
@@ -396,10 +402,8 @@ class Meter:
 
 def update_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Run configs/addition.yaml without its warm start, with samplers here and there."""
-    for staleness, (where, samplers) in itertools.product(
-        args.max_staleness,
-        [(where, n) for n in args.samplers for where in ("threads", "processes")],
-    ):
+    kinds = itertools.product(args.max_staleness, places(args, threads=args.samplers))
+    for staleness, (where, samplers) in kinds:
         metrics = run_updates(where, samplers, staleness, args)
         yield {
             "model": "1M",
@@ -415,10 +419,10 @@ def run_updates(
     """Run a run in a process of its own; return its metrics, one mapping for each update."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [
-            f"run.output={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
+            f"run.dir={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
             "warm_start.steps=0", "eval.every=0", "data.addition.eval_size=8",
             "checkpoint.every=0", f"mesh.samplers_in={where}", f"mesh.samplers={samplers}",
-            f"remote.least={samplers if where == 'processes' else 1}",
+            *([f"remote.least={samplers}"] if where == "processes" else []),
             f"staleness.max_staleness={staleness}", *args.set,
         ]  # fmt: skip
         command = [sys.executable, "-m", "jaxrl_async.train", "configs/addition.yaml", *settings]
@@ -467,12 +471,13 @@ def _options() -> argparse.Namespace:
     words.add_argument("--updates", action="store_true", help="whole updates instead")
     words.add_argument("--steps", type=int, default=10, help="measured updates of each run")
     words.add_argument("--max-staleness", nargs="+", type=int, default=[1, 2])
+    words.add_argument("--samplers-in", nargs="+", default=["threads", "processes"])
     words.add_argument("--set", nargs="*", default=[], help="more settings of these runs")
     args = options(words)
     if args.quick:
         args.samplers, args.slots, args.window_s = [1], 8, 2.0
-        args.steps, args.max_staleness = 2, [1]
-        args.set = [*args.set, "sampler.slots=8", "algorithm.groups_per_step=2"]
+        args.steps, args.max_staleness, args.samplers_in = 1, [1], ["processes"]
+        args.set = ["sampler.slots=8", "algorithm.groups_per_step=2", "model.architecture.layers=1"]
     return args
 
 
