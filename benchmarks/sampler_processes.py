@@ -7,6 +7,10 @@
 fall             of decode tokens/s beside that without transfers in the same turns (medians)
 fall_per_second  the same with one version a second
 lost_ms          decode time that one transfer to all samplers costs: fall / versions per second
+fall_in_cpu      of tokens per CPU second of the samplers' processes, versions back to back: what
+                 transfers and swaps take from a sampler's own core, whatever else runs
+sampler_ms       CPU time of one sampler for one version: fetching, comparing, the swap
+trainer_ms       CPU time of the trainer's process for one version, whatever the number of samplers
 live_ms          from publish until every sampler draws from the version, median
 gbytes_per_s     what all samplers have received, per second of the window, versions back to back
 transfer_gbytes_per_s  of one transfer to one sampler, from offer to complete and checked
@@ -97,6 +101,11 @@ class Window:
     versions_per_s: float = 0.0
     gbytes_per_s: float = 0.0
     transfer_gbytes_per_s: float = 0.0
+    tokens: float = 0.0
+    versions: int = 0
+    sampler_cpu_s: float = 0.0  # of all samplers' processes; in a thread: of this one
+    trainer_cpu_s: float = 0.0  # of this process
+    seconds: float = 0.0
     live_s: list[float] = field(default_factory=list)
 
 
@@ -109,11 +118,17 @@ def main() -> None:
     force_cpu_devices(2)
     rows = []
     for model in args.models:
-        for where, samplers in [("threads", 1), *(("processes", n) for n in args.samplers)]:
+        for where, samplers in places(args, threads=[1]):
             rows.append({"model": model, "samplers_in": where, "samplers": samplers})
             with started_sampling(MODELS[model], where, samplers, args) as (sampling, params):
                 rows[-1] |= decode_row(MODELS[model], sampling, params, args)
     report("sampler_processes", rows, args)
+
+
+def places(args: argparse.Namespace, *, threads: list[int]) -> list[tuple[str, int]]:
+    """Return where samplers run and how many; threads: how many in threads."""
+    counts = {"threads": threads, "processes": args.samplers}
+    return [(where, count) for where in args.samplers_in for count in counts[where]]
 
 
 # ---- decode alone
@@ -131,7 +146,7 @@ def started_sampling(
         make_params(spec), shardings(table, inputs.slices.trainer, TRAINER_RULES)
     )
     gate = ReplayBuffer(BufferSettings(groups_per_step=1, max_staleness=1))
-    with tempfile.TemporaryDirectory() as name, Stop() as stop:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if where == "threads":
             schedule = Recording(folder / "schedule.jsonl", {"schedule": 1})
@@ -140,7 +155,7 @@ def started_sampling(
             sampling = make_remote_sampling(config, inputs, params, 0, gate, Lockstep(), folder)
         sampling.router.start()
         try:
-            sampling.wait_for_samplers(stop)
+            sampling.wait_for_samplers(Stop())
             yield sampling, params
         finally:
             sampling.dismiss()
@@ -251,6 +266,13 @@ def decode_row(spec: ModelSpec, sampling: Sampling, params: Any, args: argparse.
         1 - rate[p.name].median / rate["never"].median for p in PUBLISHING[:0:-1]
     )
     versions_per_s = statistics.median(w.versions_per_s for w in always)
+    per_cpu_s = {n: total(w, "tokens") / total(w, "sampler_cpu_s") for n, w in windows.items()}
+    num_versions = total(always, "versions")
+    more_s = total(always, "sampler_cpu_s") - total(always, "tokens") / per_cpu_s["never"]
+    idle = windows["never"]
+    idle_cpu = total(idle, "trainer_cpu_s") / total(idle, "seconds")
+    trainer_s = total(always, "trainer_cpu_s") - idle_cpu * total(always, "seconds")
+    in_thread = sampling.members is None
     return {
         **columns(rate["never"], "tokens_per_s"),
         "with_weights": rate["back to back"].median,
@@ -258,11 +280,31 @@ def decode_row(spec: ModelSpec, sampling: Sampling, params: Any, args: argparse.
         "fall_per_second": fall_per_second,
         "versions_per_s": versions_per_s,
         "lost_ms": fall / versions_per_s * 1e3,
+        "fall_in_cpu": 1 - per_cpu_s["back to back"] / per_cpu_s["never"],
+        "sampler_ms": more_s / num_versions / samplers * 1e3,
+        "trainer_ms": 0.0 if in_thread else trainer_s / num_versions * 1e3,
         "live_ms": statistics.median([s for w in always for s in w.live_s]) * 1e3,
         "gbytes_per_s": statistics.median(w.gbytes_per_s for w in always),
         "transfer_gbytes_per_s": statistics.median(w.transfer_gbytes_per_s for w in each),
         "load": os.getloadavg()[0],
     }
+
+
+def total(windows: list[Window], name: str) -> float:
+    """Return the sum of a field."""
+    return float(sum(getattr(window, name) for window in windows))
+
+
+def cpu_of_samplers(sampling: Sampling) -> float:
+    """Return the CPU seconds of the samplers' processes so far; of this one if they are threads."""
+    if sampling.processes is None:
+        return time.process_time()
+    ticks = 0
+    for child in sampling.processes.children:
+        assert child.process is not None, "started"
+        stat = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="utf-8")
+        ticks += sum(int(n) for n in stat.rpartition(")")[2].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def one_window(
@@ -274,6 +316,7 @@ def one_window(
 ) -> Window:
     """Publish for some seconds, and count what was drawn and what has come meanwhile."""
     meter = Meter(sampling.router)
+    sampler_cpu_s, trainer_cpu_s = cpu_of_samplers(sampling), time.process_time()
     before, began = sampling.channel.stats(), time.perf_counter()
     with meter:
         live_s = publish_for(sampling, params, versions, publishing, seconds)
@@ -289,6 +332,11 @@ def one_window(
         versions_per_s=len(live_s) / taken_s,
         gbytes_per_s=fetched / taken_s / 1e9,
         transfer_gbytes_per_s=fetched / transfer_s / 1e9 if transfer_s else 0.0,
+        tokens=meter.tokens_per_s * taken_s,
+        versions=len(live_s),
+        sampler_cpu_s=cpu_of_samplers(sampling) - sampler_cpu_s,
+        trainer_cpu_s=time.process_time() - trainer_cpu_s,
+        seconds=taken_s,
         live_s=live_s,
     )
 
@@ -354,10 +402,8 @@ class Meter:
 
 def update_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Run configs/addition.yaml without its warm start, with samplers here and there."""
-    for staleness, (where, samplers) in itertools.product(
-        args.max_staleness,
-        [(where, n) for n in args.samplers for where in ("threads", "processes")],
-    ):
+    kinds = itertools.product(args.max_staleness, places(args, threads=args.samplers))
+    for staleness, (where, samplers) in kinds:
         metrics = run_updates(where, samplers, staleness, args)
         yield {
             "model": "1M",
@@ -373,10 +419,10 @@ def run_updates(
     """Run a run in a process of its own; return its metrics, one mapping for each update."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [
-            f"run.output={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
+            f"run.dir={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
             "warm_start.steps=0", "eval.every=0", "data.addition.eval_size=8",
             "checkpoint.every=0", f"mesh.samplers_in={where}", f"mesh.samplers={samplers}",
-            f"remote.least={samplers if where == 'processes' else 1}",
+            *([f"remote.least={samplers}"] if where == "processes" else []),
             f"staleness.max_staleness={staleness}", *args.set,
         ]  # fmt: skip
         command = [sys.executable, "-m", "jaxrl_async.train", "configs/addition.yaml", *settings]
@@ -425,12 +471,13 @@ def _options() -> argparse.Namespace:
     words.add_argument("--updates", action="store_true", help="whole updates instead")
     words.add_argument("--steps", type=int, default=10, help="measured updates of each run")
     words.add_argument("--max-staleness", nargs="+", type=int, default=[1, 2])
+    words.add_argument("--samplers-in", nargs="+", default=["threads", "processes"])
     words.add_argument("--set", nargs="*", default=[], help="more settings of these runs")
     args = options(words)
     if args.quick:
         args.samplers, args.slots, args.window_s = [1], 8, 2.0
-        args.steps, args.max_staleness = 2, [1]
-        args.set = [*args.set, "sampler.slots=8", "algorithm.groups_per_step=2"]
+        args.steps, args.max_staleness, args.samplers_in = 1, [1], ["processes"]
+        args.set = ["sampler.slots=8", "algorithm.groups_per_step=2", "model.architecture.layers=1"]
     return args
 
 
