@@ -55,7 +55,8 @@ class Sampling:
     def wait_for_samplers(self, stop: Stop) -> None:
         """Wait until as many draw as the run begins with. Raises RolloutError."""
         if self.members is not None:
-            self.members.wait_for_least(stop)
+            look_after = self.processes.look_after if self.processes is not None else None
+            self.members.wait_for_least(stop, look_after)
 
     def begin_to_dismiss(self) -> None:
         """Let no sampler join any more. Idempotent."""

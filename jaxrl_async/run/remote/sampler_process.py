@@ -10,8 +10,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -89,7 +90,7 @@ def run_sampler(joining: Joining) -> int:
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
             outcome = _join_once(joining, shown, stop, instance)
-            if outcome is Outcome.STOPPED:
+            if outcome is Outcome.STOPPED or (outcome is Outcome.LOST and stop.is_set()):
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
                 return 0
@@ -157,18 +158,19 @@ def _serve(
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
     remote, host = config_of(welcome).remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
-    if joining.processes > 1:
-        sampler = lead_sampler(
-            session,
-            welcome,
-            joining.remote,
-            host=host,
-            secret=shown.secret,
-            stop=stop,
-            closing=closing,
-        )
-    else:
-        sampler = _own_sampler(joining, shown, session, welcome, host, closing)
+    with _ended_by(stop, session):
+        if joining.processes > 1:
+            sampler = lead_sampler(
+                session,
+                welcome,
+                joining.remote,
+                host=host,
+                secret=shown.secret,
+                stop=stop,
+                closing=closing,
+            )
+        else:
+            sampler = _own_sampler(joining, shown, session, welcome, host, closing)
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
@@ -178,6 +180,25 @@ def _serve(
             return Outcome.STOPPED
     log.info("the session has ended: %s", server.reason)
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
+
+
+@contextmanager
+def _ended_by(stop: Stop, session: WireSession) -> Iterator[None]:
+    """End the session if a stop is asked for inside the `with`: whoever waits for weights there
+    ends, and there is nothing to hand back yet."""
+    built = threading.Event()
+
+    def watch() -> None:
+        while not built.wait(LOOK_S):
+            if stop.is_set():
+                session.end(f"{stop.reason}, before it drew anything")
+                return
+
+    threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        built.set()
 
 
 def _own_sampler(

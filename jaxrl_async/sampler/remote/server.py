@@ -141,6 +141,8 @@ class ReplicaServer:
             try:
                 futures = self._sampler.start_many(good)
             except Exception as error:
+                if self._sampler.error is None:
+                    raise  # ends the session, so that others get the requests
                 log.error("the sampler takes no requests: %s", error)
                 futures = []
             self._held |= zip(ids, futures, strict=False)
