@@ -10,6 +10,7 @@ line or configuration; 75 ended by SIGTERM, with what was running handed back to
 import argparse
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -111,6 +112,17 @@ def cores_of(text: str) -> set[int]:
     return {int(part) for part in parts}
 
 
+def seconds_of(text: str) -> float:
+    """Return a time in seconds, finite and not negative. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds, such as 600")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_async.sample",
@@ -128,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", default="", help="for logs (default: the machine's name and the process id)")
     add("--process", metavar="I/N", help="its number on a slice of N hosts (default: found)")
     add("--coordinator", metavar="HOST:PORT", help="of the first of those, with --process")
-    add("--wait", type=float, default=600.0, metavar="S", help="longest time without a trainer")
+    add("--wait", type=seconds_of, default=600.0, metavar="S", help="longest time without a trainer")
     add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
     add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")
     for name, what in (

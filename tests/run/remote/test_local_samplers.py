@@ -1,51 +1,124 @@
-"""Sampler processes that a run starts itself; these end at once, by a wrong command line."""
+"""The processes that a run starts itself: started again with a pause, given up, ended."""
 
+import os
+import signal
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.run.remote import local_samplers
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.pinning import Place
 
-NO_SUCH_CORE = Place(environment={}, cores=(99999,))
+PLACES = (Place(environment={"CHIP": "0"}, cores=(0,)), Place(environment={"CHIP": "1"}))
 
 
-def test_processes_that_end_are_started_again_and_then_given_up_with_their_last_words(tmp_path):
-    counted = []
-    processes = LocalSamplers(
-        address="127.0.0.1:1",
-        places=[NO_SUCH_CORE],
-        faults=FaultsSection(sampler_restarts=1, backoff_s=0.01),
-        secret="a secret",
-        logs=tmp_path,
-        environment={},
-        count=counted.append,
-    )
-    processes.start()
-    until = time.monotonic() + 30
-    try:
-        with pytest.raises(RolloutError, match="--cores 99999: give numbers of cores"):
-            while time.monotonic() < until:
-                processes.look_after()
-                time.sleep(0.02)
-    finally:
-        processes.close()
-    assert counted == ["sampler_process_ends", "sampler_process_ends", "samplers_lost"]
-    assert "a secret" not in (tmp_path / "sampler-0.log").read_text()
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30.0
+    while not holds():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
 
 
-def test_what_was_closed_before_it_began_starts_nothing(tmp_path):
-    processes = LocalSamplers(
-        address="127.0.0.1:1",
-        places=[NO_SUCH_CORE],
-        faults=FaultsSection(),
-        secret="",
-        logs=tmp_path,
-        environment={},
-        count=lambda name: None,
-    )
-    processes.close()
-    processes.start()
-    assert [child.process for child in processes.children] == [None]
+class Made:
+    """Processes of a shell script in place of the sampler."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, script: str, restarts: int) -> None:
+        program = folder / "program"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        patch.setattr(local_samplers.sys, "executable", str(program))
+        patch.setattr(local_samplers, "LOOK_S", 0.01)
+        self.counted: Counter[str] = Counter()
+        self.samplers = LocalSamplers(
+            address="127.0.0.1:7",
+            places=PLACES,
+            faults=FaultsSection(sampler_restarts=restarts, backoff_s=0.01),
+            secret="word",
+            logs=folder / "samplers",
+            environment={"CACHE": "here"},
+            count=lambda name: self.counted.update([name]),
+        )
+        self.error: RolloutError | None = None
+        self.samplers.start()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        try:
+            self.samplers.run()
+        except RolloutError as error:
+            self.error = error
+
+    def output(self, number: int) -> str:
+        return (self.samplers.logs / f"sampler-{number}.log").read_text()
+
+
+Make = Callable[..., Made]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Made] = []
+
+    def one(script: str, restarts: int = 2) -> Made:
+        made.append(Made(tmp_path, monkeypatch, script, restarts))
+        return made[-1]
+
+    monkeypatch.setattr(local_samplers, "CLOSE_S", 1.0)
+    yield one
+    for each in made:
+        each.samplers.close()
+        each.thread.join()
+
+
+def test_each_gets_its_place_its_name_and_the_secret_not_on_the_command_line(make: Make) -> None:
+    made = make('echo "$@"; echo "$CHIP $CACHE $JAXRL_ASYNC_SECRET"; exec sleep 60')
+    until(lambda: all(made.output(i).count("\n") == 2 for i in range(2)))
+    first, second = made.output(0).splitlines(), made.output(1).splitlines()
+    assert first[1] == "0 here word" and second[1] == "1 here word"
+    assert "--join 127.0.0.1:7 --once" in first[0] and "word" not in first[0]
+    assert "--name sampler-0 --cores 0" in first[0]
+    assert "--name sampler-1" in second[0] and "--cores" not in second[0]
+
+
+def test_what_is_killed_is_started_again_and_close_ends_all(make: Make) -> None:
+    made = make("exec sleep 60")
+    first, second = made.samplers.children
+    assert first.process is not None and second.process is not None
+    old = first.process.pid
+    os.kill(old, signal.SIGKILL)
+    until(lambda: first.restarts == 1 and first.process.pid != old)
+    assert made.counted == {"sampler_process_ends": 1} and second.restarts == 0
+    made.samplers.close()
+    made.thread.join(10)
+    assert not made.thread.is_alive() and made.error is None
+    assert first.process.returncode == second.process.returncode == -signal.SIGKILL
+    until(lambda: made.counted["sampler_process_ends"] == 1)
+
+
+def test_those_that_always_fail_are_given_up_with_their_last_words(make: Make) -> None:
+    made = make("echo no such model >&2; exit 3", restarts=2)
+    made.thread.join(30)
+    assert made.error is not None
+    assert "ended 3 times in a row" in str(made.error) and "no such model" in str(made.error)
+    assert "sampler-1.log" in str(made.error) and "faults.sampler_restarts" in str(made.error)
+    assert made.counted == {"sampler_process_ends": 6, "samplers_lost": 2}
+    assert made.output(0).count("no such model") == 3
+
+
+def test_one_that_ends_while_the_run_closes_is_not_started_again(make: Make) -> None:
+    made = make("exec sleep 60")
+    made.samplers.stop()
+    made.thread.join(10)
+    first = made.samplers.children[0]
+    assert first.process is not None
+    first.process.terminate()
+    made.samplers.close()
+    assert first.process.returncode == -signal.SIGTERM and not made.counted

@@ -1,0 +1,79 @@
+"""The command line of a sampler: what it takes, and how it says no."""
+
+import os
+from argparse import Namespace
+
+import pytest
+
+from jaxrl_async import sample
+from jaxrl_async.config.schema import DistributedSection
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.launch import distributed
+
+
+@pytest.fixture(autouse=True)
+def neither_ends_nor_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "leave", lambda code: code)
+    monkeypatch.setattr(distributed, "join_sampler_processes", lambda section: None)
+    monkeypatch.setattr(sample, "end_on_ctrl_c", lambda: None)
+    monkeypatch.delenv("JAXRL_ASYNC_SECRET", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [("", {}), ("tensor=4", {"tensor": 4}), ("tensor=2,expert=8", {"tensor": 2, "expert": 8})],
+)
+def test_axes(text: str, axes: dict[str, int]) -> None:
+    assert sample.axes_of(text) == axes
+
+
+@pytest.mark.parametrize("text", ["tensor", "tensor=0", "tensor=x", "tensor=-1", "width=2", "=2"])
+def test_what_is_no_axis_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no axis. Give AXIS=SIZE.*--mesh tensor=4"):
+        sample.axes_of(text)
+
+
+def test_cores() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    assert sample.cores_of("") == set()
+    assert sample.cores_of(",".join(map(str, mine))) == set(mine)
+    for text in ("x", "-1", f"{mine[-1] + 4096}", "0,,0"):
+        with pytest.raises(ConfigError, match="give numbers of cores that this process may use"):
+            sample.cores_of(text)
+
+
+def test_processes() -> None:
+    def given(process: str | None, coordinator: str | None = "h:1") -> DistributedSection:
+        return sample.section_of(Namespace(process=process, coordinator=coordinator))
+
+    assert given(None) == DistributedSection()
+    assert (given("1/4").process_id, given("1/4").num_processes) == (1, 4)
+    for process, coordinator in (("1", "h:1"), ("a/2", "h:1"), ("1/2", None)):
+        with pytest.raises(ConfigError, match="INDEX/COUNT"):
+            given(process, coordinator)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("127.0.0.1",), 2, "is not HOST:PORT"),
+        (("::1:7077",), 2, "write an IPv6 address in brackets"),
+        (("127.0.0.1:9", "--mesh", "tensor"), 2, "is no axis"),
+        (("127.0.0.1:9", "--tls-key", "/none"), 2, "tls"),
+        (("127.0.0.1:9", "--wait", "0.1"), 1, "no trainer let this sampler join within 0.1 s"),
+        (("/no/such/run", "--wait", "0.1"), 1, "join.json, which a trainer writes"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(
+    words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main(["--join", *words]) == code
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("wait", ["-1", "nan", "soon"])
+def test_a_wait_must_be_a_time(wait: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sample.main(["--join", "127.0.0.1:9", f"--wait={wait}"])
+    assert ended.value.code == 2
