@@ -113,7 +113,11 @@ def main() -> None:
     """Measure every row and print them."""
     args = _options()
     if args.updates:
-        report("sampler_processes", [*update_rows(args)], args)
+        rows = []
+        for row in update_rows(args):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+        report("sampler_processes", rows, args)
         return
     force_cpu_devices(2)
     rows = []
@@ -122,6 +126,7 @@ def main() -> None:
             rows.append({"model": model, "samplers_in": where, "samplers": samplers})
             with started_sampling(MODELS[model], where, samplers, args) as (sampling, params):
                 rows[-1] |= decode_row(MODELS[model], sampling, params, args)
+            print(rows[-1], file=sys.stderr, flush=True)
     report("sampler_processes", rows, args)
 
 

@@ -21,6 +21,9 @@ from jaxrl_async.weights.remote.pieces import Piece
 POLL_S = 0.1
 """Longest single wait for a piece; conditions are looked at again after it, seconds."""
 
+MOST_SUMS = 1 << 16
+"""Most checksums of pieces that are kept: nobody can fill the memory with boxes of his own."""
+
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
     """Return the unsigned integer of a dtype's size: NumPy copies its own types many times as fast
@@ -47,6 +50,8 @@ class Assembly:
         for part in parts:
             self._parts[part.array].append(part)
         self._arrived: list[dict[Box, int]] = [{} for _ in manifest.entries]  # box -> checksum
+        self._sums: dict[tuple[int, Box], int] = {}  # of pieces of a complete one
+        self._complete = False
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
         self._given_up = False
@@ -57,6 +62,7 @@ class Assembly:
         made = cls(manifest, parts)
         for part in parts:
             made._arrived[part.array][part.box] = 0
+        made._complete = True
         return made
 
     @property
@@ -84,6 +90,17 @@ class Assembly:
     def checksum(self, piece: Piece, data: NDArray[Any]) -> int:
         """Return the checksum of a piece's contents."""
         return host_sum(data, piece.box, self._manifest.entries[piece.array][1])
+
+    def sum_of(self, array: int, box: Box, data: NDArray[Any]) -> int:
+        """Return the checksum of a piece that was read: as it arrived, or, where everything was
+        there from the start, computed for the first who asks for this box."""
+        known = self._sums.get((array, box)) if self._complete else self._arrived[array].get(box)
+        if known is not None:
+            return known
+        checksum = host_sum(data, box, self.shape_of(array))
+        if self._complete and len(self._sums) < MOST_SUMS:
+            self._sums[array, box] = checksum
+        return checksum
 
     def arrived(self, piece: Piece, checksum: int) -> None:
         """Report a piece whose contents, with this checksum, are in place."""

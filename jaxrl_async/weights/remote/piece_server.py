@@ -14,7 +14,6 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.remote.assembly import Holdings
 from jaxrl_async.weights.remote.boxes import Box, volume
 from jaxrl_async.weights.remote.guard import GREETING_S, Guard
-from jaxrl_async.weights.remote.host_sums import host_sum
 from jaxrl_async.weights.remote.piece_protocol import (
     ANSWER,
     GREETING,
@@ -200,7 +199,7 @@ class PieceServer:
             self._count("not_here")
             line.send(ANSWER.pack(NOT_HERE, 0, 0))
             return
-        checksum = host_sum(piece, request.box, assembly.shape_of(request.array))
+        checksum = assembly.sum_of(request.array, request.box, piece)
         assert piece.size == volume(request.box), "Assembly.read returned another piece"
         raw = piece.reshape(-1).view(np.uint8).data
         self._count("pieces")
