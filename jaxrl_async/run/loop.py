@@ -232,6 +232,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     with ExitStack() as stopping:  # each is done whatever the one before raises
         stopping.callback(parts.sampling.dismiss)
         stopping.callback(parts.sampler.close)
+        stopping.callback(parts.sampling.begin_to_dismiss)
         for thread in reversed(threads):
             stopping.callback(_join, thread)
         if processes is not None:

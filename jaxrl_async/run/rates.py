@@ -78,7 +78,12 @@ ADDED = (
     "buffer/active",
     "buffer/ready",
 )
-LARGEST = ("weights/transfer_s", "weights/swap_pause_s", "weights/probe_error")
+LARGEST = (
+    "weights/transfer_s",
+    "weights/live_s",
+    "weights/swap_pause_s",
+    "weights/probe_error",
+)
 """Rates that are summed over processes, and those of which the largest counts; of all others the
 mean does."""
 
@@ -136,6 +141,7 @@ def transfer(sampler: SamplerStats, channel: ChannelStats) -> dict[str, float]:
     """Return the metrics of the last transfer of weights that was completed."""
     return {
         "weights/transfer_s": channel.transfer_s,
+        "weights/live_s": channel.live_s,
         "weights/transfer_bytes": float(channel.transfer_bytes),
         "weights/swap_pause_s": sampler.swap_pause_s,
         "weights/probe_error": sampler.probe_error,

@@ -40,6 +40,10 @@ class MemoryOffering:
             self.most_offered = max(self.most_offered, len(self.offered))
         return {"version": version}
 
+    def compares(self, params: Params) -> bool:
+        """See Offering: this one compares nothing."""
+        return False
+
     def withdraw(self, version: int) -> None:
         """See Offering."""
         with self.lock:
@@ -58,6 +62,7 @@ class MemoryFetched:
     params: Params
     num_bytes: int
     source: str
+    compared: bool = False
 
 
 class MemoryFetching:

@@ -185,11 +185,13 @@ def local_samplers(
         count: called with the name of each fault.
     """
     cores = sorted(os.sched_getaffinity(0))
+    lent = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = None if lent is None else lent.split(",")
     platform = jax.default_backend()
     return LocalSamplers(
         address=str(members.here),
         places=[
-            place_of_sampler(config.mesh, platform, index, cores)
+            place_of_sampler(config.mesh, platform, index, cores=cores, gpus=gpus)
             for index in range(config.mesh.samplers)
         ],
         faults=config.faults,

@@ -58,6 +58,11 @@ class Sampling:
             look_after = self.processes.look_after if self.processes is not None else None
             self.members.wait_for_least(stop, look_after)
 
+    def begin_to_dismiss(self) -> None:
+        """Let no sampler join any more. Idempotent."""
+        if self.members is not None:
+            self.members.begin_close()
+
     def dismiss(self) -> None:
         """Tell samplers in processes of their own that the run has ended. Idempotent."""
         if self.members is not None:

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jax._src import distributed  # the store has no public name; orbax uses it from there, too
 
@@ -46,8 +46,8 @@ class KeyValueStore(Protocol):
 
 def distributed_store() -> KeyValueStore:
     """Return the store of this JAX world."""
-    store: KeyValueStore = distributed.global_state.client
-    return store
+    store: Any = distributed.global_state.client
+    return cast(KeyValueStore, store)
 
 
 class HostOffers:

@@ -31,9 +31,8 @@ joined yet, and not know that the run has ended."""
 CLOSE_S = 5.0
 """Longest wait for all processes to end, seconds; then they are killed. It must fit into
 checkpoint.grace_s, beside a save."""
-WAIT_S = 60
-"""Longest time for which a process looks for the trainer, seconds: if the trainer was killed
-meanwhile, nobody else ends the process."""
+JOIN_S = 60.0
+"""Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
 FORGIVEN_S = 3600.0
 """Life of a process after which earlier restarts no longer count, seconds."""
 LOG_TAIL = 2000
@@ -129,7 +128,7 @@ class LocalSamplers:
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
-        command += ["--wait", str(WAIT_S)]
+        command += ["--wait", f"{JOIN_S:g}"]
         command += ["--name", child.name, *(["--cores", cores] if cores else [])]
         environment = {**os.environ, **self.environment, **child.place.environment}
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:

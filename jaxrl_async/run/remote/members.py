@@ -102,7 +102,7 @@ class Members:
         self._invitation, self._channel, self._router = invitation, channel, router
         self._check, self._count = check, count
         self._changed = threading.Condition()
-        self._sessions: dict[str, WireSession] = {}  # by name
+        self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
         self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
         remote = invitation.config.remote
@@ -151,11 +151,16 @@ class Members:
                     f"jaxrl_async.sample --join {self.address}`, or look at their output."
                 )
 
+    def begin_close(self) -> None:
+        """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
+        with self._changed:
+            self._closing = True
+
     def close(self) -> None:
         """Tell all samplers that the run has ended, and listen no more. Idempotent."""
         with self._changed:
             self._closing = True
-            sessions = list(self._sessions.values())
+            sessions = [session for session, _ in self._joined.values()]
         for session in sessions:
             if session.ended is None:
                 try:
@@ -163,7 +168,7 @@ class Members:
                 except ConnectionError as error:
                     log.debug("%s: %s", session.peer, error)
         with self._changed:
-            self._changed.wait_for(lambda: not self._sessions, GOODBYE_S)
+            self._changed.wait_for(lambda: not self._joined, GOODBYE_S)
         self._hub.close("the run has ended")
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
@@ -172,12 +177,12 @@ class Members:
         with self._changed:
             if self._closing:
                 raise JoinRefused("the run is about to end")
-            earlier = self._sessions.get(hello.name)
-            if earlier is not None and not hello.rejoins:
+            earlier, other = self._joined.get(hello.name, (None, hello))
+            if earlier is not None and (not hello.instance or other.instance != hello.instance):
                 raise JoinRefused(
                     f"a sampler called {hello.name!r} is there already: give each its own --name."
                 )
-            self._sessions[hello.name] = session
+            self._joined[hello.name] = session, hello
             self._drawing.discard(hello.name)  # until it has weights again
         if earlier is not None:
             earlier.begin_end("it has joined anew over another connection")
@@ -204,14 +209,14 @@ class Members:
         seat = self._router.join(replica)
         log.info("%s draws; seat %d", hello.name, seat)
         with self._changed:
-            if self._sessions.get(hello.name) is session:  # else it is gone already
+            if hello.name in self._joined and self._joined[hello.name][0] is session:
                 self._drawing.add(hello.name)
             self._changed.notify_all()
 
     def _gone(self, name: str, session: WireSession, reason: str) -> None:
         with self._changed:
-            if self._sessions.get(name) is session:
-                del self._sessions[name]
+            if name in self._joined and self._joined[name][0] is session:
+                del self._joined[name]
                 self._drawing.discard(name)
             self._changed.notify_all()
         log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)

@@ -8,6 +8,7 @@ SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the p
 
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
-from jaxrl_async.run.remote.sampler_world import follow_sampler, lead_sampler
+from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
@@ -79,7 +80,7 @@ def run_sampler(joining: Joining) -> int:
     building a sampler raises.
     """
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
-    rejoins = False
+    instance = secrets.token_hex(8)
     with Stop() as stop:
         stop.answer = "handing back what is running, and leaving"
         if joining.processes > 1:
@@ -88,7 +89,7 @@ def run_sampler(joining: Joining) -> int:
             follow_sampler(joining.remote, secret=shown.secret, stop=stop, wait_s=joining.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
-            outcome = _join_once(joining, shown, stop, rejoins=rejoins)
+            outcome = _join_once(joining, shown, stop, instance)
             if outcome is Outcome.STOPPED or (outcome is Outcome.LOST and stop.is_set()):
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
@@ -97,11 +98,10 @@ def run_sampler(joining: Joining) -> int:
                 why = "--once" if joining.once else "all its processes must start again"
                 log.error("the trainer is gone: this sampler ends, too (%s)", why)
                 return 1
-            rejoins = True
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
 
 
-def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: bool) -> Outcome:
+def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) -> Outcome:
     """Join, serve until the session ends, and tell how that was."""
     with ExitStack() as closing:
         hello = Hello(
@@ -110,11 +110,15 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
             host=boot_id(),
             process=os.getpid(),
             mesh=joining.axes,
-            rejoins=rejoins,
+            instance=instance,
         )
-        session, welcome = _dialled(joining, hello, shown, stop)
-        if session is None or welcome is None:
-            return Outcome.STOPPED
+        with ExitStack() as without_trainer:
+            if joining.processes > 1:
+                without_trainer.callback(begin_nothing)
+            session, welcome = _dialled(joining, hello, shown, stop)
+            if session is None or welcome is None:
+                return Outcome.STOPPED
+            without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
             return _serve(joining, shown, session, welcome, stop, closing)

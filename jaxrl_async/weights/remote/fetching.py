@@ -23,7 +23,7 @@ from jaxrl_async.weights.remote.boxes import Box, boxes_here
 from jaxrl_async.weights.remote.bucket import FolderReader
 from jaxrl_async.weights.remote.buffers import BufferPool
 from jaxrl_async.weights.remote.device import DevicePuller
-from jaxrl_async.weights.remote.host_sums import host_sum
+from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.pieces import Piece, plan_pieces
 from jaxrl_async.weights.remote.shared_memory import SharedReader, machine_boot_id
@@ -43,6 +43,7 @@ class FetchedParams:
     params: Params
     num_bytes: int
     source: str
+    compared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +117,9 @@ class PieceFetching:
         self._unfinished = None
         self._holdings.keep(version)
         source = came.most_common(1)[0][0] if came else ""
+        params = self._arrays(self._on_devices(assembly))
         return FetchedParams(
-            params=self._arrays(self._on_devices(assembly)), num_bytes=came.total(), source=source
+            params=params, num_bytes=came.total(), source=source, compared=in_host_memory(params)
         )
 
     def close(self) -> None:
@@ -290,10 +292,12 @@ class PieceFetching:
         self._unfinished = None
         self._holdings.add(found.version, assembly)
         self._holdings.keep(found.version)
+        params = self._arrays(placed)
         return FetchedParams(
-            params=self._arrays(placed),
+            params=params,
             num_bytes=sum(part.data.nbytes for part in parts),
             source=found.holders[0].address,
+            compared=in_host_memory(params),
         )
 
     def _on_devices(self, assembly: Assembly) -> dict[tuple[int, Box], list[Any]]:

@@ -14,6 +14,7 @@ which is quick on an accelerator and slow on a CPU; here sums over rows and colu
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +27,13 @@ BLOCK_BYTES = 1 << 19
 """Bytes that are summed by rows and then by columns: the second time from the cache."""
 LONG_ROW = 2048
 """Words; longer rows are cut, so that few columns' sums remain."""
+
+
+def in_host_memory(params: Any) -> bool:
+    """Return whether all arrays lie in host memory, so that these sums are of the arrays
+    themselves."""
+    leaves = jax.tree.leaves(params)
+    return all(d.platform == "cpu" for leaf in leaves for d in leaf.sharding.device_set)
 
 
 def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:

@@ -17,7 +17,7 @@ from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dt
 from jaxrl_async.weights.remote.boxes import Box, box_of
 from jaxrl_async.weights.remote.bucket import FolderFiles
 from jaxrl_async.weights.remote.device import DevicePublisher
-from jaxrl_async.weights.remote.host_sums import host_sum
+from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.shared_memory import SharedFiles, machine_boot_id
 from jaxrl_async.weights.remote.whereabouts import HeldShard, Holder, offer_json
@@ -99,6 +99,10 @@ class PieceOffering:
             device=self._ways.publisher.address if self._ways.publisher else "",
         )
         return offer_json(version, manifest, [holder])
+
+    def compares(self, params: Params) -> bool:
+        """See seams.Offering."""
+        return in_host_memory(params)
 
     def withdraw(self, version: int) -> None:
         """Let go of a version. Idempotent."""

@@ -90,7 +90,7 @@ class WeightOutbox:
             section: fanout, transfer_timeout_s and wait_s.
             checksum: send the arrays' checksums, with which samplers compare what is on their
                 devices, too; every transport compares what has come to the host. Not done for
-                arrays that span several processes.
+                arrays that span several processes, nor where those are the same arrays.
             count: called with the name of each fault (metrics.fault_counts).
             clock: seconds, monotone.
         """
@@ -298,7 +298,8 @@ class WeightOutbox:
 
     def _offered(self, update: VersionedParams) -> _Kept:
         whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(update.params))
-        sums = Sums(update.params) if self._checksum and whole else None
+        needed = self._checksum and whole and not self._offering.compares(update.params)
+        sums = Sums(update.params) if needed else None
         where = dict(self._offering.offer(update.version, update.params))
         where["layout"] = self.manifest.layout_hash
         if sums is not None:

@@ -30,6 +30,11 @@ class Offering(Protocol):
         """
         ...
 
+    def compares(self, params: Params) -> bool:
+        """Return whether every sampler compares what it gets with these very arrays: they lie in
+        host memory, which is where the transport takes its checksums."""
+        ...
+
     def withdraw(self, version: int) -> None:
         """Let go of a version: nobody fetches it any more. Idempotent."""
         ...
@@ -85,4 +90,10 @@ class Fetched(Protocol):
     @property
     def source(self) -> str:
         """Where most of them came from."""
+        ...
+
+    @property
+    def compared(self) -> bool:
+        """Whether the arrays lie in the host memory whose checksums were compared: nothing was
+        copied to a device after that."""
         ...
