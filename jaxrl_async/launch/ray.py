@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.load import RESTARTED, dump, load
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
@@ -62,7 +62,7 @@ def ray_config(path: str, overrides: Sequence[str], samplers: int) -> Config:
         overrides: section.key=value each.
         samplers: Number of samplers at the beginning.
     """
-    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", "run.resume_or_start=true"]
+    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", *RESTARTED]
     return load(path, [*overrides, *fixed])
 
 
