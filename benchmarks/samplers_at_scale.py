@@ -2,8 +2,9 @@
 
     python benchmarks/samplers_at_scale.py [--quick] [--settings NAME ...] [--json [FILE]] [--write]
 
-Qwen3-8B on TPU v6e: a sampler's times are those of the plan in configs/plans/qwen3_8b_v6e_32.yaml,
-the trainer is as fast as all samplers together, a step is 131,072 answers. --write puts the table
+Qwen3-8B on TPU v6e: a sampler's times are set by hand, near the rates of the plan of
+configs/plans/qwen3_8b_v6e_32.yaml (they are no output of it), the trainer is as fast as all
+samplers together, a step is 131,072 answers. --write puts the table
 into docs/plans.md.
 
 present    samplers at work, mean

@@ -15,7 +15,7 @@ It knows no cluster either, only groups (a role's processes, one on each host) t
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -41,7 +41,7 @@ class HostTask:
     """What one host of a group runs."""
 
     words: tuple[str, ...]  # the command; "{config}" becomes the path of a file with `config`
-    env: Mapping[str, str]  # variables besides the host's own
+    env: Mapping[str, str] = field(repr=False)  # variables besides the host's own; a secret, too
     config: str = ""
 
 

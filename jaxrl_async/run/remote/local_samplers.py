@@ -25,9 +25,12 @@ from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 LOOK_S = 0.2
 """Time between two looks at the processes, seconds."""
-CLOSE_S = 10.0
-"""Longest wait for a process to end by itself, seconds; then it is killed. All of the end must fit
-into checkpoint.grace_s, beside a save."""
+BY_ITSELF_S = 2.0
+"""Longest wait for a process to end by itself, seconds; then it gets SIGTERM: it may not have
+joined yet, and not know that the run has ended."""
+CLOSE_S = 5.0
+"""Longest wait for all processes to end, seconds; then they are killed. It must fit into
+checkpoint.grace_s, beside a save."""
 JOIN_S = 60.0
 """Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
 FORGIVEN_S = 3600.0
@@ -58,7 +61,7 @@ class LocalSamplers:
     address: str  # HOST:PORT of the trainer
     places: Sequence[Place]  # of each sampler
     faults: FaultsSection
-    secret: str
+    secret: str = field(repr=False)
     logs: Path  # folder of their output
     environment: Mapping[str, str]  # beside what each one's place adds
     count: Callable[[str], None]  # faults, by name (metrics.fault_counts)
@@ -102,17 +105,25 @@ class LocalSamplers:
         """End all processes: those that the trainer has told to go do so by themselves.
         Idempotent."""
         self.stop()
-        end = time.monotonic() + CLOSE_S
+        began = time.monotonic()
+        for process in self._running(began + BY_ITSELF_S).values():
+            process.terminate()
+        for name, process in self._running(began + CLOSE_S).items():
+            log.warning("%s did not end by itself; it is killed", name)
+            process.kill()
+            process.wait()
+
+    def _running(self, until: float) -> dict[str, subprocess.Popen[bytes]]:
+        """Wait for the processes to end; return those that have not by then, by name."""
+        running = {}
         for child in self.children:
-            process = child.process
-            if process is None:
+            if child.process is None:
                 continue
             try:
-                process.wait(max(0.0, end - time.monotonic()))
+                child.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("%s did not end by itself; it is killed", child.name)
-                process.kill()
-                process.wait()
+                running[child.name] = child.process
+        return running
 
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))

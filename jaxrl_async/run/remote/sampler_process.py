@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Joining:
 class Credentials:
     """What this process shows to others, and asks of them."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     tls: TlsFiles | None
 
 

@@ -10,7 +10,7 @@ The secret is drawn afresh for each meeting: who is in the JAX world knows it, n
 
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -48,7 +48,7 @@ class LeaderPlace:
     """Where the leading process listens, and what proves that a process belongs to its sampler."""
 
     address: str  # HOST:PORT
-    secret: str
+    secret: str = field(repr=False)
 
     @classmethod
     def told(
