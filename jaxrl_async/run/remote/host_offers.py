@@ -92,6 +92,10 @@ class HostOffers:
         others = [self._of(version, index, until) for index in range(1, self._count)]
         return merged([own, *others])
 
+    def compares(self, params: Params) -> bool:
+        """See Offering."""
+        return self._own.compares(params)
+
     def withdraw(self, version: int) -> None:
         """See Offering; the other processes keep one version more."""
         if not self._index:
