@@ -56,6 +56,8 @@ PROCESSES = (
     "faults={sampler_restarts: 1000, backoff_s: 0.1}",
 )
 """Settings of a run whose samplers are processes, which are killed more often than it forgives."""
+LEFT_S = 60.0
+"""Longest time for which sampler processes may outlive their run, seconds."""
 START_SHARE = 0.15
 """Share of the kills during the start of the process."""
 
@@ -109,6 +111,7 @@ def row(folder: Path, args: argparse.Namespace, steps: int, staleness: int) -> R
         "same_weights": all(np.array_equal(weights[0][k], weights[1][k]) for k in weights[0]),
         "audit_problems": len(found.problems),
         "dropped": sum(found.dropped.values()),
+        "left_over": left_over(second),
         "undisturbed_s": whole_s,
         "killed_s": time.perf_counter() - start - whole_s,
     }
@@ -168,14 +171,37 @@ def survive(folder: Path, name: str, settings: list[str], hunt: Hunt) -> None:
 
 
 def kill_a_child(running: "subprocess.Popen[bytes]", rng: random.Random) -> bool:
-    """Kill one of the run's own processes; return whether there was one."""
-    listed = Path(f"/proc/{running.pid}/task").glob("*/children")
-    children = [int(pid) for file in listed for pid in file.read_text().split()]
+    """Kill one of the run's sampler processes; return whether there was one."""
+    children = [
+        int(pid)
+        for file in Path(f"/proc/{running.pid}/task").glob("*/children")
+        for pid in words_of(file)
+        if b"jaxrl_async.sample" in words_of(Path(f"/proc/{pid.decode()}/cmdline"), b"\0")
+    ]
     if not children:
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(children), signal.SIGKILL)
     return True
+
+
+def words_of(file: Path, between: bytes | None = None) -> list[bytes]:
+    """Return the words of a file of /proc; none if the process has ended."""
+    with contextlib.suppress(OSError):
+        return file.read_bytes().split(between)
+    return []
+
+
+def left_over(folder: Path) -> int:
+    """Return how many sampler processes outlive a run by LEFT_S: those that write into its folder
+    still."""
+    end = time.monotonic() + LEFT_S
+    while True:
+        outputs = [file.resolve() for file in Path("/proc").glob("[0-9]*/fd/1")]
+        left = sum(folder.resolve() in output.parents for output in outputs)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.5)
 
 
 def superseded(folder: Path) -> list[dict[str, float]]:

@@ -92,7 +92,7 @@ def zmq_client(address: str) -> tuple[Send, Take]:
 
 
 def _zmq_pair() -> tuple[Any, tuple[Send, Take]]:
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: Any = zmq.Context.instance().socket(zmq.PAIR)
     socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
     socket.setsockopt(zmq.LINGER, 0)
     return socket, (lambda data: socket.send(data, copy=False), lambda: socket.recv())
@@ -288,7 +288,8 @@ def main() -> None:
     made.add_argument("--answer", nargs=3, help=argparse.SUPPRESS)
     args = options(made)
     if args.answer:
-        answer(*args.answer, args.rounds)
+        carrier, content, address = args.answer
+        answer(carrier, content, address, args.rounds)
     if args.quick:
         args.rounds = 20
     report("wire", measure_all(args), args)

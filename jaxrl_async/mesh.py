@@ -233,6 +233,15 @@ def _is_box(coordinates: Sequence[tuple[int, ...]]) -> bool:
     return math.prod(sides) == len(set(coordinates))
 
 
+def local_part(mesh: Mesh) -> Mesh:
+    """Return the mesh or, if other processes own some of its devices, one of this process's along
+    fsdp: for programs that this process runs alone."""
+    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if len(local) == mesh.size:
+        return mesh
+    return make_mesh(schema.AxesSection(fsdp=len(local)), local, reorder=False)
+
+
 def num_shards(mesh: Mesh, rules: Rules, axis: str) -> int:
     """Return into how many shards the rules divide a logical axis on a mesh."""
     names = rules.get(axis) or ()

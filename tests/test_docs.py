@@ -177,7 +177,7 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 BESIDE = {
     "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
-    "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:8000]", "mesh.samplers_in=elsewhere"],
+    "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
     "remote.": ["mesh.samplers_in=elsewhere"],
     "data.jsonl.": ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",

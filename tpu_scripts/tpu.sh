@@ -173,7 +173,7 @@ start() {
         role="--trainer $PORT "
         words+="remote.advertise=${join%:*} mesh.samplers=$SAMPLERS "
     fi
-    run_unit "$role${words}run.dir=$runs run.resume_or_start=true"
+    run_unit "$role${words}run.dir=$runs run.resume_or_start=true run.overwrite=false"
 }
 
 tend_sampler() {  # bring the sampler whose slice this is one step nearer to work; $1: what it joins

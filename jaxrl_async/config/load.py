@@ -43,6 +43,11 @@ KeyPath = tuple[str, ...]
 Tree = dict[str, Any]
 
 
+RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
+"""Overrides of a run that a launcher starts again and again; an example's overwrite is for runs
+that are started by hand."""
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the configuration in a YAML file and apply overrides `section.key=value` in order.
 

@@ -11,6 +11,11 @@ def run_devices_per_process(config: Config, count: int) -> int:
     """
     if config.run.job != "rl":
         return mesh_devices_per_process(config.mesh.without_samplers, count)
+    if count > 1 and config.mesh.samplers_in == "processes":
+        raise ConfigError(
+            f"mesh.samplers_in=processes starts samplers on one machine, and this run has {count} "
+            "processes. Set mesh.samplers_in=elsewhere, and start the samplers on their own hosts."
+        )
     if count == 1 or config.mesh.remote:  # the first process alone has rollouts and scorers
         return mesh_devices_per_process(config.mesh, count)
     unsupported = {

@@ -42,6 +42,18 @@ def the_folder_transfer_has_a_folder(config: Config) -> Iterator[str]:
 
 
 @rule("remote")
+def encryption_reaches_the_weights(config: Config) -> Iterator[str]:
+    """Refuse certificates with a transfer that cannot use them."""
+    remote = config.remote
+    if remote.transfer == "device" and remote.tls_certificate is not None:
+        yield (
+            "remote.transfer=device moves the weights through JAX's own server, which does not "
+            "encrypt, and remote.tls_certificate asks for encryption. Set remote.transfer=tcp, or "
+            "remove remote.tls_certificate, tls_key and tls_authority."
+        )
+
+
+@rule("remote")
 def tls_has_all_its_files(config: Config) -> Iterator[str]:
     """Require all three files for encrypted connections, or none."""
     files = {

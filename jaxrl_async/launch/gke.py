@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import RESTARTED, load
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
@@ -40,7 +40,7 @@ def run_config(values: Values, folder: Path) -> Config:
 
     folder: the folder of the values file. Raises ConfigError.
     """
-    fixed = [f"run.name={values.name}", f"run.dir={RUNS_FOLDER}", "run.resume_or_start=true"]
+    fixed = [f"run.name={values.name}", f"run.dir={RUNS_FOLDER}", *RESTARTED]
     if values.samplers is not None:
         fixed += [
             "mesh.samplers_in=elsewhere",

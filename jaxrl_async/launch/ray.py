@@ -20,7 +20,6 @@ Exit codes are those of jaxrl_async.train.
 """
 
 import argparse
-import importlib
 import os
 import secrets
 import signal
@@ -32,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.load import RESTARTED, dump, load
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
@@ -63,7 +62,7 @@ def ray_config(path: str, overrides: Sequence[str], samplers: int) -> Config:
         overrides: section.key=value each.
         samplers: Number of samplers at the beginning.
     """
-    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", "run.resume_or_start=true"]
+    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", *RESTARTED]
     return load(path, [*overrides, *fixed])
 
 
@@ -196,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         bounds = parse_range(args.samplers)
         hardware = parse_hardware(args.trainer), parse_hardware(args.sampler)
         config = ray_config(args.config, args.overrides, bounds[0])
-        importlib.import_module("jaxrl_async.run.start").check_names(config)
         check_hardware(config, *hardware)
         secret = os.environ.get(SECRET) or secrets.token_hex(32)
         plan = fleet_plan(config, hardware, bounds, secret=secret, max_restarts=args.max_restarts)

@@ -114,8 +114,9 @@ def assemble(
     )
     if warm_metrics:
         records.recorder.log(0, warm_metrics)
-    side = make_rollout_side(config, inputs, records, learner, start, lockstep, stop, paths.root)
-    closing.callback(side.sampling.dismiss)
+    side = make_rollout_side(
+        config, inputs, records, learner, start, lockstep, stop, paths.root, closing
+    )
     observer = make_observer(config.metrics, side, lockstep)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
     trainer = make_trainer(config, learner, side, outlets)

@@ -232,6 +232,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     with ExitStack() as stopping:  # each is done whatever the one before raises
         stopping.callback(parts.sampling.dismiss)
         stopping.callback(parts.sampler.close)
+        stopping.callback(parts.sampling.begin_to_dismiss)
         for thread in reversed(threads):
             stopping.callback(_join, thread)
         if processes is not None:
@@ -240,7 +241,8 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         stopping.callback(parts.buffer.close)
         stopping.callback(parts.watchdog.stop)
         stopping.callback(parts.schedule.close)
-        parts.sampler.start()
+        if parts.plays:
+            parts.sampler.start()
         for thread in threads:
             thread.start()
         while not failure.done.wait(0.2):

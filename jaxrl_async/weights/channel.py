@@ -261,12 +261,12 @@ class WeightChannel:
         with exchange.changed:
             exchange.raise_if_closed()
             exchange.published_at[version] = start
+            self._published = version  # before any remote sampler can draw from it
         if self._outbox is not None:
             self._outbox.publish(update)
         with exchange.changed:
             for end, delivery in zip(self._ends, deliveries, strict=True):
                 end.staged = delivery
-            self._published = version
             exchange.stats = replace(
                 exchange.stats,
                 published=exchange.stats.published + 1,

@@ -34,7 +34,7 @@ class Hello:
     data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
     mesh: Mapping[str, int] = field(default_factory=dict)  # its axes, as mesh.sampler names them
     platform: str = ""  # of its devices
-    rejoins: bool = False  # whether it had joined this run before and lost the connection
+    instance: str = ""  # a random word: who says it again lost its connection, and joins anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

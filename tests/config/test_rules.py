@@ -189,6 +189,15 @@ BROKEN = {
         "mesh": {"samplers_in": "elsewhere"},
         "remote": {"transfer": "folder"},
     },
+    "encryption_reaches_the_weights": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {
+            "transfer": "device",
+            "tls_certificate": "a.pem",
+            "tls_key": "key.pem",
+            "tls_authority": "ca.pem",
+        },
+    },
     "tls_has_all_its_files": {
         "mesh": {"samplers_in": "elsewhere"},
         "remote": {"tls_key": "key.pem"},

@@ -19,7 +19,8 @@ from jaxrl_async.launch import gke
 from jaxrl_async.launch.distributed import find, from_jobset
 from jaxrl_async.launch.gke_manifests import grace_s, manifests
 from jaxrl_async.launch.gke_slices import Tpu
-from jaxrl_async.launch.gke_values import Values
+from jaxrl_async.launch.gke_values import Values, load_values
+from jaxrl_async.run.folder import settled
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tpu_scripts" / "gke_values.yaml"
@@ -581,3 +582,12 @@ def test_a_wrong_name_of_a_function_makes_no_manifest(tmp_path, capsys):
     assert gke.main([str(values)]) == 2
     told = capsys.readouterr()
     assert not told.out and "did you mean 'ppo_clip'" in told.err
+
+
+def test_a_pod_that_starts_again_may_resume_what_the_example_would_replace():
+    """configs/addition.yaml replaces an old run; a pod that was preempted must not."""
+    config = gke.run_config(
+        load_values(ROOT / "tpu_scripts" / "gke_values.yaml"), ROOT / "tpu_scripts"
+    )
+    assert config.run.resume_or_start and not config.run.overwrite
+    assert settled(config.run).resume is False, "and the check at the start lets it begin"

@@ -121,7 +121,8 @@ def test_the_run_starts_on_all_hosts_with_exactly_the_words_given(fake):
     assert "--worker all" in fake.calls()[0]
     unit = fake.unit()
     started = unit.index("/home/me/jaxrl_async/tpu_scripts/run_on_host.sh")
-    assert unit[started + 1 :] == [*words, "run.dir=/home/me/runs", "run.resume_or_start=true"]
+    added = ["run.dir=/home/me/runs", "run.resume_or_start=true", "run.overwrite=false"]
+    assert unit[started + 1 :] == [*words, *added]
     assert "--property=KillMode=mixed" in unit[:started]
 
 

@@ -51,7 +51,11 @@ def test_threads_and_sampler_end_whatever_a_close_before_raises(failing):
     parts.rollouts = SimpleNamespace(run=parts.buffer.play)
     parts.trainer = SimpleNamespace(run=lambda: None)
     parts.plays = True
-    parts.sampling = SimpleNamespace(processes=None, dismiss=lambda: closed.append("dismissed"))
+    parts.sampling = SimpleNamespace(
+        processes=None,
+        begin_to_dismiss=lambda: None,
+        dismiss=lambda: closed.append("dismissed"),
+    )
     before = threading.active_count()
     with pytest.raises(OSError, match="no space left"):
         loop.run_threads(parts, Stop())

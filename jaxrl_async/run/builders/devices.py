@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.config.processes import run_devices_per_process
-from jaxrl_async.config.schema import Config, RewardSection
+from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, Slices
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.run.host import has_tpu
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.remote.pinning import chips_of_trainer
 from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.setup import kv_plan
 
@@ -35,6 +37,8 @@ def claim_devices(config: Config) -> None:
     would be too many to emulate: make_slices reports that.
     """
     skip_absent_tpu()
+    if config.mesh.samplers_in == "processes":
+        leave_devices_to_samplers(config.mesh)
     if config.mesh.num_devices > MAX_CPU_DEVICES:
         return
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
@@ -46,6 +50,18 @@ def claim_devices(config: Config) -> None:
         jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
     except RuntimeError:  # JAX runs already (a notebook): make_slices reports too few
         log.info("JAX was started before; the mesh uses the devices that are there")
+
+
+def leave_devices_to_samplers(mesh: MeshSection) -> None:
+    """Have JAX see the trainer's accelerators alone, before its first use: the others belong to the
+    processes that the run will start. Raises MeshError if a process cannot have so many."""
+    if has_tpu() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        os.environ.update(chips_of_trainer(mesh))
+    numbers = ",".join(str(n) for n in range(mesh.trainer.num_devices))
+    try:
+        jax.config.update("jax_cuda_visible_devices", numbers)  # without effect elsewhere
+    except RuntimeError:
+        log.warning("JAX was started before: the samplers may find their GPUs taken")
 
 
 def keep_compiled_programs(folder: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -18,11 +19,13 @@ from jaxrl_async.run.builders.devices import cache_folder
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.samplers import (
     Sampling,
+    SentWeights,
     make_router,
     sampler_settings,
     sent_weights,
 )
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.remote.host_offers import HostOffers, PartPublisher, distributed_store
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.run.remote.pinning import place_of_sampler
@@ -33,6 +36,7 @@ from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 from jaxrl_async.weights.remote.outbox import WeightOutbox
+from jaxrl_async.weights.remote.seams import Offering
 from jaxrl_async.weights.remote.transports import make_offering
 from jaxrl_async.wire.secret import read_secret
 from jaxrl_async.wire.tls import read_tls
@@ -51,6 +55,7 @@ def make_remote_sampling(
     gate: ReplayBuffer,
     lockstep: Lockstep,
     folder: Path,
+    closing: ExitStack,
 ) -> Sampling:
     """Make the router and the channel that samplers join; the first process listens for them.
 
@@ -62,41 +67,26 @@ def make_remote_sampling(
         gate: notified when a version is live in every sampler.
         lockstep: the processes of the trainer.
         folder: the run's.
+        closing: ends processes, connections and offers, also where a later part cannot be made.
     """
-    remote, faults, spec = config.remote, inputs.faults, inputs.spec
+    faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec)
     sent = sent_weights(config.weights, config.model, spec)
     secret = read_secret() or _own_secret(config)
-    offering = make_offering(
-        remote,
-        run=config.run.name,
-        secret=secret,
-        local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
-    )
-    channel = WeightChannel(
-        outbox=WeightOutbox(
-            PrivateCopy(
-                shardings(sent.table, inputs.slices.trainer, TRAINER_RULES), sent.conversion
-            ),
-            offering,
-            remote,
-            checksum=config.weights.checksum,
-            count=faults.add,
-        ),
-        on_live=gate.set_live,
-        version=version,
-        count=faults.add,
-    )
+    channel = make_remote_channel(config, inputs, sent, version, gate, lockstep, secret)
+    closing.callback(channel.close)
     channel.begin(params)
     check = RequestCheck(
         room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
     )
     router = make_router(
-        config.faults, (), faults, elastic=Elastic(check=check, wait_s=remote.wait_s)
+        config.faults, (), faults, elastic=Elastic(check=check, wait_s=config.remote.wait_s)
     )
     probe = None if settings.probe is None else settings.probe.token_ids
     if not lockstep.plays:
-        return Sampling(router=router, channel=channel, probe=probe)
+        return Sampling(
+            router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
+        )
     plan = kv_plan(spec, config.sampler, settings.dtype)
     members = Members(
         Invitation(
@@ -109,16 +99,73 @@ def make_remote_sampling(
         router,
         check,
         secret=secret,
-        tls=read_tls(remote),
+        tls=read_tls(config.remote),
         count=faults.add,
     )
+    closing.callback(members.close)
     members.announce(folder)
     processes = None
     if config.mesh.samplers_in == "processes":
         processes = local_samplers(config, members, secret, folder / LOGS, faults.add)
-    return Sampling(
-        router=router, channel=channel, probe=probe, members=members, processes=processes
+    sampling = Sampling(
+        router=router,
+        channel=channel,
+        publisher=channel,
+        probe=probe,
+        members=members,
+        processes=processes,
     )
+    closing.callback(sampling.dismiss)
+    if processes is not None:
+        processes.start()
+    return sampling
+
+
+def make_remote_channel(
+    config: Config,
+    inputs: Inputs,
+    sent: SentWeights,
+    version: int,
+    gate: ReplayBuffer,
+    lockstep: Lockstep,
+    secret: bytes,
+) -> WeightChannel:
+    """Make the channel by which the weights reach other processes.
+
+    Args:
+        config: remote, mesh, weights, and the run's name.
+        inputs: the slices, and the counts of faults.
+        sent: what is sent of the policy.
+        version: that the run begins with.
+        gate: notified when a version is live in every sampler.
+        lockstep: the processes of the trainer; each offers its own part.
+        secret: that connections for weights must prove.
+    """
+    remote, faults = config.remote, inputs.faults
+    offering: Offering = make_offering(
+        remote,
+        run=config.run.name,
+        secret=secret,
+        local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
+    )
+    if lockstep.count > 1:
+        offering = HostOffers(
+            offering,
+            distributed_store(),
+            index=lockstep.index,
+            count=lockstep.count,
+            timeout_s=remote.transfer_timeout_s,
+        )
+    copy = PrivateCopy(shardings(sent.table, inputs.slices.trainer, TRAINER_RULES), sent.conversion)
+    outbox = WeightOutbox(
+        copy,
+        offering,
+        remote,
+        # On a CPU the transports, which check everything, hand on the same memory.
+        checksum=config.weights.checksum and jax.default_backend() != "cpu",
+        count=faults.add,
+    )
+    return WeightChannel(outbox=outbox, on_live=gate.set_live, version=version, count=faults.add)
 
 
 def local_samplers(
@@ -128,7 +175,7 @@ def local_samplers(
     logs: Path,
     count: Callable[[str], None],
 ) -> LocalSamplers:
-    """Start the sampler processes of this machine.
+    """Make the sampler processes of this machine; nothing is started yet.
 
     Args:
         config: mesh, remote and faults.
@@ -138,11 +185,13 @@ def local_samplers(
         count: called with the name of each fault.
     """
     cores = sorted(os.sched_getaffinity(0))
+    lent = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = None if lent is None else lent.split(",")
     platform = jax.default_backend()
-    processes = LocalSamplers(
+    return LocalSamplers(
         address=str(members.here),
         places=[
-            place_of_sampler(config.mesh, platform, index, cores)
+            place_of_sampler(config.mesh, platform, index, cores=cores, gpus=gpus)
             for index in range(config.mesh.samplers)
         ],
         faults=config.faults,
@@ -151,8 +200,6 @@ def local_samplers(
         environment={"JAX_COMPILATION_CACHE_DIR": cache_folder()},
         count=count,
     )
-    processes.start()
-    return processes
 
 
 def _own_secret(config: Config) -> bytes:

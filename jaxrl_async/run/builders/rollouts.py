@@ -111,6 +111,7 @@ def make_rollout_side(
     lockstep: Lockstep,
     stop: Stop,
     folder: Path,
+    closing: ExitStack,
 ) -> RolloutSide:
     """Make buffer, samplers and rollouts.
 
@@ -123,6 +124,7 @@ def make_rollout_side(
         lockstep: the processes, each with a buffer of its own.
         stop: ends waiting for the others' groups.
         folder: the run's.
+        closing: ends samplers in processes of their own, whatever happens.
     """
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
@@ -134,7 +136,7 @@ def make_rollout_side(
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
     if config.mesh.remote:
         sampling = make_remote_sampling(
-            config, inputs, learner.params, start.version, buffer, lockstep, folder
+            config, inputs, learner.params, start.version, buffer, lockstep, folder, closing
         )
     else:
         sampling = make_sampling(config, inputs, learner.params, start.version, schedule, gate)

@@ -16,7 +16,7 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, sha
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
-from jaxrl_async.ports import Replica
+from jaxrl_async.ports import Publisher, Replica
 from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
@@ -47,6 +47,7 @@ class Sampling:
 
     router: Router
     channel: WeightChannel
+    publisher: Publisher  # the trainer's side of the channel
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
     members: Members | None = None  # who joins from other processes; None: all are threads here
     processes: LocalSamplers | None = None  # those that the run starts itself; None: none
@@ -54,7 +55,13 @@ class Sampling:
     def wait_for_samplers(self, stop: Stop) -> None:
         """Wait until as many draw as the run begins with. Raises RolloutError."""
         if self.members is not None:
-            self.members.wait_for_least(stop)
+            look_after = self.processes.look_after if self.processes is not None else None
+            self.members.wait_for_least(stop, look_after)
+
+    def begin_to_dismiss(self) -> None:
+        """Let no sampler join any more. Idempotent."""
+        if self.members is not None:
+            self.members.begin_close()
 
     def dismiss(self) -> None:
         """Tell samplers in processes of their own that the run has ended. Idempotent."""
@@ -178,7 +185,7 @@ def make_sampling(
     ]
     router = make_router(config.faults, samplers, inputs.faults, recorded=schedule.home)
     probe = None if settings.probe is None else settings.probe.token_ids
-    return Sampling(router=router, channel=channel, probe=probe)
+    return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
 
 
 def make_foreign_sampling(
@@ -202,6 +209,7 @@ def make_foreign_sampling(
     return Sampling(
         router=make_router(config.faults, engines, inputs.faults),
         channel=channel,
+        publisher=channel,
         probe=None if probe is None else probe.token_ids,
     )
 

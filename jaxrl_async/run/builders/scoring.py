@@ -8,7 +8,7 @@ from jaxrl_async.algorithms.advantages import check_weights
 from jaxrl_async.config.schema import AlgorithmSection, Config, FaultsSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import Slices
+from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.ports import Scorer
@@ -51,7 +51,7 @@ def make_scorers(
         config: reward, its model, and what bounds the sequences.
         tokenizer: decodes what the functions judge.
         held_out: records whose columns the functions may ask for.
-        slices: the reward model runs on the trainer's.
+        slices: the reward model runs on the trainer's, on this process's part of it.
         lock: shared with others on these devices.
         faults: counts what is survived.
     """
@@ -61,7 +61,9 @@ def make_scorers(
         assert function is not None, "the schema refuses a run without any reward"
         training: Scorer = function
     else:
-        model = load_reward_model(section, config.model, tokenizer, slices.trainer, lock)
+        model = load_reward_model(
+            section, config.model, tokenizer, local_part(slices.trainer), lock
+        )
         check_lengths(config, load_spec(Path(section.model)), f"reward.model={section.model}")
         training = RewardModelScorer(
             model,

@@ -20,7 +20,7 @@ def make_trainer(config: Config, learner: Learner, side: RolloutSide, outlets: O
     return Trainer(
         learner=learner,
         source=side.joined.source,
-        publisher=side.sampling.channel,
+        publisher=side.sampling.publisher,
         outlets=outlets,
         settings=TrainerSettings(
             total_steps=config.run.steps,

@@ -25,8 +25,11 @@ from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 LOOK_S = 0.2
 """Time between two looks at the processes, seconds."""
-CLOSE_S = 20.0
-"""Longest wait for a process to end by itself, seconds; then it is killed."""
+CLOSE_S = 10.0
+"""Longest wait for a process to end by itself, seconds; then it is killed. All of the end must fit
+into checkpoint.grace_s, beside a save."""
+JOIN_S = 60.0
+"""Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
 FORGIVEN_S = 3600.0
 """Life of a process after which earlier restarts no longer count, seconds."""
 LOG_TAIL = 2000
@@ -50,7 +53,7 @@ class Child:
 
 @dataclass(slots=True, kw_only=True)
 class LocalSamplers:
-    """Sampler processes of this machine. `run` belongs to one thread; close from any."""
+    """Sampler processes of this machine. One thread at a time looks after them; close from any."""
 
     address: str  # HOST:PORT of the trainer
     places: Sequence[Place]  # of each sampler
@@ -75,15 +78,20 @@ class LocalSamplers:
     def run(self) -> None:
         """Look after the processes until close. Raises RolloutError if none is left."""
         while not self._closed.wait(LOOK_S):
-            for child in self.children:
-                self._look(child)
-            if all(child.lost for child in self.children):
-                last = self.children[-1]
-                raise RolloutError(
-                    f"no sampler process is left: the last one ended {last.restarts + 1} times in "
-                    f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
-                    f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
-                )
+            self.look_after()
+
+    def look_after(self) -> None:
+        """Start again what has ended, once its backoff is over. Raises RolloutError if none is
+        left."""
+        for child in self.children:
+            self._look(child)
+        if all(child.lost for child in self.children):
+            last = self.children[-1]
+            raise RolloutError(
+                f"no sampler process is left: the last one ended {last.restarts + 1} times in "
+                f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
+                f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
+            )
 
     def stop(self) -> None:
         """Start no process any more, and end `run`. Idempotent."""
@@ -109,6 +117,7 @@ class LocalSamplers:
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
+        command += ["--wait", f"{JOIN_S:g}"]
         command += ["--name", child.name, *(["--cores", cores] if cores else [])]
         environment = {**os.environ, **self.environment, **child.place.environment}
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:

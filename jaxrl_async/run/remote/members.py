@@ -102,8 +102,8 @@ class Members:
         self._invitation, self._channel, self._router = invitation, channel, router
         self._check, self._count = check, count
         self._changed = threading.Condition()
-        self._sessions: dict[str, WireSession] = {}  # by name
-        self._entered = 0  # samplers, since the start
+        self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
+        self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
         remote = invitation.config.remote
         self._hub = Hub(
@@ -125,8 +125,10 @@ class Members:
         write_join_file(folder, self.address, self._invitation.config.run.name)
         log.info("samplers join at %s", self.address)
 
-    def wait_for_least(self, stop: Stop) -> None:
+    def wait_for_least(self, stop: Stop, look_after: Callable[[], None] | None = None) -> None:
         """Wait until remote.least samplers draw, or a stop is asked for.
+
+        look_after: called again and again meanwhile; what it raises ends the wait.
 
         Raises RolloutError after remote.wait_s.
         """
@@ -134,24 +136,31 @@ class Members:
         end, told = time.monotonic() + remote.wait_s, False
         while not stop.is_set():
             with self._changed:
-                if self._changed.wait_for(lambda: self._entered >= remote.least, LOOK_S):
+                if self._changed.wait_for(lambda: len(self._drawing) >= remote.least, LOOK_S):
                     return
-                entered = self._entered
+                entered = len(self._drawing)
+            if look_after is not None:
+                look_after()
             if not told:
                 told = True
                 log.warning("waiting for %d samplers at %s", remote.least - entered, self.address)
             if time.monotonic() > end:
                 raise RolloutError(
-                    f"{entered} samplers joined within remote.wait_s ({remote.wait_s:g} s), and "
+                    f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and "
                     f"remote.least is {remote.least}. Start them with `python -m "
                     f"jaxrl_async.sample --join {self.address}`, or look at their output."
                 )
+
+    def begin_close(self) -> None:
+        """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
+        with self._changed:
+            self._closing = True
 
     def close(self) -> None:
         """Tell all samplers that the run has ended, and listen no more. Idempotent."""
         with self._changed:
             self._closing = True
-            sessions = list(self._sessions.values())
+            sessions = [session for session, _ in self._joined.values()]
         for session in sessions:
             if session.ended is None:
                 try:
@@ -159,7 +168,7 @@ class Members:
                 except ConnectionError as error:
                     log.debug("%s: %s", session.peer, error)
         with self._changed:
-            self._changed.wait_for(lambda: not self._sessions, GOODBYE_S)
+            self._changed.wait_for(lambda: not self._joined, GOODBYE_S)
         self._hub.close("the run has ended")
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
@@ -168,12 +177,13 @@ class Members:
         with self._changed:
             if self._closing:
                 raise JoinRefused("the run is about to end")
-            earlier = self._sessions.get(hello.name)
-            if earlier is not None and not hello.rejoins:
+            earlier, other = self._joined.get(hello.name, (None, hello))
+            if earlier is not None and (not hello.instance or other.instance != hello.instance):
                 raise JoinRefused(
                     f"a sampler called {hello.name!r} is there already: give each its own --name."
                 )
-            self._sessions[hello.name] = session
+            self._joined[hello.name] = session, hello
+            self._drawing.discard(hello.name)  # until it has weights again
         if earlier is not None:
             earlier.begin_end("it has joined anew over another connection")
         session.on_end(lambda reason: self._gone(hello.name, session, reason))
@@ -193,18 +203,20 @@ class Members:
     ) -> None:
         """Offer the weights to a sampler that can take them."""
         end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
-        end.on_entered(lambda: self._seat(hello, replica))
+        end.on_entered(lambda: self._seat(session, hello, replica))
 
-    def _seat(self, hello: Hello, replica: RemoteReplica) -> None:
+    def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)
         log.info("%s draws; seat %d", hello.name, seat)
         with self._changed:
-            self._entered += 1
+            if hello.name in self._joined and self._joined[hello.name][0] is session:
+                self._drawing.add(hello.name)
             self._changed.notify_all()
 
     def _gone(self, name: str, session: WireSession, reason: str) -> None:
         with self._changed:
-            if self._sessions.get(name) is session:
-                del self._sessions[name]
+            if name in self._joined and self._joined[name][0] is session:
+                del self._joined[name]
+                self._drawing.discard(name)
             self._changed.notify_all()
         log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)

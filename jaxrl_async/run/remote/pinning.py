@@ -28,12 +28,21 @@ class Place:
     cores: tuple[int, ...] = ()  # to keep to; (): any
 
 
-def place_of_trainer(mesh: MeshSection, platform: str) -> Place:
-    """Return what the trainer sees of this machine. Raises MeshError."""
-    return Place(environment=_visible(platform, 0, mesh.trainer.num_devices, "mesh.trainer", 0))
+def chips_of_trainer(mesh: MeshSection) -> dict[str, str]:
+    """Return the environment in which libtpu gives the trainer its chips of this host. Raises
+    MeshError if no process can have so many."""
+    count = mesh.trainer.num_devices
+    return _chips([str(chip) for chip in range(count)], "mesh.trainer", 0)
 
 
-def place_of_sampler(mesh: MeshSection, platform: str, index: int, cores: Sequence[int]) -> Place:
+def place_of_sampler(
+    mesh: MeshSection,
+    platform: str,
+    index: int,
+    *,
+    cores: Sequence[int],
+    gpus: Sequence[str] | None = None,
+) -> Place:
     """Return what one sampler sees of this machine.
 
     Args:
@@ -41,15 +50,25 @@ def place_of_sampler(mesh: MeshSection, platform: str, index: int, cores: Sequen
         platform: "cpu", "gpu" or "tpu".
         index: number of the sampler, from 0.
         cores: all that this machine lends.
+        gpus: names of those that CUDA_VISIBLE_DEVICES lends; None: all, by number.
 
-    Raises MeshError if no process can have so many chips.
+    Raises MeshError if no process can have so many chips, or if there are too few GPUs.
     """
     each = mesh.sampler.num_devices
     first = mesh.trainer.num_devices + index * each
-    return Place(
-        environment=_visible(platform, first, each, "mesh.sampler", index + 1),
-        cores=_share(cores, index, mesh.samplers) if platform == "cpu" else (),
-    )
+    numbers = range(first, first + each)
+    if platform == "cpu":
+        own = {"JAX_PLATFORMS": "cpu"}
+        return Place(environment=own, cores=_share(cores, index, mesh.samplers))
+    if platform == "tpu":
+        return Place(environment=_chips([str(n) for n in numbers], "mesh.sampler", index + 1))
+    if gpus is not None and first + each > len(gpus):
+        raise MeshError(
+            f"sampler {index} needs {each} GPUs after the first {first}, and CUDA_VISIBLE_DEVICES "
+            f"lends {len(gpus)}. Lower mesh.samplers or the axes of the slices."
+        )
+    names = [str(n) if gpus is None else gpus[n] for n in numbers]
+    return Place(environment={"CUDA_VISIBLE_DEVICES": ",".join(names)})
 
 
 def _share(cores: Sequence[int], index: int, samplers: int) -> tuple[int, ...]:
@@ -61,22 +80,18 @@ def _share(cores: Sequence[int], index: int, samplers: int) -> tuple[int, ...]:
     return (cores[index % len(cores)],)
 
 
-def _visible(platform: str, first: int, count: int, setting: str, process: int) -> dict[str, str]:
-    chips = ",".join(str(chip) for chip in range(first, first + count))
-    if platform == "cpu":
-        return {"JAX_PLATFORMS": "cpu"}
-    if platform == "gpu":
-        return {"CUDA_VISIBLE_DEVICES": chips}
-    if count not in CHIP_BOUNDS:
+def _chips(numbers: Sequence[str], setting: str, process: int) -> dict[str, str]:
+    """Return libtpu's environment for some chips of a host."""
+    if len(numbers) not in CHIP_BOUNDS:
         raise MeshError(
-            f"{setting} has {count} devices, and a process takes 1, 2, 4 or 8 chips of a TPU host. "
-            "Change its axes, or set mesh.samplers_in=threads."
+            f"{setting} has {len(numbers)} devices, and a process takes 1, 2, 4 or 8 chips of a "
+            "TPU host. Change its axes, or set mesh.samplers_in=threads."
         )
-    port = str(CONTROLLER_PORT + process)
+    chips, port = ",".join(numbers), str(CONTROLLER_PORT + process)
     return {
         "TPU_VISIBLE_CHIPS": chips,
         "TPU_VISIBLE_DEVICES": chips,  # the older name
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": CHIP_BOUNDS[count],
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": CHIP_BOUNDS[len(numbers)],
         "TPU_PROCESS_BOUNDS": "1,1,1",
         "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}",
         "TPU_MESH_CONTROLLER_PORT": port,

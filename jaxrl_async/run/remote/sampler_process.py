@@ -8,9 +8,11 @@ SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the p
 
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +21,7 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
-from jaxrl_async.run.remote.sampler_world import follow_sampler, lead_sampler
+from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
@@ -78,7 +80,7 @@ def run_sampler(joining: Joining) -> int:
     building a sampler raises.
     """
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
-    rejoins = False
+    instance = secrets.token_hex(8)
     with Stop() as stop:
         stop.answer = "handing back what is running, and leaving"
         if joining.processes > 1:
@@ -87,8 +89,8 @@ def run_sampler(joining: Joining) -> int:
             follow_sampler(joining.remote, secret=shown.secret, stop=stop, wait_s=joining.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
-            outcome = _join_once(joining, shown, stop, rejoins=rejoins)
-            if outcome is Outcome.STOPPED:
+            outcome = _join_once(joining, shown, stop, instance)
+            if outcome is Outcome.STOPPED or (outcome is Outcome.LOST and stop.is_set()):
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
                 return 0
@@ -96,11 +98,10 @@ def run_sampler(joining: Joining) -> int:
                 why = "--once" if joining.once else "all its processes must start again"
                 log.error("the trainer is gone: this sampler ends, too (%s)", why)
                 return 1
-            rejoins = True
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
 
 
-def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: bool) -> Outcome:
+def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) -> Outcome:
     """Join, serve until the session ends, and tell how that was."""
     with ExitStack() as closing:
         hello = Hello(
@@ -109,11 +110,15 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, *, rejoins: boo
             host=boot_id(),
             process=os.getpid(),
             mesh=joining.axes,
-            rejoins=rejoins,
+            instance=instance,
         )
-        session, welcome = _dialled(joining, hello, shown, stop)
-        if session is None or welcome is None:
-            return Outcome.STOPPED
+        with ExitStack() as without_trainer:
+            if joining.processes > 1:
+                without_trainer.callback(begin_nothing)
+            session, welcome = _dialled(joining, hello, shown, stop)
+            if session is None or welcome is None:
+                return Outcome.STOPPED
+            without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
             return _serve(joining, shown, session, welcome, stop, closing)
@@ -153,18 +158,19 @@ def _serve(
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
     remote, host = config_of(welcome).remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
-    if joining.processes > 1:
-        sampler = lead_sampler(
-            session,
-            welcome,
-            joining.remote,
-            host=host,
-            secret=shown.secret,
-            stop=stop,
-            closing=closing,
-        )
-    else:
-        sampler = _own_sampler(joining, shown, session, welcome, host, closing)
+    with _ended_by(stop, session):
+        if joining.processes > 1:
+            sampler = lead_sampler(
+                session,
+                welcome,
+                joining.remote,
+                host=host,
+                secret=shown.secret,
+                stop=stop,
+                closing=closing,
+            )
+        else:
+            sampler = _own_sampler(joining, shown, session, welcome, host, closing)
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
@@ -174,6 +180,25 @@ def _serve(
             return Outcome.STOPPED
     log.info("the session has ended: %s", server.reason)
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
+
+
+@contextmanager
+def _ended_by(stop: Stop, session: WireSession) -> Iterator[None]:
+    """End the session if a stop is asked for inside the `with`: whoever waits for weights there
+    ends, and there is nothing to hand back yet."""
+    built = threading.Event()
+
+    def watch() -> None:
+        while not built.wait(LOOK_S):
+            if stop.is_set():
+                session.end(f"{stop.reason}, before it drew anything")
+                return
+
+    threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        built.set()
 
 
 def _own_sampler(

@@ -71,6 +71,11 @@ def lead_sampler(
     return closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
 
 
+def begin_nothing() -> None:
+    """Tell the other processes, from the first, that the sampler does not begin."""
+    LeaderPlace.told(None, leads=True)
+
+
 def follow_sampler(files: RemoteSection, *, secret: bytes, stop: Stop, wait_s: float) -> None:
     """Do what the first process of this JAX world does, until its sampler is closed; blocks.
 
@@ -82,7 +87,10 @@ def follow_sampler(files: RemoteSection, *, secret: bytes, stop: Stop, wait_s: f
 
     Raises as sampler.remote.following.follow does, and what building a sampler raises.
     """
-    place = LeaderPlace.told(None, "", leads=False)
+    place = LeaderPlace.told(None, leads=False)
+    if place is None:
+        log.info("the first process does not begin: this one ends, too")
+        return
     index = jax.process_index()
     session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
     parts = parts_of(welcome)

@@ -80,6 +80,7 @@ class ReplicaServer:
 
     def start(self) -> None:
         """Take the session's requests from now on."""
+        self._sampler.start()  # it takes new weights before its first request, too
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
@@ -140,6 +141,8 @@ class ReplicaServer:
             try:
                 futures = self._sampler.start_many(good)
             except Exception as error:
+                if self._sampler.error is None:
+                    raise  # ends the session, so that others get the requests
                 log.error("the sampler takes no requests: %s", error)
                 futures = []
             self._held |= zip(ids, futures, strict=False)
@@ -283,6 +286,8 @@ class ReplicaServer:
         try:
             unfinished = self._sampler.unfinished()
         except Exception as error:
+            if self.over.is_set():
+                return  # nobody is there to take it
             log.error("what was drawn cannot be handed back: %s", error)
             self._say_goodbye(reason, ())
             return

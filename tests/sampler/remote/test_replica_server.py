@@ -11,7 +11,7 @@ from tiny import PARAMS, SECTION, SPEC, make_sampler, request
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.session_pair import session_pair
-from jaxrl_async.types import Partial, StopReason
+from jaxrl_async.types import Partial, StopReason, VersionedParams
 from jaxrl_async.wire.messages import (
     Answers,
     Ask,
@@ -206,3 +206,38 @@ def test_saved_requests_are_continued(served, expected):
 def test_an_id_that_is_in_use_ends_the_session(served):
     served.ask(Start(requests=wishes(1) * 2))
     assert served.server.over.wait(5) and "running already" in served.server.reason
+
+
+class OneUpdate:
+    """A weight source that brings one version, and notes which is live."""
+
+    def __init__(self) -> None:
+        self.update: VersionedParams | None = None
+        self.wake: threading.Event | None = None
+        self.live_versions: list[int] = []
+
+    def attach(self, wake: threading.Event) -> None:
+        self.wake = wake
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        update, self.update = self.update, None
+        return update
+
+    def live(self, version: int) -> None:
+        self.live_versions.append(version)
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
+
+
+def test_a_sampler_that_has_had_no_request_takes_new_weights() -> None:
+    source, pair = OneUpdate(), session_pair()
+    sampler = Sampler((SPEC, PARAMS), section=SECTION, settings=SETTINGS, weights=source)
+    server = ReplicaServer(pair.sampler, sampler, beat_s=0.01)
+    server.start()
+    source.update = VersionedParams(version=5, params=PARAMS)
+    source.wake.set()
+    until(lambda: 5 in source.live_versions)
+    server.close()
+    sampler.close()
+    pair.close()

@@ -1,0 +1,130 @@
+"""A trainer and its samplers as real processes, started, killed and watched by a test."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.audit import audit_run
+from jaxrl_async.metrics.recorder import read_lines
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 90.0
+TINY = (
+    "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "data.addition={digits: 1, eval_size: 8}",
+    "data.max_prompt_tokens=16",
+    "warm_start={steps: 1, batch_size: 4}",
+    "sampler={slots: 8, max_length: 48, max_new_tokens: 24}",
+    "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1e-2}",
+    "trainer={row_length: 48, micro_batch_tokens: 512, warmup_steps: 0}",
+    "eval.every=0",
+    "metrics={peak_flops: 1e9, tensorboard: false}",
+)
+SLOW_REWARD = """
+import time
+
+def slow_digits(prompt, completion, reference):
+    time.sleep(0.03)  # a step takes long enough to be met
+    return sum(c.isdigit() for c in completion) / 24
+"""
+
+
+class JoinedRun:
+    """The processes of one run, which a test starts and ends."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder, self.settings = folder, settings
+        self.run = folder / "run"
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "reward.py").write_text(SLOW_REWARD, encoding="utf-8")
+
+    def train(self, *more: str) -> None:
+        """Start the trainer, whose samplers come from elsewhere."""
+        self._start(
+            "trainer",
+            *("jaxrl_async.train", str(ROOT / "configs" / "addition.yaml"), *TINY),
+            *(f"run.dir={self.folder}", "run.name=run", "mesh.samplers_in=elsewhere"),
+            f"reward.function={self.folder / 'reward.py'}:slow_digits",
+            *(*self.settings, *more),
+        )
+
+    def sample(self, name: str, *more: str, join: str | None = None) -> None:
+        """Start a sampler."""
+        where = join or str(self.run)
+        self._start(name, "jaxrl_async.sample", "--join", where, "--name", name, *more)
+
+    def _start(self, name: str, module: str, *words: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+        self.running[name].send_signal(number)
+
+    def code(self, name: str) -> int:
+        """Wait for the end of a process; return its exit code."""
+        return self.running[name].wait(WAIT_S)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.run / "metrics.jsonl")
+
+    @property
+    def step(self) -> int:
+        return max((int(line["step"]) for line in self.lines()), default=-1)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds while the trainer runs."""
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            ended = "trainer" in self.running and self.running["trainer"].poll() is not None
+            assert not ended, f"the trainer has ended:\n{self.said('trainer')[-3000:]}"
+            assert time.monotonic() < end, f"it never came:\n{self.said('trainer')[-3000:]}"
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step >= step)
+
+    def until_said(self, name: str, words: str) -> None:
+        self.until(lambda: words in self.said(name))
+
+    def faults(self) -> dict[str, int]:
+        """Return what the metrics count, of the whole run."""
+        sums: dict[str, int] = {}
+        for line in self.lines():
+            for key in (k for k in line if k.startswith("faults/")):
+                name = key.removeprefix("faults/")
+                sums[name] = sums.get(name, 0) + int(line[key])
+        return {name: count for name, count in sums.items() if count}
+
+    def problems(self) -> tuple[str, ...]:
+        """Return what the audit finds."""
+        return audit_run(self.run).problems
+
+    def close(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@contextmanager
+def joined_run(folder: Path, *settings: str) -> Iterator[JoinedRun]:
+    """Make a run; end what is left of it."""
+    made = JoinedRun(folder, *settings)
+    try:
+        yield made
+    finally:
+        made.close()
