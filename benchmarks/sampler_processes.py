@@ -56,13 +56,14 @@ from common import (
 
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
+from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.run.builders.inputs import check_inputs
 from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import Sampling, make_sampling
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.replay.player import Recording
+from jaxrl_async.run.replay.recording import Recording
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import Completion, Request, SamplingParams
@@ -174,7 +175,7 @@ def decode_config(
     """Return the configuration of a run whose policy has this shape."""
     return schema.Config(
         mesh=schema.MeshSection(samplers_in=where, samplers=samplers),
-        remote=schema.RemoteSection(least=samplers, wait_s=120.0, transfer=args.transfer),
+        remote=RemoteSection(least=samplers, wait_s=120.0, transfer=args.transfer),
         model=schema.ModelSection(
             architecture=schema.ArchitectureSection(
                 family="llama",
