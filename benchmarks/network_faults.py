@@ -269,7 +269,8 @@ def measure(name: str, there: Field) -> Row:
     if found.problems:
         print(audit_report(found), file=sys.stderr)
     counts = {
-        key.removeprefix("faults/"): int(sum(x.get(key, 0) for x in lines)) for key in lines[-1]
+        key.removeprefix("faults/"): int(sum(x.get(key, 0) for x in lines))
+        for key in lines[-1]
         if key.startswith("faults/")
     }
     redone, moved = counts.pop("redone_requests"), counts.pop("moved_requests")
@@ -282,7 +283,8 @@ def measure(name: str, there: Field) -> Row:
         "longest_s": float(gaps[after].max()),
         "redone": redone,
         "moved": moved,
-        "counted": ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items() if n) or "none",
+        "counted": ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items() if n)
+        or "none",
         "audit_problems": len(found.problems),
         "samplers": f"near {left['near']}, far {left['far']}",
         "note": there.note or "",

@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", default="", help="for logs (default: the machine's name and the process id)")
     add("--process", metavar="I/N", help="its number on a slice of N hosts (default: found)")
     add("--coordinator", metavar="HOST:PORT", help="of the first of those, with --process")
-    add("--wait", type=seconds_of, default=600.0, metavar="S", help="longest time without a trainer")
+    add(
+        "--wait", type=seconds_of, default=600.0, metavar="S", help="longest time without a trainer"
+    )
     add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
     add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")
     for name, what in (

@@ -53,8 +53,12 @@ class Sampling:
 
     def wait_for_samplers(self, stop: Stop) -> None:
         """Wait until as many draw as the run begins with. Raises RolloutError."""
-        if self.members is not None:
+        if self.members is None:
+            return
+        if self.processes is None:
             self.members.wait_for_least(stop)
+        else:
+            self.members.wait_for_least(stop, self.processes.look)
 
     def dismiss(self) -> None:
         """Tell samplers in processes of their own that the run has ended. Idempotent."""

@@ -77,15 +77,21 @@ class LocalSamplers:
     def run(self) -> None:
         """Look after the processes until close. Raises RolloutError if none is left."""
         while not self._closed.wait(LOOK_S):
-            for child in self.children:
-                self._look(child)
-            if all(child.lost for child in self.children):
-                last = self.children[-1]
-                raise RolloutError(
-                    f"no sampler process is left: the last one ended {last.restarts + 1} times in "
-                    f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
-                    f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
-                )
+            self.look()
+
+    def look(self) -> int:
+        """Start those again that have ended; return how many are not given up. Raises RolloutError
+        if none is left."""
+        for child in self.children:
+            self._look(child)
+        if kept := sum(not child.lost for child in self.children):
+            return kept
+        last = self.children[-1]
+        raise RolloutError(
+            f"no sampler process is left: the last one ended {last.restarts + 1} times in "
+            f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
+            f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
+        )
 
     def stop(self) -> None:
         """Start no process any more, and end `run`. Idempotent."""
@@ -111,7 +117,13 @@ class LocalSamplers:
     def _start(self, child: Child) -> None:
         cores = ",".join(map(str, child.place.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
-        command += ["--wait", f"{JOIN_S:g}", "--name", child.name, *(["--cores", cores] if cores else [])]
+        command += [
+            "--wait",
+            f"{JOIN_S:g}",
+            "--name",
+            child.name,
+            *(["--cores", cores] if cores else []),
+        ]
         environment = {**os.environ, **self.environment, **child.place.environment}
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:
             if self._closed.is_set():

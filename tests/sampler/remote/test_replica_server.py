@@ -207,6 +207,7 @@ def test_an_id_that_is_in_use_ends_the_session(served):
     served.ask(Start(requests=wishes(1) * 2))
     assert served.server.over.wait(5) and "running already" in served.server.reason
 
+
 class OneUpdate:
     """A weight source that brings one version, and notes which is live."""
 
