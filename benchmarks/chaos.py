@@ -8,7 +8,8 @@ gets SIGKILL: sometimes while it starts, mostly while it trains and writes check
 every update).
 With --samplers the samplers are processes of their own, which get SIGKILL, too.
 At max_staleness 0 the metrics and the final weights must equal those of the undisturbed run bit for
-bit; at every staleness `python -m jaxrl_async.audit` must find the ledger clean.
+bit; where samplers get SIGKILL, the texts must, since log-probs differ in their last bits when
+fewer draw together. At every staleness `python -m jaxrl_async.audit` must find the ledger clean.
 """
 
 import argparse
@@ -108,6 +109,7 @@ def row(folder: Path, args: argparse.Namespace, steps: int, staleness: int) -> R
         "while_starting": hunt.starts,
         "updates_redone": hunt.redone,
         "same_metrics": lines[0] == lines[1],
+        "same_samples": samples(first) == samples(second),
         "same_weights": all(np.array_equal(weights[0][k], weights[1][k]) for k in weights[0]),
         "audit_problems": len(found.problems),
         "dropped": sum(found.dropped.values()),
@@ -202,6 +204,11 @@ def left_over(folder: Path) -> int:
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.5)
+
+
+def samples(folder: Path) -> list[object]:
+    """Return the texts that a run has kept, without what is measured on them."""
+    return [(x["step"], x.get("completion")) for x in read_lines(folder / "samples.jsonl")]
 
 
 def superseded(folder: Path) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """A network between two groups of processes of this machine, which can be made as bad as wanted.
 
-    trainer's namespace: tun0 10.77.0.1 <──packets── this process ──> tun0 10.77.0.2: samplers'
+    trainer's: tun0 10.77.0.1 <──packets── this process ──packets──> tun0 10.77.0.2: samplers'
 
 What one side sends comes to this process packet by packet, which delays, loses, throttles or tears
 it before the other side gets it; both sides have the kernel's own TCP. Needs Linux, root, and

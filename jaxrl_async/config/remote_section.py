@@ -17,7 +17,8 @@ class RemoteSection(Section):
     """Host name or address under which samplers reach the trainer; null: that of `listen`, or this
     machine's name if it is 0.0.0.0."""
     least: Count = 1
-    """Samplers that must have joined before the run begins."""
+    """Samplers that must have joined before the run begins; of those that it starts itself
+    (mesh.samplers_in: processes), all must."""
     wait_s: float = Field(600.0, gt=0)
     """Longest time without any sampler, seconds; then the run saves and ends, and can be
     resumed."""

@@ -54,9 +54,12 @@ class Sampling:
 
     def wait_for_samplers(self, stop: Stop) -> None:
         """Wait until as many draw as the run begins with. Raises RolloutError."""
-        if self.members is not None:
-            look_after = self.processes.look_after if self.processes is not None else None
-            self.members.wait_for_least(stop, look_after)
+        if self.members is None:
+            return
+        if self.processes is None:
+            self.members.wait_for_least(stop)
+        else:
+            self.members.wait_for_least(stop, self.processes.look)
 
     def begin_to_dismiss(self) -> None:
         """Let no sampler join any more. Idempotent."""

@@ -81,20 +81,21 @@ class LocalSamplers:
     def run(self) -> None:
         """Look after the processes until close. Raises RolloutError if none is left."""
         while not self._closed.wait(LOOK_S):
-            self.look_after()
+            self.look()
 
-    def look_after(self) -> None:
-        """Start again what has ended, once its backoff is over. Raises RolloutError if none is
-        left."""
+    def look(self) -> int:
+        """Start those again that have ended; return how many are not given up. Raises RolloutError
+        if none is left."""
         for child in self.children:
             self._look(child)
-        if all(child.lost for child in self.children):
-            last = self.children[-1]
-            raise RolloutError(
-                f"no sampler process is left: the last one ended {last.restarts + 1} times in "
-                f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
-                f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
-            )
+        if kept := sum(not child.lost for child in self.children):
+            return kept
+        last = self.children[-1]
+        raise RolloutError(
+            f"no sampler process is left: the last one ended {last.restarts + 1} times in "
+            f"a row. Its output is {self.logs / last.name}.log, which ends:\n"
+            f"{self._tail(last)}\nCorrect the cause, or raise faults.sampler_restarts."
+        )
 
     def stop(self) -> None:
         """Start no process any more, and end `run`. Idempotent."""

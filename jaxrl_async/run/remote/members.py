@@ -125,29 +125,32 @@ class Members:
         write_join_file(folder, self.address, self._invitation.config.run.name)
         log.info("samplers join at %s", self.address)
 
-    def wait_for_least(self, stop: Stop, look_after: Callable[[], None] | None = None) -> None:
-        """Wait until remote.least samplers draw, or a stop is asked for.
+    def wait_for_least(self, stop: Stop, started: Callable[[], int] = lambda: 0) -> None:
+        """Wait until the samplers draw with which the run begins, or a stop is asked for.
 
-        look_after: called again and again meanwhile; what it raises ends the wait.
+        Args:
+            stop: ends the wait.
+            started: looks after the processes that the run starts itself, all of which must have
+                joined; returns their number, and raises RolloutError if they fail.
 
-        Raises RolloutError after remote.wait_s.
+        Raises RolloutError if fewer than remote.least have joined after remote.wait_s.
         """
         remote = self._invitation.config.remote
         end, told = time.monotonic() + remote.wait_s, False
         while not stop.is_set():
+            least = max(remote.least, started())
             with self._changed:
-                if self._changed.wait_for(lambda: len(self._drawing) >= remote.least, LOOK_S):
-                    return
                 entered = len(self._drawing)
-            if look_after is not None:
-                look_after()
+                if entered >= least:
+                    return
+                self._changed.wait(LOOK_S)
             if not told:
                 told = True
-                log.warning("waiting for %d samplers at %s", remote.least - entered, self.address)
+                log.warning("waiting for %d samplers at %s", least - entered, self.address)
             if time.monotonic() > end:
                 raise RolloutError(
-                    f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and "
-                    f"remote.least is {remote.least}. Start them with `python -m "
+                    f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and the "
+                    f"run begins with {least} (remote.least). Start them with `python -m "
                     f"jaxrl_async.sample --join {self.address}`, or look at their output."
                 )
 
