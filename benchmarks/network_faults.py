@@ -79,8 +79,8 @@ class Field:
         reward = self.folder / "reward.py"
         reward.write_text(REWARD, encoding="utf-8")
         config = ROOT / "configs" / "addition.yaml"
-        own = (f"run.dir={self.folder}", "run.name=run", f"run.steps={self.steps}")
-        own += (f"reward.function={reward}:slow_digits",)
+        own = [f"run.dir={self.folder}", "run.name=run", f"run.steps={self.steps}"]
+        own += [f"reward.function={reward}:slow_digits"]
         self.start("trainer", TRAINER, "jaxrl_async.train", str(config), *SETTINGS, *own, *more)
 
     def sample(self, name: str, network: str, secret: str | None = None) -> None:
@@ -89,7 +89,9 @@ class Field:
         words = ("--join", where, "--name", name, "--wait", str(WAIT_S))
         self.start(name, network, "jaxrl_async.sample", *words, secret=secret)
 
-    def start(self, name: str, network: str, module: str, *words: str, secret: str | None = None):
+    def start(
+        self, name: str, network: str, module: str, *words: str, secret: str | None = None
+    ) -> None:
         """Start a process in a network."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment["JAXRL_ASYNC_SECRET"] = self.secret if secret is None else secret

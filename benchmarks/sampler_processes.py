@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,15 @@ def started_sampling(
         make_params(spec), shardings(table, inputs.slices.trainer, TRAINER_RULES)
     )
     gate = ReplayBuffer(BufferSettings(groups_per_step=1, max_staleness=1))
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as closing:
         folder = Path(name)
         if where == "threads":
             schedule = Recording(folder / "schedule.jsonl", {"schedule": 1})
             sampling = make_sampling(config, inputs, params, 0, schedule, gate)
         else:
-            sampling = make_remote_sampling(config, inputs, params, 0, gate, Lockstep(), folder)
+            sampling = make_remote_sampling(
+                config, inputs, params, 0, gate, Lockstep(), folder, closing
+            )
         sampling.router.start()
         try:
             sampling.wait_for_samplers(Stop())
