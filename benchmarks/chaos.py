@@ -8,8 +8,8 @@ gets SIGKILL: sometimes while it starts, mostly while it trains and writes check
 every update).
 With --samplers the samplers are processes of their own, which get SIGKILL, too.
 At max_staleness 0 the metrics and the final weights must equal those of the undisturbed run bit for
-bit; where samplers get SIGKILL, the texts must, since log-probs differ in their last bits when fewer
-draw together. At every staleness `python -m jaxrl_async.audit` must find the ledger clean.
+bit; where samplers get SIGKILL, the texts must: log-probs differ in their last bits when fewer draw
+together. At every staleness `python -m jaxrl_async.audit` must find the ledger clean.
 """
 
 import argparse
