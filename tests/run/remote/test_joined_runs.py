@@ -17,6 +17,7 @@ SHORT = (*TINY, "staleness.max_staleness=0", "checkpoint.every=0", "run.steps=3"
 LONG = ("staleness.max_staleness=2", "checkpoint={every: 1, keep: 2}")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_metrics_and_weights_of_two_threads_bit_by_bit(
     tmp_path: Path,
 ) -> None:
