@@ -94,6 +94,6 @@ def test_the_bound_holds_whatever_joins_and_leaves(max_staleness):
         for thread in threads:
             thread.join(LIMIT_S)
         assert not errors and not any(t.is_alive() for t in threads)
-        assert fleet.names > 5, "they came and went"
+        assert fleet.names > 2, "they came and went"
     assert len(staleness) == STEPS * PER_STEP
     assert max(staleness) <= max_staleness

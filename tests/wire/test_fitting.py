@@ -1,6 +1,6 @@
 """Records from another process whose fields hold something else than their types say."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import ml_dtypes
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_named(message: Any, wrong: str) -> None:
         check_fits(message)
 
 
-@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("kind", [kind for kind in MESSAGES if fields(kind)])
 def test_every_message_can_be_checked(kind: type) -> None:
     with pytest.raises((ValueError, AttributeError)):
         check_fits(object.__new__(kind))
