@@ -104,7 +104,7 @@ def grpc_server() -> tuple[str, Send, Take]:
     incoming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def serve(frames: Iterator[bytes], context: object) -> Iterator[bytes]:
-        threading.Thread(target=_drain, args=(frames, incoming), daemon=True).start()
+        threading.Thread(target=_drain, args=(frames, incoming, outgoing), daemon=True).start()
         yield from iter(outgoing.get, b"")
 
     server = grpc.server(ThreadPoolExecutor(2), options=OPTIONS)
@@ -129,12 +129,18 @@ _KEPT: list[object] = []
 """What must live as long as the process."""
 
 
-def _drain(frames: Iterator[bytes], into: "queue.SimpleQueue[bytes]") -> None:
+def _drain(
+    frames: Iterator[bytes],
+    into: "queue.SimpleQueue[bytes]",
+    outgoing: "queue.SimpleQueue[bytes]",
+) -> None:
+    """Take what comes; when the other process has ended, end what goes, too."""
     try:
         for frame in frames:
             into.put(frame)
     except grpc.RpcError:
-        return  # the other process has ended
+        pass
+    outgoing.put(b"")
 
 
 SERVERS = {"zmq": zmq_server, "grpc": grpc_server}
@@ -290,6 +296,7 @@ def main() -> None:
     if args.answer:
         carrier, content, address = args.answer
         answer(carrier, content, address, args.rounds)
+        return
     if args.quick:
         args.rounds = 20
     report("wire", measure_all(args), args)
