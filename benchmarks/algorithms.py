@@ -36,6 +36,8 @@ RECIPES = (
 
 PLAIN: dict[str, Any] = {"advantage": "group_mean", "loss": "gpg", "correction": "none"}
 WEIGHED: dict[str, Any] = {"advantage": "group_mean", "loss": "reinforce"}
+CLIPPED: dict[str, Any] = {"advantage": "group_mean", "loss": "ppo_clip", "correction": "none"}
+FORKS = {"continuations": 4, "members": 2}  # about as many tokens as four more members
 VARIATIONS: dict[str, dict[str, Any]] = {
     "uncorrected": PLAIN,
     "importance": {**WEIGHED, "correction": "none"},
@@ -45,10 +47,13 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "icepop": {**WEIGHED, "correction": "icepop"},
     "opsm": {**WEIGHED, "correction": ["tis", "opsm"]},
     "age_limit": {**PLAIN, "correction": {"age_limit": {"max_age": 2}}},
-    "ppo_clip": {"advantage": "group_mean", "loss": "ppo_clip", "correction": "none"},
+    "ppo_clip": CLIPPED,
     "topr": {**WEIGHED, "loss": "topr", "correction": "none"},
     "sapo": {**WEIGHED, "loss": "sapo", "correction": "none"},
     "dppo_tv": {**WEIGHED, "loss": "dppo_tv", "correction": "none"},
+    "pivots": {**CLIPPED, "group_size": 4, "pivots": FORKS},
+    "pivots_fork": {**CLIPPED, "group_size": 4, "pivots": {**FORKS, "trunk": "fork"}},
+    "pivots_random": {**CLIPPED, "group_size": 4, "pivots": {**FORKS, "where": "random"}},
 }
 
 BASE = {
@@ -112,7 +117,7 @@ def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[di
 def sections_of(name: str) -> dict[str, Any]:
     """Return the sections of the algorithm: algorithm, critic, teacher."""
     if name in VARIATIONS:
-        return {"algorithm": {**VARIATIONS[name], "group_size": 8, "groups_per_step": 8}}
+        return {"algorithm": {"group_size": 8, "groups_per_step": 8, **VARIATIONS[name]}}
     given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
     algorithm = {**given["algorithm"], "group_size": 8, "groups_per_step": 8}
     if "shaping" in algorithm:  # DAPO's lengths, for these shorter answers
@@ -148,6 +153,7 @@ def row_of(name: str, staleness: int, runs: list[list[dict[str, float]]]) -> Row
         "least": min(ends),
         "most": max(ends),
         "start": statistics.fmean(lines[0]["eval/accuracy"] for lines in runs),
+        "tokens": of_steps("train/tokens"),
         "mean_lag": of_steps("staleness/mean"),
         "ess_share": of_steps("offpolicy/ess_share"),
         "clip_share": of_steps("policy/clip_share"),

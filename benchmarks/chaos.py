@@ -31,7 +31,7 @@ from safetensors.numpy import load_file
 from jaxrl_async.audit import audit_report, audit_run
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.train import RESUME
+from jaxrl_async.train_command import RESUME
 
 ROOT = Path(__file__).parent.parent
 TINY = (

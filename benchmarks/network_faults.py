@@ -32,7 +32,7 @@ from packets import HOSTS, Line, inside, missing, network
 
 from jaxrl_async.audit import audit_report, audit_run
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.train import RESUME
+from jaxrl_async.train_command import RESUME
 
 TRAINER, SAMPLERS = HOSTS
 PORT = 7077

@@ -3,7 +3,8 @@
     python benchmarks/plans.py [--plans NAME ...] [--cache FOLDER] [--json [FILE]] [--write]
 
 Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
-but no TPU; compiled programs are read from the cache. --write puts the table into docs/plans.md.
+but no TPU; compiled programs are read from the cache. --write puts the table into docs/plans.md,
+where the columns of other plans stay as they are.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> None:
         print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in measured_on.items()))
         print(table(rows))
     if args.write:
-        write(DOCS, markdown(rows, measured_on))
+        write(DOCS, markdown([*others(DOCS, rows), *rows], measured_on))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +95,6 @@ TOGETHER = (
 
 
 def _together(plan: dict[str, Any]) -> dict[str, Any]:
-    simulated, best = plan["simulated"], plan["splits"][0]
     learning, slowest = plan["learning"], plan["trainer"]["timings"]["gradient"]
     values = (
         f"{learning['mfu']:.1%}",
@@ -102,13 +102,24 @@ def _together(plan: dict[str, Any]) -> dict[str, Any]:
         f"{slowest['largest']} {slowest['largest_share']:.0%}",
         f"{plan['decode']['bandwidth_share']:.1%}",
         _shares(plan["decode"]["account"]),
+        *_simulated(plan),
+    )
+    return dict(zip(TOGETHER, values, strict=True))
+
+
+def _simulated(plan: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the last five columns; both sides on the same chips are not simulated."""
+    simulated = plan["simulated"]
+    if simulated is None:
+        return round(plan["in_turns_tokens_per_s"]), "", "", "", "the same chips"
+    best = plan["splits"][0]
+    return (
         round(simulated["trained_tokens_per_s"]),
         f"{1 - simulated['trainer_busy_share']:.0%}",
         f"{simulated['sampler_idle_share']:.0%}",
         f"{simulated['staleness_mean']:.2f}",
         f"{best['trainer_chips']} + {best['sampler_chips']}",
     )
-    return dict(zip(TOGETHER, values, strict=True))
 
 
 def _shares(account: dict[str, float]) -> str:
@@ -125,8 +136,22 @@ def _most(kinds: dict[str, float]) -> str:
     return f"{name} {kinds[name] / GIB:.1f}"
 
 
+def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Read the plans in the file's table that are not among these rows."""
+    text = file.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("|")]
+    names, *body = (line for line in lines if line[0] != "---")
+    made = {row["setting"] for row in rows}
+    return [
+        {"setting": name, **{line[0].replace(" ", "_"): line[number] for line in body}}
+        for number, name in enumerate(names)
+        if name and name not in made
+    ]
+
+
 def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
-    """Transpose the table: one column for each plan."""
+    """Transpose the table: one column for each plan, by name."""
+    rows = sorted(rows, key=lambda row: str(row["setting"]))
     head = ["", *(r["setting"] for r in rows)]
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for key in list(rows[0])[1:] if rows else []:

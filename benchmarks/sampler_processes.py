@@ -66,7 +66,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recording
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.router.router import Router
-from jaxrl_async.types import Completion, Request, SamplingParams
+from jaxrl_async.types import Completion, Request, SamplingParams, VersionedParams
 
 LONGEST = 96
 """Longest answer, tokens; the shortest is a third of it."""
@@ -151,15 +151,16 @@ def started_sampling(
     params = jax.device_put(
         make_params(spec), shardings(table, inputs.slices.trainer, TRAINER_RULES)
     )
+    weights = VersionedParams(version=0, params=params)
     gate = ReplayBuffer(BufferSettings(groups_per_step=1, max_staleness=1))
     with tempfile.TemporaryDirectory() as name, ExitStack() as closing:
         folder = Path(name)
         if where == "threads":
             schedule = Recording(folder / "schedule.jsonl", {"schedule": 1})
-            sampling = make_sampling(config, inputs, params, 0, schedule, gate)
+            sampling = make_sampling(config, inputs, weights, schedule, gate)
         else:
             sampling = make_remote_sampling(
-                config, inputs, params, 0, gate, Lockstep(), folder, closing
+                config, inputs, weights, gate, Lockstep(), folder, closing
             )
         sampling.router.start()
         try:

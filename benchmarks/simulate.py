@@ -202,6 +202,8 @@ COMPARED = (
     "trainer_busy_share", "sampler_busy_share", "slot_occupancy", "trained_tokens_per_s",
     "staleness_mean",
 )  # fmt: skip
+COMPILED_S = 0.25
+"""A round with a program that comes from the cache, and takes less than this, disturbs nobody."""
 SLEPT_SAMPLER = Path(__file__).parent / "slept_sampler.py"
 
 
@@ -355,6 +357,8 @@ def slept_samplers(device: Dictated | None, folder: Path) -> Iterator[None]:
         if command[1:3] != ["-m", "jaxrl_async.sample"]:
             return start(command, env=env, **more)
         more["env"] = env | {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "SLEPT_DEVICE": json.dumps(asdict(device)),
             "SLEPT_ROUNDS": str(folder),
         }
@@ -603,7 +607,8 @@ def disturbed(found: Run, warm_up: int) -> set[int]:
     """Return the steps to leave out: those with a compile or a delay, and those after them that
     train on data drawn meanwhile."""
     lines = found.lines[1:-1]
-    compiled = {version for r in found.rounds if r.compiled for version in r.making}
+    slow = [r for r in found.rounds if r.compiled and r.busy_s - r.decode_s > COMPILED_S]
+    compiled = {version for r in slow for version in r.making}
     walls = {
         b["step"]: b["time/elapsed_s"] - a["time/elapsed_s"]
         for a, b in pairwise(lines[warm_up - 1 :])

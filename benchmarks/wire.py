@@ -26,8 +26,8 @@ from common import Row, columns, options, parser, report, spread
 from jaxrl_async import codec
 from jaxrl_async.types import Completion, Request, StopReason
 from jaxrl_async.wire.dial import dial
+from jaxrl_async.wire.grpc_link import OPTIONS, grpc
 from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.link import OPTIONS, grpc
 from jaxrl_async.wire.messages import MESSAGES, Answers, Hello, Start, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 

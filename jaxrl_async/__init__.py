@@ -11,6 +11,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "train": "jaxrl_async.api.training",
+    "steps": "jaxrl_async.api.training",
+    "generate": "jaxrl_async.api.asking",
+    "Asker": "jaxrl_async.api.asking",
+    "Run": "jaxrl_async.api.finished_run",
+    "StopTraining": "jaxrl_async.errors",
+    "JaxrlError": "jaxrl_async.errors",
+    "Config": "jaxrl_async.config.schema",
+    "load": "jaxrl_async.config.load",
     "Policy": "jaxrl_async.model.policy",
     "Sampler": "jaxrl_async.sampler.sampler",
     "Request": "jaxrl_async.types",
@@ -21,6 +30,11 @@ _HOMES = {
     "Completion": "jaxrl_async.types",
     "Partial": "jaxrl_async.types",
     "Episode": "jaxrl_async.types",
+    "Task": "jaxrl_async.tasks.task",
+    "Environment": "jaxrl_async.tasks.task",
+    "Game": "jaxrl_async.tasks.game",
+    "Round": "jaxrl_async.tasks.game",
+    "Step": "jaxrl_async.tasks.task",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -61,8 +61,20 @@ class RolloutError(JaxrlError, RuntimeError):
     """A request, an environment or a scorer failed, and the error policy does not forgive it."""
 
 
+class SessionEnded(RolloutError, ConnectionAbortedError):
+    """A call came for a session that has ended, or that nobody opened; the message says why."""
+
+
+class SessionLimit(RolloutError):
+    """A session has reached a limit and may not draw any more; the message names the limit."""
+
+
 class RolloutTimeout(RolloutError, TimeoutError):
     """An environment or a scorer took longer than its limit."""
+
+
+class EndpointMisset(RolloutError):
+    """An endpoint that judges or plays will serve no call as it is set up: the run ends."""
 
 
 class RefusedScore(RolloutError):
@@ -103,3 +115,7 @@ class Stopped(JaxrlError, InterruptedError):
 
 class MissingExtraError(JaxrlError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""
+
+
+class StopTraining(Exception):
+    """Raised by a caller's on_step: end the run after this update, with everything saved."""

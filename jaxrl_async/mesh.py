@@ -6,7 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -59,8 +59,8 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 
 class Slices(NamedTuple):
-    """The trainer's mesh and those of the samplers in this process; the same devices if
-    colocated."""
+    """The trainer's mesh and those of the samplers in this process; if colocated, one sampler on
+    the trainer's devices of this process."""
 
     trainer: Mesh
     samplers: tuple[Mesh, ...]
@@ -76,10 +76,10 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     """Give the trainer the first devices and the samplers the next (or the same) ones.
 
     With several processes, each gives its first devices to the trainer's mesh, which spans them
-    all; the samplers are those of this process (none if colocated: a slice that spans processes
-    cannot sample). Samplers in processes of their own have devices of their own: all of these are
-    the trainer's. Raises MeshError if there are too few devices, or if the TPU compiler refuses a
-    program over the devices of a slice.
+    all; the samplers are those of this process (if colocated one, on what this process gave).
+    Samplers in processes of their own have devices of their own: all of these are the trainer's.
+    Raises MeshError if there are too few devices, if they cannot be cut so, or if the TPU compiler
+    refuses a program over the devices of a slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
@@ -89,19 +89,22 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
             "mesh.colocated=true."
         )
     hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
-    if len(hosts) > 1:
-        _check_hosts(section, hosts)
+    _check_hosts(section, hosts)
     count, each = section.trainer.num_devices // len(hosts), section.sampler.num_devices
     alone = len(hosts) == 1
     first = 0 if section.colocated else count
-    here_too = not section.remote and (alone or not section.colocated)
-    samplers = section.samplers // len(hosts) if here_too else 0
+    samplers = section.samplers // (1 if section.colocated else len(hosts))
+    samplers = 0 if section.remote else samplers
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     of_trainer = [d for host in hosts for d in host[:count]]
+    in_place = section.colocated and not alone  # each device has its part of the weights already
     slices = Slices(
         make_mesh(section.trainer, of_trainer, reorder=alone or not samplers),
-        tuple(make_mesh(section.sampler, here[start : start + each]) for start in starts),
+        tuple(
+            make_mesh(section.sampler, here[start : start + each], reorder=not in_place)
+            for start in starts
+        ),
         section.colocated,
     )
     if devices[0].platform == "tpu":
@@ -366,6 +369,23 @@ class DeviceLock:
                 self._waiting.popleft().set()  # handed over, still held
             else:
                 self._held = False
+
+
+class DeviceLocks:
+    """Several locks taken together, always in this order, and given back in the other."""
+
+    def __init__(self, *locks: AbstractContextManager[Any]) -> None:
+        self._locks, self._held = locks, ExitStack()
+
+    def __enter__(self) -> "DeviceLocks":
+        with ExitStack() as taking:
+            for lock in self._locks:
+                taking.enter_context(lock)
+            self._held = taking.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
 
 class _NoDeviceLock:

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.schema import DistributedSection
+from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
 from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import end_on_ctrl_c
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = tuple(AxesSection.model_fields)
 """Axes of a slice, as the settings of mesh.sampler name them."""
 
 
@@ -45,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             once=args.once,
             process=0 if place is None else place.process_id,
             processes=1 if place is None else place.num_processes,
-            remote=RemoteSection(
-                tls_certificate=args.tls_certificate,
-                tls_key=args.tls_key,
-                tls_authority=args.tls_authority,
-            ),
+            remote=connections_of(args),
         )
         code: int = process.run_sampler(joining)
         return distributed.leave(code)
@@ -82,6 +78,18 @@ def section_of(args: argparse.Namespace) -> DistributedSection:
     return DistributedSection(
         coordinator=args.coordinator, num_processes=int(count), process_id=int(index)
     )
+
+
+def connections_of(args: argparse.Namespace) -> RemoteSection:
+    """Return what this side has of its own: the certificates, and the port if one is given."""
+    own = RemoteSection(
+        tls_certificate=args.tls_certificate,
+        tls_key=args.tls_key,
+        tls_authority=args.tls_authority,
+    )
+    if args.data_port is None:
+        return own
+    return own.model_copy(update={"data_port": args.data_port})
 
 
 def axes_of(text: str) -> dict[str, int]:
@@ -123,6 +131,13 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
+def port_of(text: str) -> int:
+    """Return a port from 0 to 65535. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_async.sample",
@@ -141,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--process", metavar="I/N", help="its number on a slice of N hosts (default: found)")
     add("--coordinator", metavar="HOST:PORT", help="of the first of those, with --process")
     add("--wait", type=seconds_of, default=600.0, metavar="S", help="most time without a trainer")
+    add(
+        "--data-port",
+        type=port_of,
+        metavar="PORT",
+        help="port at which it passes weights on, or the next free one (default: remote.data_port "
+        "of the run); 0: any",
+    )
     add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
     add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")
     for name, what in (

@@ -21,6 +21,9 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertIds = NDArray[np.signedinteger[Any]]
+Message = Mapping[str, Any]
+"""A chat message as OpenAI's chat completions write it: `role` and `content`, and where they apply
+`tool_calls`, `tool_call_id`, `name` and `reasoning_content`."""
 
 NOT_DRAWN = -1
 """Version of a token that the policy did not draw (prompt, tool reply, padding)."""
@@ -56,6 +59,7 @@ class Prompt:
     text: str  # token_ids decoded, for people and for rewards
     reference: str  # what scorers need (the right answer)
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
+    messages: tuple[Message, ...] = ()  # what token_ids were rendered from; empty: plain text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +93,15 @@ class Request:
     # sampler chooses a fresh key, so that requests of one prompt draw different tokens
     key: tuple[int, int] | None = None
     branch: int = 0  # which continuation of a fork: changes random numbers after the fork
+    # while it waits: the lowest goes first, compared from the left (as vLLM's priority, a level
+    # and a place within it); equal ones in the order of asking. Changes no token
+    priority: tuple[int, int] = (0, 0)
     forced_length: int | None = (
         None  # benchmarks: ignore stop tokens and end after this many tokens
     )
     extras: bool = False  # the completion has full_logprobs and kept
+    # which of the sampler's adapters it is drawn with; its tokens' versions are that adapter's
+    adapter: str = ""  # empty: none of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,34 +153,10 @@ class Partial:
     full_logprobs: FloatArray | None = None  # as in Completion
     kept: KeptTokens | None = None
     expert_ids: ExpertIds | None = None  # as in Completion
-    kv: FloatArray | None = None  # [layers, 2, tokens, kv_heads, head_dim]; prompt and drawn tokens
+    kv: FloatArray | None = None
+    """[layers, 2, tokens, kv_heads, head_dim], of prompt and drawn tokens; with latent attention
+    [layers, 1, tokens, 1, width]."""
     kv_version: int | None = None  # the version that computed all of kv
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One token sequence as the policy saw it: nothing is rendered or tokenised again after this.
-
-    Prompt P (3 tokens), answer A (2), tool reply T (2), answer B (1):
-        token_ids = [P P P A A T T B]     drawn    = [0 0 0 1 1 0 0 1]
-        logprobs  = [0 0 0 a a 0 0 b]     versions = [- - - 7 7 - - 9]     # '-' is NOT_DRAWN
-    """
-
-    token_ids: IntArray  # [length] int32
-    drawn: BoolArray  # [length] True: the policy drew the token
-    logprobs: FloatArray  # [length] float32, of the distribution drawn from; 0 where not drawn
-    versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
-    stop: StopReason
-    num_turns: int = 1
-    kept: KeptTokens | None = None  # of all turns' drawn tokens, in order; None: not requested
-    # [length, layers, k]: the experts of each token, as in Completion; -1 where unknown: the last
-    # drawn token and what follows it. None: not requested
-    expert_ids: ExpertIds | None = None
-
-    @property
-    def num_drawn(self) -> int:
-        """Number of tokens that the policy drew."""
-        return int(self.drawn.sum())
 
 
 CORRECT = "correct"
@@ -187,6 +172,59 @@ class Score:
     token_rewards: FloatArray | None = (
         None  # [length] float32 added to reward, e.g. at the end of each reasoning step
     )
+    named_of_tokens: float = 0.0  # how much of token_rewards' sum is in the parts as well
+
+    process_rewards: FloatArray | None = (
+        None  # [length] float32 added to these: reward.process, whose age has a limit of its own
+    )
+
+    @property
+    def by_token(self) -> FloatArray | None:
+        """What the tokens earned in all, [length] float32; None: nothing."""
+        given = [r for r in (self.token_rewards, self.process_rewards) if r is not None]
+        return sum(given[1:], given[0]) if given else None
+
+    @property
+    def total(self) -> float:
+        """The reward with what its tokens earned: the return of the episode."""
+        earned = self.by_token
+        return float(self.reward + (0.0 if earned is None else earned.sum(dtype=np.float64)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One answer as the policy saw it, token for token: nothing is tokenised again after this.
+
+    Prompt P (3 tokens), answer A (2), tool reply T (2), answer B (1):
+        token_ids = [P P P A A T T B]     drawn    = [0 0 0 1 1 0 0 1]
+        logprobs  = [0 0 0 a a 0 0 b]     versions = [- - - 7 7 - - 9]     # '-' is NOT_DRAWN
+
+    Where history was rewritten (compaction, dropped thinking, a sub-agent), the policy saw several
+    contexts. They lie one behind the other, each a sequence of its own with positions from 0:
+        token_ids = [P P A A | S T B]     starts   = (0, 4)
+    Every drawn token is marked as drawn in one context only; where another one repeats it, it is
+    context there.
+    """
+
+    token_ids: IntArray  # [length] int32
+    drawn: BoolArray  # [length] True: the policy drew the token
+    logprobs: FloatArray  # [length] float32, of the distribution drawn from; 0 where not drawn
+    versions: IntArray  # [length] int32; NOT_DRAWN where not drawn
+    stop: StopReason
+    num_turns: int = 1
+    kept: KeptTokens | None = None  # of all turns' drawn tokens, in order; None: not requested
+    # [length, layers, k]: the experts of each token, as in Completion; -1 where unknown: the last
+    # drawn token and what follows it. None: not requested
+    expert_ids: ExpertIds | None = None
+    starts: tuple[int, ...] = (0,)  # where each context begins, ascending
+    score: Score | None = None  # what its environment gave; None: the scorers alone judge it
+    seat: str = ""  # of a game, which the policy filled; empty: no game
+    peers: str = ""  # compared with those of its group that have the same word: a seat, a fork
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens that the policy drew."""
+        return int(self.drawn.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,24 +250,41 @@ class EpisodeGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledGroup:
+    """What is left of a group that had become too old while it was being drawn."""
+
+    ticket: Ticket
+    prompt_id: int
+    oldest: int  # version of its oldest drawn token
+    lengths: tuple[int, ...]  # drawn tokens of each member so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """The groups that the buffer gives for one step, in training order, and those it dropped."""
 
     groups: tuple[EpisodeGroup, ...]
     dropped: tuple[tuple[EpisodeGroup, Drop], ...]
     waited_s: float  # time the trainer waited, seconds
+    cancelled: tuple[CancelledGroup, ...] = ()  # since the last draw, unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """Token sequences packed into rows of fixed length; segment 0 is padding.
 
+    A segment is one context of an episode (Episode.starts): it lies whole in one row. What is
+    computed by sequence_ids is computed of episodes, what is computed by segment_ids, of contexts.
+
     Position t holds token t. `mask[t]` says that token t was drawn and is learnt; its log-prob
     comes from the logits at t - 1. The mask is never set on a segment's first token.
+
+    Where contexts share prefixes (trainer.share_prefixes), a segment may begin at a position s > 0:
+    its context has the first s tokens of the context that lies before it in the row.
     """
 
     token_ids: IntArray  # [rows, length] int32
-    positions: IntArray  # [rows, length] int32, from 0 in each segment
+    positions: IntArray  # [rows, length] int32, place of the token in its context
     segment_ids: IntArray  # [rows, length] int32, from 1 in each row; 0 is padding
     mask: BoolArray  # [rows, length]
     behavior_logprobs: FloatArray  # [rows, length] float32, 0 outside the mask
@@ -238,6 +293,9 @@ class PackedBatch:
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
     group_ids: IntArray  # [rows, length] int32, index of the group in the step; -1 is padding
     supervised: BoolArray  # [rows, length] tokens of worked answers, learnt by likelihood
+    # [rows, length] int32, place of the token in its episode, whose contexts may lie in different
+    # rows. None: every episode is one context, and `positions` says it
+    offsets: IntArray | None = None
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 says that token v could be drawn
     # here; all bits are set outside drawn tokens. None: any token (algorithm.keep_sampling_mask)
     kept: NDArray[np.uint8] | None = None

@@ -17,6 +17,7 @@ from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import AlgorithmSection, Config
 from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.model.policy import Policy
 
 ROOT = Path(__file__).parent.parent
@@ -164,9 +165,9 @@ def test_constraints_are_names_and_versions_only():
 def test_a_configuration_loads_and_starts_with_its_command(path):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     name = path.relative_to(ROOT).as_posix()
-    job, options = ("plan", r" --topology \S+ --sampler-topology \S+ ") if "plans" in name else (
-        "train", " "
-    )  # fmt: skip
+    job, options = "train", " "
+    if "plans" in name:
+        job, options = "plan", r" --topology \S+(?: --sampler-topology \S+)? "
     match = re.match(
         rf"# python -m jaxrl_async\.{job} {re.escape(name)}((?: \S+=\S+)*){options} +\S", first
     )
@@ -180,10 +181,12 @@ BESIDE = {
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
     "remote.": ["mesh.samplers_in=elsewhere"],
-    "data.jsonl.": ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
-                    "reward.function=mine.py:judged"],
+    **{start: ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
+               "reward.function=mine.py:judged"]
+       for start in ("data.jsonl.", "data.chat_", "data.keep_thinking", "data.system_prompt")},
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
+    "model.architecture.family=deepseek": ["model.architecture.experts=4"],
     "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
 }  # fmt: skip
 """What a setting needs to be read, by how it begins."""
@@ -201,17 +204,45 @@ def test_overrides_in_readme_and_docs_are_valid():
         load(ROOT / base, [*beside, word])
 
 
-def test_the_python_example_in_readme_runs(tmp_path, monkeypatch):
+def in_a_folder_with_policies(tmp_path, monkeypatch):
     tokenizer = addition_tokenizer()
     spec = tiny_spec(tokenizer.vocab_size)
     policy = Policy(spec, tiny_params(spec), tokenizer)
-    (tmp_path / "runs/addition").mkdir(parents=True)
     policy.save_pretrained(tmp_path / "runs/addition/policy")
+    tokenizer = chat_tokenizer()
+    spec = tiny_spec(tokenizer.vocab_size)
+    Policy(spec, tiny_params(spec), tokenizer).save_pretrained(tmp_path / "Qwen3-0.6B")
     monkeypatch.chdir(tmp_path)
-    example = next(block for block in blocks("python") if "Sampler" in block)
+
+
+PYTHON_PAGE = (ROOT / "docs/python.md").read_text("utf-8")
+
+
+def test_the_sampler_in_docs_runs(tmp_path, monkeypatch):
+    in_a_folder_with_policies(tmp_path, monkeypatch)
+    names: dict = {}
+    exec(next(block for block in blocks("python", PYTHON_PAGE) if "Sampler(" in block), names)
+    assert 1 <= len(names["completion"].token_ids) <= 48
+
+
+@pytest.mark.exhaustive
+def test_readmes_lines_of_python_train_and_answer(tmp_path, monkeypatch, capsys):
+    in_a_folder_with_policies(tmp_path, monkeypatch)
+    example = next(block for block in blocks("python") if "jr.train" in block)
+    assert example == blocks("python", PYTHON_PAGE)[0]
+    for whole, small in (("steps=50", "steps=1, groups_per_step=2"), ("range(50)", "range(4)")):
+        assert whole in example
+        example = example.replace(whole, small)
     names: dict = {}
     exec(example, names)
-    assert 1 <= len(names["completion"].token_ids) <= 48
+    assert names["run"].curve("eval/reward") and names["run"].report.is_file()
+
+
+@pytest.mark.exhaustive
+def test_the_asker_in_docs_answers(tmp_path, monkeypatch, capsys):
+    in_a_folder_with_policies(tmp_path, monkeypatch)
+    exec(next(block for block in blocks("python", PYTHON_PAGE) if "jr.Asker" in block), {})
+    assert capsys.readouterr().out
 
 
 def test_the_loss_in_docs_is_accepted_as_a_users_own(tmp_path):

@@ -93,11 +93,11 @@ def step_data(
     groups: Sequence[EpisodeGroup], values: Sequence[Sequence[FloatArray]] | None = None
 ) -> StepData:
     """Return the step's data from its scores, before any shaping."""
-    has_token_rewards = any(s.token_rewards is not None for g in groups for s in g.scores)
+    has_token_rewards = any(s.by_token is not None for g in groups for s in g.scores)
     return StepData(
         groups=tuple(groups),
         rewards=tuple(np.array([s.reward for s in g.scores], np.float64) for g in groups),
-        token_rewards=tuple(tuple(s.token_rewards for s in g.scores) for g in groups)
+        token_rewards=tuple(tuple(s.by_token for s in g.scores) for g in groups)
         if has_token_rewards
         else None,
         values=None if values is None else tuple(tuple(of_group) for of_group in values),
@@ -267,7 +267,8 @@ def gdpo(
 
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
     al. 2026 (arXiv:2601.05242). Weights default to 1. What shaping added to the reward is one more
-    part, `shaping`, and what tokens earned another, `tokens`; a reward without parts is the part
+    part, `shaping`, and what tokens earned another, `tokens`, unless a part names it, as that of
+    an environment's turn does; a reward without parts is the part
     `reward`. A weight of a part that no score of the step names has no effect; `check_weights`
     looks for wrong names before the run.
     """
@@ -301,7 +302,9 @@ def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[st
     names = sorted({name for s in group.scores for name in s.parts})
     shaped = rewards - np.array([s.reward for s in group.scores])
     parts = {n: np.array([s.parts.get(n, 0.0) for s in group.scores]) for n in names}
-    extra = {"shaping": shaped if names else np.zeros(0), "tokens": of_tokens}
+    named = np.array([s.named_of_tokens for s in group.scores])
+    unnamed = np.where(np.isclose(of_tokens, named, rtol=1e-6), 0.0, of_tokens - named)
+    extra = {"shaping": shaped if names else np.zeros(0), "tokens": unnamed}
     return (parts or {"reward": rewards}) | {n: v for n, v in extra.items() if v.any()}
 
 

@@ -48,6 +48,7 @@ class Column(NamedTuple):
     optional: bool = False  # None in runs that do without it
     per_token: str = ""  # axes behind [rows, length]
     policy_alone: bool = False  # must not be given to a reference, teacher or critic
+    of_context: bool = False  # the same where another context shares the token
 
 
 def _loss_only(name: str, *, optional: bool = False, dtype: str = "float32") -> Column:
@@ -58,8 +59,8 @@ def _loss_only(name: str, *, optional: bool = False, dtype: str = "float32") -> 
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        Column("token_ids", "int32", Source.PACK),
-        Column("positions", "int32", Source.PACK),
+        Column("token_ids", "int32", Source.PACK, of_context=True),
+        Column("positions", "int32", Source.PACK, of_context=True),
         Column("segment_ids", "int32", Source.PACK, in_loss=True),
         Column("mask", "bool", Source.PACK, False, in_loss=True),
         Column("behavior_logprobs", "float32", Source.PACK, 0.0, in_loss=True),
@@ -75,11 +76,12 @@ COLUMNS: dict[str, Column] = {
         Column("kept", "uint8", Source.PACK, ALL_BITS, optional=True, per_token="vocab / 8"),
         Column(
             "expert_ids", "int8", Source.PACK, UNKNOWN_EXPERT, optional=True,  # or int16
-            per_token="layers, k", policy_alone=True,
+            per_token="layers, k", policy_alone=True, of_context=True,
         ),
         Column("sequence_ids", "int32", Source.PACK, -1, on_device=False),
-        Column("group_ids", "int32", Source.PACK, -1, on_device=False),
+        Column("group_ids", "int32", Source.PACK, -1, on_device=False, of_context=True),
         Column("supervised", "bool", Source.PACK, False, on_device=False),
+        Column("offsets", "int32", Source.PACK, on_device=False, optional=True),
         _loss_only("policy_logprobs"),
         _loss_only("entropy"),
         _loss_only("anchor_logprobs", optional=True),

@@ -31,7 +31,7 @@ class KLFacts(NamedTuple):
 kl: Registry[KLFn, KLFacts] = Registry("kl estimator", "algorithm.kl", KLFacts)
 
 
-def is_whole(choice: Choice) -> bool:
+def sees_whole_distribution(choice: Choice) -> bool:
     """Return whether the chosen estimator compares distributions over the whole vocabulary."""
     return "reference_divergence" in kl.facts(choice).needs
 

@@ -15,7 +15,8 @@ from jax import Array
 
 from jaxrl_async.algorithms.aggregate import mean_of
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
-from jaxrl_async.algorithms.kl import KLFn, is_whole, k3_of, kl
+from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.algorithms.kl import KLFn, k3_of, kl, sees_whole_distribution
 from jaxrl_async.algorithms.losses import (
     ON_REQUEST,
     TokenInputs,
@@ -69,6 +70,7 @@ class Totals(NamedTuple):
     means: dict[str, tuple[Array, Array]]  # total, count
     maxima: dict[str, Array]  # -inf where nothing was looked at
     minima: dict[str, Array]  # inf where nothing was looked at
+    load: ExpertLoad | None = None  # the only part with a gradient; None: no experts
 
 
 def pass_columns(
@@ -89,7 +91,7 @@ def pass_columns(
     needed = set(ON_REQUEST.intersection(token_loss.facts(algorithm.loss).needs))
     if algorithm.epochs * algorithm.minibatches > 1 or in_reward or "covariance_rank" in needed:
         needed.add("proximal_logprobs")
-    several_passes = algorithm.epochs > 1 and not is_whole(algorithm.kl)
+    several_passes = algorithm.epochs > 1 and not sees_whole_distribution(algorithm.kl)
     if in_reward or (refers and (several_passes or offloads)):
         needed.add("reference_logprobs")
     return frozenset(needed)
@@ -111,7 +113,7 @@ def make_recipe(
         coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
         anchor=algorithm.anchor,
         kl_in_loss=algorithm.kl_in == "loss",
-        whole_kl=is_whole(algorithm.kl),
+        whole_kl=sees_whole_distribution(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,

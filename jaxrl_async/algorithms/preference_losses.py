@@ -160,6 +160,7 @@ def bradley_terry(
 preference_loss.check_known(
     function_facts.WITHOUT_REFERENCE, lambda facts: "reference" not in facts.needs
 )
+preference_loss.check_known(function_facts.SINGLE_ANSWERS, lambda facts: "baseline" in facts.needs)
 
 
 def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
@@ -192,7 +193,7 @@ def log_ratios(x: PairInputs) -> tuple[Array, Array]:
     return chosen, x.rejected_logprobs - jax.lax.stop_gradient(x.reference_rejected)
 
 
-def summed(
+def summed_pairs(
     x: PairLoss, chosen_lengths: Array, rejected_lengths: Array, weight: Array
 ) -> tuple[Array, Totals]:
     """Return weight * sum of the losses of the pairs that exist, and what to report of them.

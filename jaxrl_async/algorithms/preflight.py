@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, needs_critic
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction, correction_of, default_correction
-from jaxrl_async.algorithms.kl import is_whole
+from jaxrl_async.algorithms.kl import sees_whole_distribution
 from jaxrl_async.algorithms.losses import (
     ON_REQUEST,
     TokenInputs,
@@ -54,7 +54,7 @@ def with_correction(config: schema.Config) -> schema.Config:
     Raise ConfigError on an unknown loss.
     """
     algorithm = config.algorithm
-    if config.run.job != "rl":
+    if config.run.job != "rl" or config.pairs.loss is not None:  # pairs need no correction
         return config
     used = algorithm.model_copy(update={"correction": correction_of(algorithm)})
     return config.model_copy(update={"algorithm": used})
@@ -72,10 +72,13 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
     _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
+    members = algorithm.least_members or algorithm.group_size
     for choice in algorithm.shaping:
-        function = shaping.resolve(choice, group_size=algorithm.group_size)
+        function = shaping.resolve(choice, group_size=members)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
-    left = kept_group_size(algorithm.shaping, algorithm.group_size)
+    left = kept_group_size(algorithm.shaping, members)
+    if algorithm.pivots.continuations:  # and the trunk
+        left = min(left, algorithm.pivots.continuations + 1)
     try_advantage(algorithm.advantage, group_size=left)
     aggregate.resolve(algorithm.aggregate)
     if bends(algorithm):
@@ -211,7 +214,7 @@ def _check_loss_shape(where: str, loss: Any) -> None:
 def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
     """Make every field that a loss may look at with this algorithm; some tokens are masked."""
     refers = algorithm.kl_coefficient > 0
-    whole = is_whole(algorithm.kl)
+    whole = sees_whole_distribution(algorithm.kl)
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
 

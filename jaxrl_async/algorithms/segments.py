@@ -9,6 +9,10 @@
 
 A sequence lies in one row, so its sum does not depend on its neighbours in the row, on the order of
 rows or on the cut into micro-batches. `segment_ids=None`: each row is one sequence.
+
+Of an episode of several contexts (types.Episode.starts), each context is a sequence here: ratios
+and weights of whole sequences are those of what was drawn in it, given what the policy saw there.
+The advantage is still the episode's, and aggregates count episodes.
 """
 
 from collections.abc import Callable

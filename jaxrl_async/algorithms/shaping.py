@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from jaxrl_async.algorithms.advantages import Doubles, StepData, returns_of, step_data
+from jaxrl_async.algorithms.forks import with_references
+from jaxrl_async.algorithms.peers import by_peers, classes_of, split_group
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
 from jaxrl_async.config.schema import Choice, arguments_of
 from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
@@ -54,12 +56,49 @@ def kept_group_size(choices: Sequence[Choice], group_size: int) -> int:
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
-    """Apply all functions in order; without any, all drawn tokens are learnt."""
-    masks = tuple(tuple(e.drawn for e in g.episodes) for g in data.groups)
-    shaped = Shaped(data=data, masks=masks)
+    """Apply all functions in order; without any, all drawn tokens are learnt.
+
+    What a function compares within a group it compares among peers (Episode.peers).
+    """
+    parts = by_peers(data) if functions else data
+    masks = tuple(tuple(e.drawn for e in g.episodes) for g in parts.groups)
+    shaped = Shaped(data=parts, masks=masks)
     for function in functions:
         shaped = function(shaped)
-    return shaped
+    return shaped if parts is data else _rejoined(shaped, data.groups)
+
+
+def _rejoined(shaped: Shaped, groups: Sequence[EpisodeGroup]) -> Shaped:
+    """Return a step whose groups were split by words with the groups whole again, in their own
+    order; where episodes were left out, in the order of the words."""
+    data, begin = shaped.data, 0
+    whole: list[EpisodeGroup] = []
+    chosen: list[list[tuple[int, int]]] = []  # per group: part and index in it
+    masks: list[tuple[BoolArray, ...]] = []
+    for group in groups:
+        classes = classes_of(group)
+        parts = range(begin, begin + len(classes))
+        begin += len(classes)
+        places = [(p, i) for p in parts for i in range(len(data.groups[p].episodes))]
+        indices = [index for of_word in classes for index in of_word]
+        if len(indices) == len(places):
+            places = [place for _, place in sorted(zip(indices, places, strict=True))]
+        chosen.append(places)
+        masks.append(tuple(shaped.masks[p][i] for p, i in places))
+        whole.append(
+            replace(
+                group,
+                episodes=tuple(data.groups[p].episodes[i] for p, i in places),
+                scores=tuple(data.groups[p].scores[i] for p, i in places),
+            )
+        )
+    tokens = data.token_rewards
+    joined = StepData(
+        groups=tuple(whole),
+        rewards=tuple(np.array([data.rewards[p][i] for p, i in places]) for places in chosen),
+        token_rewards=tokens and tuple(tuple(tokens[p][i] for p, i in places) for places in chosen),
+    )
+    return replace(shaped, data=joined, masks=tuple(masks))
 
 
 # ---- rewards
@@ -92,6 +131,20 @@ def soft_overlong(
     ]
     rewards = [r + weight * p for r, p in zip(shaped.data.rewards, penalties, strict=True)]
     return _rewarded(shaped, rewards, "shaping/overlong_penalized", penalties)
+
+
+@shaping
+def missing_eos(shaped: Shaped, *, penalty: Above0 = 1.0) -> Shaped:
+    """Subtract `penalty` from the reward of answers that a length limit cut off, and keep them.
+
+    Huang et al. 2024 (arXiv:2403.17031), whose penalty replaces the score; subtracted as in TRL.
+    """
+    cut = [
+        np.array([e.stop is StopReason.LENGTH for e in g.episodes], bool)
+        for g in shaped.data.groups
+    ]
+    rewards = [r - penalty * c for r, c in zip(shaped.data.rewards, cut, strict=True)]
+    return _rewarded(shaped, rewards, "shaping/missing_eos", cut)
 
 
 @shaping
@@ -197,7 +250,7 @@ def downsample(
         for g, r in zip(shaped.data.groups, shaped.data.rewards, strict=True)
     ]
     left = sum(len(g.episodes) - len(c) for g, c in zip(shaped.data.groups, chosen, strict=True))
-    return _counted(_kept(shaped, chosen), "shaping/left_out", left)
+    return counted(with_episodes(shaped, chosen), "shaping/left_out", left)
 
 
 def _resampled(
@@ -219,7 +272,7 @@ def _resampled(
     return sorted(int(i) for i in taken)
 
 
-def _kept(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
+def with_episodes(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
     """Return the step with the chosen episodes of each group only."""
     data = shaped.data
     groups = [
@@ -253,7 +306,7 @@ def _rewarded(
 ) -> Shaped:
     data = replace(shaped.data, rewards=tuple(rewards))
     count = sum(int(np.count_nonzero(c)) for c in changed)
-    return _counted(replace(shaped, data=data), name, count)
+    return counted(replace(shaped, data=data), name, count)
 
 
 def _masked(shaped: Shaped, cut: Sequence[Sequence[bool]], name: str) -> Shaped:
@@ -261,10 +314,11 @@ def _masked(shaped: Shaped, cut: Sequence[Sequence[bool]], name: str) -> Shaped:
         tuple(np.zeros_like(m) if out else m for m, out in zip(*of_group, strict=True))
         for of_group in zip(shaped.masks, cut, strict=True)
     )
-    return _counted(replace(shaped, masks=masks), name, sum(map(sum, cut)))
+    return counted(replace(shaped, masks=masks), name, sum(map(sum, cut)))
 
 
-def _counted(shaped: Shaped, name: str, count: int) -> Shaped:
+def counted(shaped: Shaped, name: str, count: int) -> Shaped:
+    """Return the step with `count` more under a name of METRICS."""
     return replace(shaped, counts={**shaped.counts, name: shaped.counts.get(name, 0.0) + count})
 
 
@@ -276,7 +330,8 @@ def _lengths(group: EpisodeGroup) -> Doubles:
 
 
 def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float = 0.0) -> bool:
-    """Return whether the standard deviation of the group's returns is above `least_std`.
+    """Return whether the standard deviation of the group's returns, or of those of one of its
+    words (Episode.peers), is above `least_std`.
 
     Equal returns never differ, whatever their rounding. Yu et al. 2025 (DAPO, arXiv:2503.14476),
     sec. 3.2, dynamic sampling: prompts with accuracy 0 or 1 have no gradient.
@@ -286,10 +341,11 @@ def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float
         part: the part of the reward to look at, 0 in a score without it. None: the whole return.
         least_std: in units of the reward.
     """
-    values = _judged(group, part)
-    if not len(values) or np.all(values == values[0]):
-        return False
-    return bool(values.std() > least_std)
+    return any(
+        bool(not np.all(values == values[0]) and values.std() > least_std)
+        for one in split_group(with_references(group))
+        if len(values := _judged(one, part))
+    )
 
 
 def _judged(group: EpisodeGroup, part: str | None) -> Doubles:

@@ -10,7 +10,8 @@
 
 `version` is what was live at admission, or what the step improved; `oldest` is of the group's
 tokens; `lengths` are drawn tokens per episode. A group dropped by the trainer, or for lack of a
-signal (at the live version), has all of these. `use` counts a group's steps: 1, 2, ... up to
+signal (at the live version), has all of these; so has one that was cancelled because it had become
+too old, with its lengths so far. `use` counts a group's steps: 1, 2, ... up to
 buffer.reuse; one that grows too old before is retired after so many `uses`. A group is returned
 if the step that it was taken for was not made: that use does not count. A resumed run moves the
 lines from after its checkpoint to ledger.superseded.jsonl and continues with `resumed`: numbers

@@ -2,7 +2,7 @@
 
         admit ──> in flight ──put──> ready ──draw──> taken ──set_live──> freed
                                        ^── give_back ──┘  (no step came of it)
-                     │ fail            │ stale,        └──> kept ──draw──> ... up to `reuse` times,
+                     │ fail, cancel    │ stale,        └──> kept ──draw──> ... up to `reuse` times,
                      │ no signal       │ from the           │              or until it is too old
                      └──> freed        └──> dropped, freed  └──> retired, freed
 
@@ -12,8 +12,8 @@ then take the place at once, so that the step can still be filled (no livelock a
 Tokens of one group carry versions from its ticket's up to the live one; the bound is on the oldest.
 
 With when_too_old="drop" a slot is a place in memory: one for each group that is in flight, ready or
-kept, free as soon as the group leaves. Rollouts then run ahead of the bound, and what has grown too
-old by the draw is dropped there.
+kept, free as soon as the group leaves. Rollouts then run ahead of the bound. What has grown too old
+by the draw is dropped there; what has done so while it is drawn is cancelled: `watch` says when.
 """
 
 import threading
@@ -41,7 +41,7 @@ from jaxrl_async.staleness import (
     memory_bound,
     never_fills_a_step,
 )
-from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
+from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,10 @@ class ReplayBuffer:
         self._contents = Contents(settings.reuse)
         self._last_draw = LastDraw()
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
+        self._cancelled: list[CancelledGroup] = []  # since the last draw
+        self._version = 0  # that the trainer draws for
+        self._oldest = 0  # version of the oldest tokens that may still be trained on
+        self._aged: Callable[[int], None] = lambda oldest: None
         self._paused = self._closed = False
 
     # ---- the rollout loop
@@ -175,6 +179,35 @@ class ReplayBuffer:
             )
             self._changed.notify_all()
 
+    def cancel(self, group: CancelledGroup) -> None:
+        """Give back the ticket of a group that has become too old while it was drawn; its slot is
+        free at once. Idempotent, also after close()."""
+        with self._changed:
+            number = group.ticket.group
+            assert number not in self._contents.ready, f"group {number} has been put already"
+            if not self._contents.fail(number, Drop.STALE):
+                return
+            facts = {"oldest": group.oldest, "lengths": list(group.lengths)}
+            self._note(fail=number, reason=Drop.STALE.value, **facts)
+            self._cancelled.append(group)
+            self._ledger.write(
+                "dropped",
+                reason=Drop.STALE.value,
+                group=number,
+                prompt=group.prompt_id,
+                version=self._version,
+                **facts,
+            )
+            self._changed.notify_all()
+
+    def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
+        """Call `aged`, under the lock, with the version of the oldest tokens that may still be
+        trained on whenever the trainer asks for groups of a version at which that rises; never
+        where rollouts wait. `stop` is not called (ports.Gate)."""
+        with self._changed:
+            self._aged = aged
+            aged(self._oldest)
+
     # ---- the trainer
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
@@ -186,6 +219,7 @@ class ReplayBuffer:
         """
         start = self._clock()
         with self._changed:
+            self._tell_age(version)
             complete = self._wait(lambda: self._complete(version), timeout_s)
             waited_s = self._clock() - start
             contents = self._contents
@@ -204,12 +238,13 @@ class ReplayBuffer:
             if not self._settings.waits:  # their places in memory are free already
                 self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
+            cancelled, self._cancelled = tuple(self._cancelled), []
             self._note(
                 draw=version,
                 groups=[g.ticket.group for g in groups],
                 dropped=[g.ticket.group for g, _ in dropped],
             )
-            return Draw(groups=groups, dropped=dropped, waited_s=waited_s)
+            return Draw(groups=groups, dropped=dropped, waited_s=waited_s, cancelled=cancelled)
 
     def give_back(self) -> None:
         """Undo the last draw: its groups are as before it, and the ledger says so.
@@ -359,6 +394,15 @@ class ReplayBuffer:
         self._raise_if_hopeless()
         return False
 
+    def _tell_age(self, version: int) -> None:
+        """Tell who watches if tokens that could be trained on before are too old at this version.
+        What the bound of this moment refuses is refused at the draw, too."""
+        self._version = version
+        oldest = version - self._limit
+        if not self._settings.waits and oldest > self._oldest:
+            self._oldest = oldest
+            self._aged(oldest)
+
     def _take(self, number: int, version: int) -> EpisodeGroup:
         """Give a ready group to the trainer for its first use."""
         group = self._contents.take(number)
@@ -392,7 +436,7 @@ class ReplayBuffer:
                 f"more than algorithm.max_resampled ({most}): the prompts are too "
                 "easy or too hard for the policy, or the reward is constant. Look at the rewards "
                 "in samples.jsonl, change the data or raise algorithm.group_size; "
-                "algorithm.dynamic_sampling=false trains on such groups too."
+                "algorithm.dynamic_sampling=false, without pairs.loss, trains on such groups too."
             )
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:

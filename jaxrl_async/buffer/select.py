@@ -40,7 +40,7 @@ def recent(group: EpisodeGroup, version: int) -> float:
 
 def reward_variance(group: EpisodeGroup, version: int) -> float:
     """Rank by variance of rewards, largest first: of 0 and 1, prompts solved half of the time."""
-    return -float(np.var([s.reward for s in group.scores])) if group.scores else 0.0
+    return -float(np.var([s.total for s in group.scores])) if group.scores else 0.0
 
 
 def advantage_size(group: EpisodeGroup, version: int) -> float:
@@ -48,7 +48,7 @@ def advantage_size(group: EpisodeGroup, version: int) -> float:
 
     Schaul et al. 2016 (arXiv:1511.05952), sec. 3.3, with the advantage for the TD error, greedily.
     """
-    rewards = np.array([s.reward for s in group.scores], np.float64)
+    rewards = np.array([s.total for s in group.scores], np.float64)
     return -float(np.abs(rewards - rewards.mean()).mean()) if len(rewards) else 0.0
 
 

@@ -38,6 +38,17 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
+def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
+    """Refuse layers of the user's own: an engine has families of its own alone."""
+    engine, decoder = config.sampler.engine, config.model.decoder
+    if engine != "ours" and decoder is not None:
+        yield (
+            f"model.decoder={decoder} is a class of this package, which sampler.engine={engine} "
+            "has no layers for. Set sampler.engine=ours, or model.decoder=null with a family."
+        )
+
+
+@rule(job="rl")
 def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     """Refuse what an engine's answers do not have, and weights that it cannot read."""
     engine, algorithm = config.sampler.engine, config.algorithm

@@ -30,3 +30,5 @@ WITHOUT_GRADIENT = frozenset({"k1"})
 """KL estimators whose expected gradient is 0."""
 WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})
 """Preference losses that do not compare with a reference."""
+SINGLE_ANSWERS = frozenset({"kto"})
+"""Preference losses that learn from single answers, against a baseline."""

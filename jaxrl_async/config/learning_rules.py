@@ -28,12 +28,12 @@ def _whole_kl(config: Config) -> bool:
 @rule()
 def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
     """Require that only the drawn tokens' log-probs of an offloaded reference are used."""
-    refers = bool(config.algorithm.kl_coefficient)
-    if "reference" in config.trainer.offload and (_whole_kl(config) or not refers):
+    if "reference" in config.trainer.offload and (_whole_kl(config) or not config.refers):
         yield (
-            "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0) of "
-            "which only the drawn tokens' log-probs are used (algorithm.kl other than full). Take "
-            "reference out of trainer.offload, or change those."
+            "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0, or a "
+            "pairs.loss that compares with it) of which only the drawn tokens' log-probs are used "
+            "(algorithm.kl other than full). Take reference out of trainer.offload, or change "
+            "those."
         )
 
 
@@ -143,11 +143,33 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers per group for advantages that compare them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    if a.group_size == 1 and compares:
+    if a.group_size == 1 and compares and config.pairs.loss is None:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
             "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
             "algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
+        )
+
+
+@rule(job="rl")
+def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
+    """Require the fewest members of a group to be a part of it, and enough to compare."""
+    a, name = config.algorithm, name_of(config.algorithm.advantage)
+    if a.least_members is None:
+        return
+    if a.least_members > a.group_size:
+        yield (
+            f"algorithm.least_members ({a.least_members}) must be at most algorithm.group_size "
+            f"({a.group_size}): a group has no more members. Lower it, or raise group_size."
+        )
+    compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
+    compares = compares and config.pairs.loss is None
+    if a.least_members == 1 < a.group_size and (compares or a.dynamic_sampling):
+        what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
+        yield (
+            f"{what} compares the answers to one prompt, and algorithm.least_members=1 lets a "
+            "group go on with one: nothing would be learnt from it. Set least_members to at least "
+            "2."
         )
 
 
@@ -160,7 +182,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     kl_per_token = a.kl_coefficient and a.kl_in == "reward"
     own_rewards = any(is_own(function) for function in config.reward.weights)
-    if own_rewards or kl_per_token or _ignores_rewards(config):
+    if own_rewards or config.reward.process.function or kl_per_token or _ignores_rewards(config):
         return  # single tokens may be rewarded, or nothing is
     alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
     undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1

@@ -48,13 +48,26 @@ RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
 that are started by hand."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the configuration in a YAML file and apply overrides `section.key=value` in order.
+def load(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "settings",
+) -> Config:
+    """Load a configuration and apply overrides `section.key=value` in order.
 
     Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
     `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
+
+    Args:
+        source: a YAML file, or the sections as mappings.
+        overrides: see above.
+        where: what mappings are called in messages.
     """
-    draft = _read(Path(path))
+    if isinstance(source, Mapping):
+        draft = _Draft(file=where, tree=_plain_copy(source))
+    else:
+        draft = _read(Path(source))
     for text in overrides:
         _apply(draft, text)
     known = _keep_known(draft, draft.tree, Config, ())
@@ -71,6 +84,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
                 log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _plain_copy(tree: Mapping[str, Any]) -> Tree:
+    """Return mappings as new dicts, whatever kind of mapping they are."""
+    return {
+        key: _plain_copy(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+    }
 
 
 def _complain_of_whole_sections(draft: "_Draft", known: Tree, error: ValidationError) -> None:
@@ -367,9 +388,12 @@ def _is_encodable(text: str) -> bool:
 def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
     """Translate pydantic's errors into plain sentences, one per key."""
     for one in error.errors(include_url=False):
-        path = _known_prefix(tuple(str(part) for part in one["loc"]))
+        whole = tuple(str(part) for part in one["loc"])
+        path = _known_prefix(whole)
         target = _find(path)
-        if isinstance(target, FieldInfo) and _section_of(target) is None:
+        if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
+            yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif isinstance(target, FieldInfo) and _section_of(target) is None:
             value = draft.tree
             for key in path:
                 value = value[key]
@@ -463,12 +487,23 @@ def _section_of(target: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def _is_section_type(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _named_sections(target: FieldInfo) -> bool:
+    """Return whether a field holds sections by names of the user's."""
+    kind = target.annotation
+    return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
+
+
 def _is_section(target: FieldInfo | None) -> bool:
     return target is not None and _section_of(target) is not None
 
 
 def _is_choice(target: FieldInfo | None) -> bool:
-    return target is not None and target.annotation in (Choice, Choices, Choices | None)
+    choices = (Choice, Choice | None, Choices, Choices | None)
+    return target is not None and target.annotation in choices
 
 
 def _below_choice(path: KeyPath) -> bool:
@@ -492,7 +527,8 @@ def _is_text(kind: Any) -> bool:
 def _allowed(target: FieldInfo) -> str:
     """Describe type, range and choices in words: "a whole number >= 1 or null"."""
     if _is_choice(target):
-        listed = ", or a list of these" * (target.annotation != Choice)
+        one = (Choice, Choice | None)
+        listed = ", or a list of these" * (target.annotation not in one)
         null = ", or null" * _is_optional(target.annotation)
         return "a name or {name: {argument: value}}" + listed + null
     return _kind(target.annotation, target.metadata)
@@ -515,7 +551,8 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
         each = "a name or {name: {argument: value}}" if item == Choice else _kind(item, ())
         return f"a list, each {each}"
     if get_origin(kind) is dict:
-        return "{name: value}, both text"
+        is_named = _is_section_type(get_args(kind)[1])
+        return "{name: {setting: value}}" if is_named else "{name: value}, both text"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

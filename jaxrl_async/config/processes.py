@@ -16,20 +16,14 @@ def run_devices_per_process(config: Config, count: int) -> int:
             f"mesh.samplers_in=processes starts samplers on one machine, and this run has {count} "
             "processes. Set mesh.samplers_in=elsewhere, and start the samplers on their own hosts."
         )
+    if count > 1 and config.run.replay_schedule is not None:
+        raise ConfigError(
+            f"run.replay_schedule repeats what the threads of one process did, and this run has "
+            f"{count}. Run it on one host; at staleness.max_staleness=0 several processes "
+            "learn the same without it."
+        )
     if count == 1 or config.mesh.remote:  # the first process alone has rollouts and scorers
         return mesh_devices_per_process(config.mesh, count)
-    unsupported = {
-        "reward.model": (config.reward.model is not None, "leave it null"),
-        "data.curriculum": (config.data.curriculum != "none", "set data.curriculum=none"),
-        "mesh.colocated": (config.mesh.colocated, "set mesh.colocated=false"),
-    }
-    for key, (is_set, remedy) in unsupported.items():
-        if is_set:
-            raise ConfigError(
-                f"{key} does not work with samplers in the threads of several processes, and this "
-                f"run has {count}: {remedy}, run on one host, or give the samplers slices of their "
-                "own (mesh.samplers_in=elsewhere)."
-            )
     if config.algorithm.groups_per_step % count:
         raise ConfigError(
             f"algorithm.groups_per_step ({config.algorithm.groups_per_step}) must be a multiple of "
@@ -42,12 +36,19 @@ def mesh_devices_per_process(mesh: MeshSection, count: int) -> int:
     """Return how many devices each of `count` processes needs for the slices.
 
     Raises ConfigError unless they take equal parts: the same number of trainer devices and of
-    samplers (colocated: no samplers of their own; remote: none here).
+    samplers (colocated: one sampler on all trainer devices of each; remote: none here).
     """
-    if count == 1:
-        return mesh.num_devices
     trainer, each = mesh.trainer.num_devices, mesh.sampler.num_devices
     samplers = 0 if mesh.colocated or mesh.remote else mesh.samplers
+    if mesh.colocated and each * count != trainer:
+        raise ConfigError(
+            f"mesh.colocated puts one sampler on all trainer devices of each process: mesh.trainer "
+            f"has {trainer} devices on {count} process{'' if count == 1 else 'es'}, and "
+            f"mesh.sampler {each}. Give mesh.trainer {count} times the devices of mesh.sampler, or "
+            "set mesh.colocated=false."
+        )
+    if count == 1:
+        return mesh.num_devices
     if trainer % count or samplers % count:
         raise ConfigError(
             f"mesh.trainer ({trainer} devices) and mesh.samplers ({samplers}) must be multiples of "

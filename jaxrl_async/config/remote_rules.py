@@ -42,6 +42,17 @@ def the_folder_transfer_has_a_folder(config: Config) -> Iterator[str]:
 
 
 @rule("remote")
+def weights_have_a_port_of_their_own(config: Config) -> Iterator[str]:
+    """Require another port for weights than for requests."""
+    remote = config.remote
+    if remote.data_port and remote.listen.endswith(f":{remote.data_port}"):
+        yield (
+            f"remote.data_port ({remote.data_port}) is the port of remote.listen ({remote.listen}),"
+            " where samplers join: weights need another one. Change one of them."
+        )
+
+
+@rule("remote")
 def encryption_reaches_the_weights(config: Config) -> Iterator[str]:
     """Refuse certificates with a transfer that cannot use them."""
     remote = config.remote

@@ -16,6 +16,9 @@ class RemoteSection(Section):
     advertise: str | None = None
     """Host name or address under which samplers reach the trainer; null: that of `listen`, or this
     machine's name if it is 0.0.0.0."""
+    data_port: int = Field(0, ge=0, le=65535)
+    """TCP port at which the trainer hands out weights, at the host of `listen`, and samplers pass
+    them on; 0 takes any free one. Of samplers that share a machine each takes the next free one."""
     least: Count = 1
     """Samplers that must have joined before the run begins; of those that it starts itself
     (mesh.samplers_in: processes), all must."""

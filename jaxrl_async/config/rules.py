@@ -9,8 +9,19 @@ from collections.abc import Iterator
 from sys import float_info
 from typing import Any
 
-from jaxrl_async.config import engine_rules, learning_rules, remote_rules
+from jaxrl_async.config import (
+    balance_rules,
+    engine_rules,
+    judge_rules,
+    learning_rules,
+    lora_rules,
+    pairs_rules,
+    pivot_rules,
+    remote_rules,
+    seats_rules,
+)
 from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.model_section import ROUTED_FAMILIES
 from jaxrl_async.config.rule import RuleBook, as_text
 from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
 from jaxrl_async.config.unused import unused_settings
@@ -47,6 +58,17 @@ def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
         )
 
 
+@rule()
+def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
+    """Require no replay where time decides which members make a group."""
+    if config.run.replay_schedule is not None and config.algorithm.oversample:
+        yield (
+            f"algorithm.oversample ({config.algorithm.oversample}) keeps the members that end "
+            "first, which depends on time and is not recorded: run.replay_schedule cannot follow "
+            "it. Leave one of them out."
+        )
+
+
 @rule("mesh")
 def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
     """Require no context axis in a sampler: decoding has no sequence length to divide."""
@@ -61,23 +83,28 @@ def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
 
 @rule("mesh")
 def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
-    """Require a colocated trainer and sampler to have the same number of devices."""
-    mesh = config.mesh
-    if mesh.colocated and mesh.trainer.num_devices != mesh.sampler.num_devices:
+    """Require a colocated sampler to have as many devices as the trainer has in one process; how
+    many processes there are may only be known at the start."""
+    mesh, place = config.mesh, config.distributed
+    count = place.num_processes or (None if place.detect else 1)
+    trainer, sampler = mesh.trainer.num_devices, mesh.sampler.num_devices
+    if mesh.colocated and (trainer % sampler if count is None else trainer != count * sampler):
+        each = "" if count == 1 else " in each process"
         yield (
-            f"mesh.colocated needs slices of the same size; mesh.trainer has "
-            f"{mesh.trainer.num_devices} devices and mesh.sampler {mesh.sampler.num_devices}. "
-            "Make them equal or set mesh.colocated=false."
+            f"mesh.colocated needs slices of the same size{each}; mesh.trainer has {trainer} "
+            f"devices{'' if count == 1 else ' in all'} and mesh.sampler {sampler}. Make them "
+            "equal, for several processes mesh.trainer so many times larger, or set "
+            "mesh.colocated=false."
         )
 
 
 @rule("mesh")
 def one_sampler_is_colocated(config: Config) -> Iterator[str]:
-    """Require at most one sampler on the trainer's devices."""
+    """Require at most one sampler on the trainer's devices, in each process."""
     if config.mesh.colocated and config.mesh.samplers > 1:
         yield (
-            f"mesh.colocated puts one sampler on the trainer's devices; mesh.samplers is "
-            f"{config.mesh.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
+            f"mesh.colocated puts one sampler on the trainer's devices of each process; "
+            f"mesh.samplers is {config.mesh.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
         )
 
 
@@ -85,10 +112,10 @@ def one_sampler_is_colocated(config: Config) -> Iterator[str]:
 def experts_belong_to_their_family(config: Config) -> Iterator[str]:
     """Require experts in the mixture-of-experts family, and in no other."""
     shape = config.model.architecture
-    if bool(shape.experts) != (shape.family == "qwen3_moe"):
+    if bool(shape.experts) != (shape.family in ROUTED_FAMILIES):
         yield (
             f"model.architecture.experts ({shape.experts}) and family ({shape.family}) do not "
-            "match: set a number of experts exactly with family=qwen3_moe."
+            f"match: set a number of experts exactly with family={' or '.join(ROUTED_FAMILIES)}."
         )
 
 
@@ -178,12 +205,14 @@ def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
 
 @rule("reward")
 def something_gives_rewards(config: Config) -> Iterator[str]:
-    """Require a reward function or a reward model."""
-    if not config.reward.weights and config.reward.model is None:
+    """Require a reward function, a reward model or a judge."""
+    reward = config.reward
+    others = reward.model is not None or reward.judge.judges_answers or config.task is not None
+    if not reward.weights and not others:
         yield (
-            f"reward.function={as_text(config.reward.function)} leaves no reward at all. Set "
-            "reward.model to the folder of a reward model, or reward.function to exact, gsm8k, "
-            "math or FILE.py:FUNCTION."
+            f"reward.function={as_text(reward.function)} leaves no reward at all. Set "
+            "reward.model to the folder of a reward model, reward.judge, or reward.function to "
+            "exact, gsm8k, math or FILE.py:FUNCTION."
         )
 
 
@@ -264,8 +293,9 @@ def a_selection_has_a_choice(config: Config) -> Iterator[str]:
 
 @rule()
 def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
-    """Require the longest prompt to be shorter than the longest sequence."""
-    if config.data.max_prompt_tokens >= config.sampler.max_length:
+    """Require the longest prompt to be shorter than the longest sequence; a task's environments
+    write their own."""
+    if config.data.max_prompt_tokens >= config.sampler.max_length and config.task is None:
         yield (
             f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) leaves no room for an "
             f"answer in sampler.max_length ({config.sampler.max_length}). Lower the first or raise "
@@ -312,7 +342,7 @@ def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
 def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
     """Require answers in the records if a setting needs them."""
     jsonl = config.data.jsonl
-    if config.data.source != "jsonl" or jsonl.answer_field is not None:
+    if config.data.source != "jsonl" or jsonl.answer_field is not None or config.task is not None:
         return
     judges = sorted(GRADERS & config.reward.weights.keys())
     needs_answers = {
@@ -390,13 +420,20 @@ def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
 def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
     """Require all other weights of rewards to be 1 with gdpo."""
     reward = config.reward
-    weights = (reward.function_weight, reward.model_weight, *reward.weights.values())
+    weights = (
+        reward.function_weight,
+        reward.model_weight,
+        reward.judge.weight,
+        reward.process.weight,
+        *reward.weights.values(),
+    )
     if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
         weight != 1 for weight in weights
     ):
         yield (
             "algorithm.advantage=gdpo weighs the parts of the reward itself. Set "
-            "reward.function_weight, model_weight and the functions' weights to 1, and gdpo's: "
+            "reward.function_weight, model_weight, judge.weight, process.weight and the functions' "
+            "weights to 1, and gdpo's: "
             "{gdpo: {weights: {model: 0.5}}}."
         )
 
@@ -420,7 +457,18 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
 
 # --- all of them ---------------------------------------------------------------------------------
 
-RULES = RuleBook(rule | learning_rules.rule | remote_rules.rule | engine_rules.rule)
+RULES = RuleBook(
+    rule
+    | learning_rules.rule
+    | lora_rules.rule
+    | balance_rules.rule
+    | pairs_rules.rule
+    | judge_rules.rule
+    | remote_rules.rule
+    | engine_rules.rule
+    | pivot_rules.rule
+    | seats_rules.rule
+)
 
 
 def check_rules(config: Config) -> None:

@@ -9,24 +9,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.endpoint_section import EndpointSection
+from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
+from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.config.pivot_section import PivotSection
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
+    AdditionSection,
     AlgorithmSection,
     Config,
     CriticSection,
+    JsonlSection,
     ReferenceSection,
     TeacherSection,
     name_of,
 )
 from jaxrl_async.config.section import Section
+from jaxrl_async.config.task_section import EnvSection
 from jaxrl_async.config.userfile import is_own
 
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "rl": ("sft", "preference"),
-    "sft": ("preference", "reference", "critic", "teacher"),
-    "preference": ("sft", "reference", "critic", "teacher"),
-    "reward_model": ("sft", "reference", "critic", "teacher"),
+    "sft": ("preference", "pairs", "reference", "critic", "teacher", "env", "priorities"),
+    "preference": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
+    "reward_model": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
 }
 """Sections that nothing reads, by run.job. The sections about how rollouts are made (sampler,
 staleness, buffer, reward) may stand in a configuration that several jobs share."""
@@ -49,6 +56,8 @@ OF_OUR_ENGINE = (
     "attention",
 )
 """Settings of sampler that a server of somebody else has flags of its own for."""
+OF_OUTSIDERS = ("outsider_key_variable", "outsider_tries")
+"""Settings of endpoint about agents outside of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,35 @@ def warnings_of_unused(config: Config) -> Iterator[str]:
         yield f"read by nothing, as {switch} is {value}: {', '.join(settings)}"
 
 
+def unread_with_records(config: Config, task: str) -> list[str]:
+    """Return a sentence for each setting of the data that a task with records leaves unread."""
+    keys = (
+        "data.source",
+        *_keys("data.addition", AdditionSection),
+        *_keys("data.jsonl", JsonlSection),
+        "data.max_prompt_tokens",
+    )
+    for_pairs = (
+        "prompt_field",
+        "messages_field",
+        "answer_field",
+        "answer_mark",
+        "template",
+        "max_bad_share",
+    )
+    read = {f"data.jsonl.{name}" for name in for_pairs} | {"data.max_prompt_tokens"}
+    without = keys if config.warm_start.path is None else [k for k in keys if k not in read]
+    found = []
+    for key in without:
+        section, name = _owner(config, key)
+        if section.is_set(name):
+            found.append(
+                f"{key} ({as_text(getattr(section, name))}) is read by nothing: the task {task} "
+                f"has records of its own. Leave {key} out."
+            )
+    return found
+
+
 def _owner(config: Config, key: str) -> tuple[Section, str]:
     """Return the section that holds a dotted key, and the last part of the key."""
     *path, name = key.split(".")
@@ -128,6 +166,12 @@ def _uses(config: Config) -> Iterator[Use]:
     """Yield what has a reader under conditions, for run.job."""
     job = config.run.job
     yield from _of_other_jobs(config)
+    yield Use(
+        ("task",),
+        lambda c: job in ("rl", "sft"),
+        "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
+    )
+    yield Use(("trainer.share_prefixes",), lambda c: job == "rl", "run.job=rl")
     if job in ("preference", "reward_model"):
         yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
@@ -158,8 +202,19 @@ def _mixes(config: Config) -> bool:
     return bool(config.algorithm.supervised_coefficient)
 
 
-def _refers(config: Config) -> bool:
+def _has_kl(config: Config) -> bool:
     return bool(config.algorithm.kl_coefficient)
+
+
+def _pairs(config: Config) -> bool:
+    return config.pairs.loss is not None
+
+
+def _averages(config: Config) -> bool:
+    """Return whether a term of the loss is a mean over tokens; that of pairs is one over pairs."""
+    a = config.algorithm
+    beside = a.kl_coefficient or a.entropy_coefficient or a.entropy_target or _distils(config)
+    return not _pairs(config) or bool(beside)
 
 
 def _has_critic(config: Config) -> bool:
@@ -194,11 +249,42 @@ OF_PREFERENCES = (
     ),
 )
 OF_EVERY_JOB = (
+    Use(
+        ("model.architecture.family",),
+        lambda c: c.model.decoder is None,
+        "model.decoder=null: a layer of your own is of no family",
+    ),
+    Use(
+        _keys("model.lora", LoraSection, "rank"),
+        lambda c: c.model.lora.rank > 0,
+        "model.lora.rank above 0",
+        ("model.lora.rank",),
+    ),
+    Use(
+        ("model.balance.each_layer",),
+        lambda c: c.model.balance.loss > 0,
+        "model.balance.loss above 0",
+        ("model.balance.loss",),
+    ),
+    Use(
+        ("model.lora.group_size",),
+        lambda c: c.model.lora.base in ("nf4", "int4"),
+        "model.lora.base in 4 bits",
+    ),
     Use(("data.jsonl.path", "data.jsonl.eval_path"), _reads_jsonl, "data.source=jsonl"),
     Use(
-        ("data.jsonl.prompt_field", "data.jsonl.template"),
+        (
+            "data.jsonl.prompt_field",
+            "data.jsonl.messages_field",
+            "data.jsonl.template",
+        ),
         lambda c: _reads_jsonl(c) or c.warm_start.path is not None,
         "data.source=jsonl or warm_start.path",
+    ),
+    Use(
+        ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
+        lambda c: _reads_jsonl(c) or c.warm_start.path is not None or c.task is not None,
+        "data.source=jsonl, warm_start.path or task",
     ),
     Use(
         ("warm_start.path",),
@@ -221,6 +307,12 @@ def _samples(config: Config) -> bool:
 
 OF_RL = (
     Use(
+        _keys("env", EnvSection),
+        lambda c: c.task is not None or c.endpoint.outsiders,
+        "task, or endpoint.outsiders",
+        ("task",),
+    ),
+    Use(
         (
             *(f"sampler.{name}" for name in OF_OUR_ENGINE),
             "mesh.sampler",
@@ -231,11 +323,33 @@ OF_RL = (
         _samples,
         "sampler.engine=ours",
     ),
+    Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
+    Use(
+        (
+            "priorities.guests",
+            *_keys("endpoint", EndpointSection, "enabled", "outsiders", *OF_OUTSIDERS),
+        ),
+        lambda c: c.endpoint.enabled or c.endpoint.outsiders or c.task is not None,
+        "endpoint.enabled, endpoint.outsiders, or a task with a program",
+        ("endpoint.enabled", "endpoint.outsiders", "task"),
+    ),
+    Use(
+        tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
+        lambda c: c.endpoint.outsiders,
+        "endpoint.outsiders",
+        ("endpoint.outsiders",),
+    ),
     Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,
         "mesh.samplers_in=processes or elsewhere",
         ("mesh.samplers_in",),
+    ),
+    Use(
+        ("remote.data_port",),
+        lambda c: c.remote.transfer in ("auto", "tcp", "device"),
+        "remote.transfer=auto, tcp or device",
+        ("remote.transfer",),
     ),
     Use(
         ("data.curriculum_pool", "data.curriculum_threshold"),
@@ -256,20 +370,50 @@ OF_RL = (
         ("staleness.adapt",),
     ),
     Use(
-        ("algorithm.max_resampled", "algorithm.signal_part", "algorithm.signal_std"),
+        _keys("algorithm.pivots", PivotSection, "continuations"),
+        lambda c: bool(c.algorithm.pivots.continuations),
+        "algorithm.pivots.continuations above 0",
+        ("algorithm.pivots.continuations",),
+    ),
+    Use(
+        ("algorithm.pivots.mark",),
+        lambda c: c.algorithm.pivots.where == "mark",
+        "algorithm.pivots.where=mark",
+        ("algorithm.pivots.where",),
+    ),
+    Use(
+        ("algorithm.signal_part", "algorithm.signal_std"),
         lambda c: c.algorithm.dynamic_sampling,
         "algorithm.dynamic_sampling=true",
         ("algorithm.dynamic_sampling",),
     ),
     Use(
-        (
-            "algorithm.kl",
-            "algorithm.kl_in",
-            "algorithm.kl_target",
-            *_keys("reference", ReferenceSection),
-        ),
-        _refers,
+        ("algorithm.max_resampled",),
+        lambda c: c.algorithm.dynamic_sampling or _pairs(c),
+        "algorithm.dynamic_sampling=true or pairs.loss",
+        ("algorithm.dynamic_sampling", "pairs.loss"),
+    ),
+    Use(("pairs.choose",), _pairs, "pairs.loss", ("pairs.loss",)),
+    Use(
+        tuple(f"algorithm.{name}" for name in ("advantage", "loss", "correction", "anchor")),
+        lambda c: not _pairs(c),
+        "pairs.loss=null, as pairs have a loss of their own",
+    ),
+    Use(
+        ("algorithm.aggregate",),
+        _averages,
+        "pairs.loss=null, or a KL, an entropy bonus or a teacher in the loss",
+    ),
+    Use(
+        ("algorithm.kl", "algorithm.kl_in", "algorithm.kl_target"),
+        _has_kl,
         "algorithm.kl_coefficient above 0",
+        ("algorithm.kl_coefficient",),
+    ),
+    Use(
+        _keys("reference", ReferenceSection),
+        lambda c: c.refers,
+        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
         ("algorithm.kl_coefficient",),
     ),
     Use(
@@ -354,5 +498,35 @@ OF_LOSS_AND_REWARD = (
         lambda c: c.reward.model is not None,
         "reward.model",
         ("reward.model",),
+    ),
+    Use(
+        _keys("reward.judge", JudgeSection, "model"),
+        lambda c: c.reward.judge.model is not None,
+        "reward.judge.model",
+        ("reward.judge.model",),
+    ),
+    Use(
+        _keys("reward.process", ProcessSection, "function"),
+        lambda c: c.reward.process.function is not None,
+        "reward.process.function",
+        ("reward.process.function",),
+    ),
+    Use(
+        ("reward.process.separator",),
+        lambda c: c.reward.process.split == "separator",
+        "reward.process.split=separator",
+        ("reward.process.split",),
+    ),
+    Use(
+        ("reward.process.rubric",),
+        lambda c: c.reward.process.function == "judge",
+        "reward.process.function=judge",
+        ("reward.process.function",),
+    ),
+    Use(
+        ("reward.process.timeout_s",),
+        lambda c: c.reward.process.function != "judge",
+        "a reward.process.function of your own",
+        ("reward.process.function",),
     ),
 )

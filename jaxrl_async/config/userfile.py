@@ -1,7 +1,6 @@
-"""Loads a function from the user's own file, named FILE.py:FUNCTION in the configuration."""
+"""Loads what the configuration names as FILE.py:NAME from the user's own file."""
 
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -19,7 +18,22 @@ def is_own(name: str) -> bool:
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
     """Load the function FILE.py:FUNCTION. Raises ConfigError; its text begins with `where`."""
-    file, _, function = name.rpartition(":")
+    function: Callable[..., Any] = load_attribute(name, where, "function", callable)
+    return function
+
+
+def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """Load what FILE.py:NAME names.
+
+    Args:
+        name: FILE.py:NAME.
+        where: the setting, for messages.
+        kind: what it must be, in words.
+        fits: whether it is that.
+
+    Raises ConfigError; its text begins with `where`.
+    """
+    file, _, attribute = name.rpartition(":")
     path, where = Path(file), f"{where} = {name!r}"
     if not os.path.isfile(path):
         raise ConfigError(f"{where}: there is no file {path}. Give the path of a Python file.")
@@ -36,10 +50,15 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
             f"{where}: {path} fails to load: {type(error).__name__}: {error}. Correct the file; "
             "it is run once, like an import."
         ) from error
-    loaded = getattr(module, function, None)
-    if not callable(loaded):
-        known = [k for k, v in vars(module).items() if inspect.isfunction(v)]
+    loaded = getattr(module, attribute, None)
+    if not fits(loaded):
+        known = [k for k, v in vars(module).items() if fits(v) and _is_made_in(module_name, v)]
         raise ConfigError(
-            f"{where}: {path} has no function {function} (it has: {', '.join(known) or 'none'})."
+            f"{where}: {path} has no {kind} {attribute} (it has: {', '.join(known) or 'none'})."
         )
     return loaded
+
+
+def _is_made_in(module: str, value: Any) -> bool:
+    """Return whether a module's attribute is its own: no class or function that it imports."""
+    return not callable(value) or getattr(value, "__module__", module) == module

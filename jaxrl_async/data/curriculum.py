@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.config.schema import DataSection
 from jaxrl_async.data.prompts import PromptStream, make_prompts
+from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import EpisodeGroup, Prompt
@@ -38,7 +39,7 @@ SALT = 0x6375
 
 def pass_share(group: EpisodeGroup, threshold: float = 0.5) -> float:
     """Return the share of a group's rewards above `threshold`."""
-    return float(np.mean([s.reward > threshold for s in group.scores]))
+    return float(np.mean([s.total > threshold for s in group.scores]))
 
 
 def observed(old: float | None, share: float, *, decay: float = 0.5) -> float:
@@ -264,18 +265,36 @@ class Curriculum:
         return drawn
 
 
+def combined_measures(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the measures of the processes' curricula, each over its share of the prompts."""
+    weights = {"data/difficulty_mean": [m["data/measured_prompts"] for m in of_processes]}
+    even = [1.0] * len(of_processes)
+    combined: dict[str, float] = {}
+    for key in sorted({key for measures in of_processes for key in measures}):
+        values = [m.get(key, 0.0) for m in of_processes]
+        each = [w * (key in m) for m, w in zip(of_processes, weights.get(key, even), strict=True)]
+        if key == "data/measured_prompts":
+            combined[key] = sum(values)
+        elif key == "data/longest_passed_over":
+            combined[key] = max(values)
+        else:
+            combined[key] = float(np.average(values, weights=each))
+    return combined
+
+
 def make_stream(
     data: DataSection,
     tokenizer: Tokenizer,
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
+    own: OwnRecords | None = None,
 ) -> PromptStream | Curriculum:
     """Return one process's endless stream of prompts, in fixed order or by data.curriculum.
 
-    Raises DataError or ConfigError.
+    own: see eval_prompts. Raises DataError or ConfigError.
     """
-    stream = make_prompts(data, tokenizer, seed, process_index, process_count)
+    stream = make_prompts(data, tokenizer, seed, process_index, process_count, own=own)
     if data.curriculum == "none":
         return stream
     return Curriculum(

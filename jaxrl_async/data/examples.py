@@ -6,7 +6,8 @@ An example is a `Demonstration` (a prompt with the answer to imitate) or a
 `preferences.PreferencePair` (a prompt with a better and a worse answer).
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,20 +25,27 @@ from jaxrl_async.data.addition import (
 )
 from jaxrl_async.data.preferences import PreferencePair, read_preferences
 from jaxrl_async.data.prompts import saved_position, shuffled
+from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.records import (
     AdditionSource,
-    Bad,
+    OwnRecords,
+    Record,
+    RecordReader,
     jsonl_split,
-    parse_lines,
-    parse_record,
     supervised_pair,
 )
-from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
+from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.types import BoolArray, IntArray
 
 Demonstration = tuple[IntArray, BoolArray]
 """token_ids [length] of prompt, answer and end token; mask [length], True for what is learnt."""
+
+log = logging.getLogger(__name__)
+
+MOST_LEFT_OUT = 10_000
+"""Examples in a row that do not fit before it is taken for granted that none does."""
+TOO_LONG = "are longer than a training row. Raise trainer.row_length or sampler.max_length."
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -56,7 +64,7 @@ class ExampleSplit(Generic[T]):
     """Training examples, and held-out ones for evaluation."""
 
     train: Examples[T]
-    held_out: Sequence[T]
+    held_out: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +84,35 @@ class _Made(Generic[T]):
 class ExampleStream(Generic[T]):
     """Endless examples, reshuffled in each pass; the whole state is the position."""
 
-    def __init__(self, examples: Examples[T], seed: int) -> None:
+    def __init__(self, examples: Examples[T | None], seed: int) -> None:
+        """None among the examples is one that does not fit: it is left out, and logged."""
         self._dataset: Any = shuffled(examples, seed)
         self._identity = {"seed": seed, "num_records": len(examples)}
-        self._next = 0
+        self._next = self._left_out = 0
 
     def take(self, count: int) -> list[T]:
-        """Return the next `count` examples."""
-        self._next += count
-        return [self._dataset[i][1] for i in range(self._next - count, self._next)]
+        """Return the next `count` examples. Raises DataError where none fits."""
+        taken: list[T] = []
+        out_in_row = 0
+        while len(taken) < count:
+            example = self._dataset[self._next][1]
+            self._next += 1
+            if example is not None:
+                taken.append(example)
+                out_in_row = 0
+                continue
+            out_in_row += 1
+            self._leave_out(out_in_row)
+        return taken
+
+    def _leave_out(self, in_row: int) -> None:
+        self._left_out += 1
+        if in_row >= min(self._identity["num_records"], MOST_LEFT_OUT):
+            raise DataError(f"{in_row} examples in a row {TOO_LONG}")
+        if self._left_out == 1 or self._left_out % 100 == 0:
+            log.warning(
+                "%d examples so far are longer than a training row and left out", self._left_out
+            )
 
     def state(self) -> dict[str, int]:
         """Return the position and the stream's identity, as JSON."""
@@ -123,24 +151,49 @@ def demonstrations(
 def _read_demonstrations(
     path: str, data: DataSection, tokenizer: Tokenizer, row_length: int
 ) -> list[Demonstration]:
-    section = data.jsonl
-    if section.template is not None:
-        check_template(section.template)
+    reader = RecordReader(data, tokenizer, taught=True)
 
-    def parse(line: bytes) -> Demonstration | Bad:
-        record = parse_record(line, data, tokenizer, taught=True)
-        if isinstance(record, Bad):
-            return record
-        pair = supervised_pair(record, tokenizer)
-        return Bad.PAIR_TOO_LONG if len(pair[0]) > row_length else pair
+    def parse(fields: Mapping[str, Any]) -> Demonstration:
+        pair = supervised_pair(reader.record(fields), tokenizer)
+        if len(pair[0]) > row_length:
+            raise BadRecord(Bad.PAIR_TOO_LONG)
+        return pair
 
-    return parse_lines(
+    return parse_rows(
         path,
         parse,
-        section.max_bad_share,
-        "set data.jsonl.prompt_field, data.jsonl.answer_field, data.max_prompt_tokens, "
-        "trainer.row_length or data.jsonl.max_bad_share",
+        data.jsonl.max_bad_share,
+        "set data.jsonl.prompt_field, data.jsonl.messages_field, data.jsonl.answer_field, "
+        "data.max_prompt_tokens, trainer.row_length or data.jsonl.max_bad_share",
     )
+
+
+def own_demonstrations(
+    own: OwnRecords, tokenizer: Tokenizer, row_length: int
+) -> ExampleSplit[Demonstration | None]:
+    """Return a task's worked conversations, made on demand; None for one that is too long.
+
+    Held-out ones that are too long are left out and logged. Raises DataError where a record has
+    nothing to imitate, or no held-out one fits.
+    """
+
+    def fitting(record: Record) -> Demonstration | None:
+        pair = supervised_pair(record, tokenizer)
+        return pair if len(pair[0]) <= row_length else None
+
+    train, held = own.source("train", taught=True), own.source("eval", taught=True)
+    fitting(train[0])  # says at the start what they lack
+    made = [fitting(held[i]) for i in range(len(held))]
+    kept = [pair for pair in made if pair is not None]
+    if not kept:
+        raise DataError(f"all {len(made)} held-out conversations of the task {TOO_LONG}")
+    if len(kept) < len(made):
+        log.warning(
+            "%d of %d held-out conversations are longer than a training row and left out",
+            len(made) - len(kept),
+            len(made),
+        )
+    return ExampleSplit(_Made(lambda i: fitting(train[i]), len(train)), kept)
 
 
 # --- preferences ---------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 {"prompt": "...", "chosen": "...", "rejected": "..."}       a pair
 {"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto
+
+Each of them may be a list of chat messages, an answer of one assistant's; without `prompt` the
+conversations of chosen and rejected begin with it.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.config.schema import DataSection
-from jaxrl_async.data.records import Bad, field_text, parse_lines, parse_object
-from jaxrl_async.data.tokenizer import Tokenizer, check_template
+from jaxrl_async.data.chat_formats.chat_messages import checked_messages, is_conversation
+from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
+from jaxrl_async.data.records import RecordReader, field_text
+from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +58,23 @@ class PreferencePair:
 def read_preferences(
     path: str | Path, data: DataSection, tokenizer: Tokenizer, *, max_tokens: int
 ) -> list[PreferencePair]:
-    """Read and tokenise the usable records of a file of JSON lines.
+    """Read and tokenise the usable records of a file or folder, see record_files.rows_of.
 
-    Bad records are skipped, counted by kind and logged with their line. Raises DataError as
-    records.parse_lines does.
+    Bad records are skipped, counted by kind and logged with their place. Raises DataError as
+    record_files.parse_rows does.
 
     Args:
-        path: the file.
-        data: template and limits; the names of fields are fixed.
+        path: the file or folder.
+        data: chat format, template and limits; the names of fields are fixed.
         tokenizer: encodes prompts and answers.
         max_tokens: longest prompt together with either answer.
     """
-    if data.jsonl.template is not None:
-        check_template(data.jsonl.template)
-    pairs = parse_lines(
+    reader = RecordReader(data, tokenizer)
+    pairs = parse_rows(
         path,
-        lambda line: _parse(line, data, tokenizer, max_tokens),
+        lambda fields: _pair_of(fields, reader, max_tokens),
         data.jsonl.max_bad_share,
-        "give each line prompt, chosen and rejected, or prompt, completion and a true or false "
+        "give each record prompt, chosen and rejected, or prompt, completion and a true or false "
         "label; raise trainer.row_length, data.max_prompt_tokens or data.jsonl.max_bad_share",
     )
     same = sum(np.array_equal(pair.chosen_ids, pair.rejected_ids) for pair in pairs)
@@ -79,46 +83,65 @@ def read_preferences(
     return pairs
 
 
-def _parse(
-    line: bytes, data: DataSection, tokenizer: Tokenizer, max_tokens: int
-) -> PreferencePair | Bad:
-    fields, template = parse_object(line), data.jsonl.template
-    if isinstance(fields, Bad):
-        return fields
-    prompt, answers = field_text(fields.get(Field.PROMPT)), _answers(fields)
-    if prompt is None or answers is None:
-        return Bad.FIELD
+def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -> PreferencePair:
+    asked, chosen, rejected = _parts(fields)
+    answers = [answer for answer in (chosen, rejected) if answer is not None]
+    prompt_ids, answer_ids = reader.pair_ids(asked, answers)
+    ids, none = iter(answer_ids), np.zeros(0, np.int32)
     pair = PreferencePair(
-        prompt_ids=tokenizer.encode_prompt(prompt, template),
-        chosen_ids=_answer_ids(prompt, answers[0], tokenizer, template),
-        rejected_ids=_answer_ids(prompt, answers[1], tokenizer, template),
+        prompt_ids=prompt_ids,
+        chosen_ids=none if chosen is None else next(ids),
+        rejected_ids=none if rejected is None else next(ids),
     )
-    if not len(pair.prompt_ids) or not pair.answers:
-        return Bad.EMPTY
-    if len(pair.prompt_ids) > data.max_prompt_tokens:
-        return Bad.TOO_LONG
+    if not pair.answers:
+        raise BadRecord(Bad.EMPTY)
     longest = max(len(answer) for answer in pair.answers)
-    return Bad.PAIR_TOO_LONG if len(pair.prompt_ids) + longest > max_tokens else pair
+    if len(prompt_ids) + longest > max_tokens:
+        raise BadRecord(Bad.PAIR_TOO_LONG)
+    return pair
 
 
-def _answers(fields: dict[str, Any]) -> tuple[str | None, str | None] | None:
-    """Return chosen and rejected answer, one of them None in a judged record; None if malformed."""
+Answer = str | Message
+
+
+def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None]:
+    """Return prompt, chosen and rejected answer, one of them None in a judged record."""
+    asked = fields.get(Field.PROMPT)
     if Field.LABEL in fields:
-        label, completion = fields[Field.LABEL], field_text(fields.get(Field.COMPLETION))
-        if not isinstance(label, bool) or completion is None:
-            return None
-        return (completion, None) if label else (None, completion)
-    chosen, rejected = field_text(fields.get(Field.CHOSEN)), field_text(fields.get(Field.REJECTED))
-    return None if chosen is None or rejected is None else (chosen, rejected)
+        label, (before, answer) = fields[Field.LABEL], _answer(fields, Field.COMPLETION)
+        if not isinstance(label, bool):
+            raise BadRecord(Bad.FIELD)
+        chosen, rejected = (answer, None) if label else (None, answer)
+    else:
+        (before, chosen), (other, rejected) = (
+            _answer(fields, name) for name in (Field.CHOSEN, Field.REJECTED)
+        )
+        if before != other:
+            raise BadRecord(Bad.MESSAGES, "chosen and rejected begin with different messages")
+    if before and asked is not None:
+        raise BadRecord(Bad.MESSAGES, "an answer is not one message of the assistant's")
+    if not is_conversation(asked):
+        asked = list(before) if asked is None and before else field_text(asked)
+    if asked is None:
+        raise BadRecord(Bad.FIELD)
+    return asked, chosen, rejected
 
 
-def _answer_ids(
-    prompt: str, answer: str | None, tokenizer: Tokenizer, template: str | None
-) -> IntArray:
-    """Encode the answer after its prompt, with its end token; empty if there is no answer."""
-    if answer is None:
-        return np.zeros(0, np.int32)
-    return tokenizer.encode_answer(prompt, answer, template)
+def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...], Answer]:
+    """Return what a conversation has before its last message, and that: the answer."""
+    value = fields.get(name)
+    if is_conversation(value):
+        try:
+            *before, answer = checked_messages(value)
+        except DataError as error:
+            raise BadRecord(Bad.MESSAGES, f"{name}: {error}") from None
+        if answer["role"] != "assistant":
+            raise BadRecord(Bad.MESSAGES, f"{name} does not end with the assistant")
+        return tuple(before), answer
+    text = field_text(value)
+    if text is None:
+        raise BadRecord(Bad.FIELD)
+    return (), text
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:

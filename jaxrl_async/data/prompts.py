@@ -13,11 +13,12 @@ import grain
 
 from jaxrl_async.config.schema import DataSection, WarmStartSection
 from jaxrl_async.data.records import (
+    OwnRecords,
     Record,
     RecordSource,
     Split,
     make_source,
-    read_jsonl,
+    read_records,
     supervised_pair,
 )
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -127,6 +128,7 @@ def prompt_of(record: Record, prompt_id: int, position: int) -> Prompt:
         text=record.text,
         reference=record.reference,
         columns=record.columns,
+        messages=record.messages,
     )
 
 
@@ -137,15 +139,22 @@ def make_prompts(
     process_index: int = 0,
     process_count: int = 1,
     split: Split = "train",
+    own: OwnRecords | None = None,
 ) -> PromptStream:
-    """Return the endless stream of one process. Raises DataError or ConfigError."""
-    source = make_source(data, tokenizer, seed, split)
+    """Return the endless stream of one process; own: see eval_prompts. Raises DataError or
+    ConfigError."""
+    source = make_source(data, tokenizer, seed, split) if own is None else own.source(split)
     return PromptStream(source, seed, process_index=process_index, process_count=process_count)
 
 
-def eval_prompts(data: DataSection, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    """Return the held-out prompts, always the same ones in the same order."""
-    source = make_source(data, tokenizer, 0, "eval")
+def eval_prompts(
+    data: DataSection, tokenizer: Tokenizer, own: OwnRecords | None = None
+) -> tuple[Prompt, ...]:
+    """Return the held-out prompts, always the same ones in the same order.
+
+    own: a task's records, in place of those of the settings.
+    """
+    source = make_source(data, tokenizer, 0, "eval") if own is None else own.source("eval")
     return tuple(prompt_of(source[i], i, EVAL_POSITION + i) for i in range(len(source)))
 
 
@@ -159,15 +168,18 @@ def warm_start_pairs(
     *,
     seed: int,
     max_length: int,
+    own: OwnRecords | None = None,
 ) -> "FittingPairs":
     """Return endless (token_ids, mask) pairs for the warm start, reshuffled in each pass.
 
-    They come from warm_start.path if it is set, else from the training records; longer ones than
-    max_length tokens are left out. Raises DataError.
+    They come from warm_start.path if it is set, else from the training records (own: see
+    eval_prompts); longer ones than max_length tokens are left out. Raises DataError.
     """
     source: RecordSource
     if warm_start.path is not None:
-        source = read_jsonl(warm_start.path, data, tokenizer, taught=True)
+        source = read_records(warm_start.path, data, tokenizer, taught=True)
+    elif own is not None:
+        source = own.source("train", taught=True)
     else:
         source = make_source(data, tokenizer, seed, "train", taught=True)
     return FittingPairs(source, seed + 1, tokenizer, max_length)

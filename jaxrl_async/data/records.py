@@ -1,16 +1,15 @@
-"""Records: questions with their answers, from the embedded task or from files of JSON lines.
+"""Records: questions or conversations with their answers, from the embedded task, from files or
+from Python objects.
 
-file ──line──> JSON object ──fields──> Record       what cannot be used: Bad, counted and logged
+file ──record_files──> columns ──RecordReader──> Record     what cannot be used: counted and logged
 """
 
-import itertools
 import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,39 +17,24 @@ import numpy as np
 
 from jaxrl_async.config.schema import AdditionSection, DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
+from jaxrl_async.data.chat import TeachableFormat, chat_format_of, has_chat_format
+from jaxrl_async.data.chat_formats.chat_messages import (
+    checked_messages,
+    is_conversation,
+    with_system_prompt,
+)
+from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows, plain_columns
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
-from jaxrl_async.errors import DataError
-from jaxrl_async.types import BoolArray, IntArray
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.types import BoolArray, IntArray, Message
 
 log = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 2**20
-"""Longest line of a file of records; no more than this of a line is ever in memory."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""The first bytes that some programs write to a UTF-8 file."""
-LOGGED_RECORDS = 10
-"""Skipped records that are logged one by one; the others are only counted."""
 GOLDEN = 2_654_435_761
 """Odd multiplier that spreads consecutive indices evenly over 32 bits (Knuth)."""
-MAX_DEPTH = 64
-"""Deepest nesting of lists and objects in a record."""
 
 Split = Literal["train", "eval"]
 T = TypeVar("T")
-
-
-class Bad(StrEnum):
-    """Why a record is skipped."""
-
-    ENCODING = "not UTF-8"
-    JSON = "not a JSON object"
-    TWICE = "a key appears twice in one object"
-    DEEP = "lists and objects nested more than 64 deep"
-    LONG = "a line of more than 1 MiB"
-    FIELD = "a field is missing or is not text"
-    EMPTY = "the prompt has no tokens"
-    TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
-    PAIR_TOO_LONG = "the prompt with an answer is longer than a training row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +47,9 @@ class Record:
     answer: str | None  # whole answer, to imitate; None: it is not text
     template: str | None = None  # of token_ids, see Tokenizer.encode_prompt
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
+    messages: tuple[Message, ...] = ()  # what token_ids were written from; empty: plain text
+    answer_ids: IntArray | None = None  # to imitate behind messages, [answer] int32
+    worked: tuple[IntArray, BoolArray] | None = None  # a worked conversation, as supervised_pair
 
 
 class RecordSource(Protocol):
@@ -71,6 +58,14 @@ class RecordSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record: ...
+
+
+class OwnRecords(Protocol):
+    """Records that a task brings, in place of the configuration's."""
+
+    def source(self, split: Split, *, taught: bool = False) -> RecordSource:
+        """Return the records of one split; taught: with what is to be imitated."""
+        ...
 
 
 class AdditionSource:
@@ -106,34 +101,248 @@ class AdditionSource:
         return worked_answer(problem.a, problem.b) if is_worked else problem.reference
 
 
-def read_jsonl(
+def read_records(
     path: str | Path, data: DataSection, tokenizer: Tokenizer, *, taught: bool = False
 ) -> list[Record]:
-    """Read the usable records of a file with one JSON object per line; blank lines do not count.
+    """Read the usable records of a file or folder, see record_files.rows_of.
 
-    Bad records are skipped, counted by kind and logged with their line.
+    Bad records are skipped, counted by kind and logged with their place.
 
     Args:
-        path: the file.
-        data: names of fields, template and limits.
+        path: the file or folder.
+        data: names of fields, chat format and limits.
         tokenizer: encodes the prompts.
         taught: the answers are to be imitated, so a record whose answer is not text is bad.
 
     Raises:
         DataError: the file cannot be read, has no usable record, or more than
             data.jsonl.max_bad_share of it is bad.
+        ConfigError: a setting does not fit the tokenizer.
     """
-    if data.jsonl.template is not None:
-        check_template(data.jsonl.template)
-    records = parse_lines(
+    records = parse_rows(
         path,
-        lambda line: parse_record(line, data, tokenizer, taught=taught),
+        RecordReader(data, tokenizer, taught=taught).record,
         data.jsonl.max_bad_share,
-        "set data.jsonl.prompt_field, data.jsonl.answer_field, data.max_prompt_tokens or "
-        "data.jsonl.max_bad_share",
+        "set data.jsonl.prompt_field, data.jsonl.messages_field, data.jsonl.answer_field, "
+        "data.max_prompt_tokens or data.jsonl.max_bad_share",
     )
     _log_unmarked(path, data.jsonl.answer_mark, records)
     return records
+
+
+def records_from(
+    rows: Iterable[Any],
+    data: DataSection,
+    tokenizer: Tokenizer,
+    *,
+    chat: TeachableFormat | None = None,
+    needs_prompts: bool = True,
+) -> list[Record]:
+    """Make records of Python objects, all columns kept: mappings, or rows of a `datasets` object.
+
+    The prompt is text or chat messages in data.jsonl.prompt_field, messages in
+    data.jsonl.messages_field, or either in `prompt`. Answers may be missing.
+
+    Args:
+        rows: the objects.
+        data: names of fields, chat format and limits.
+        tokenizer: encodes the prompts.
+        chat: the run's chat format; None: that of data.chat_format.
+        needs_prompts: a record without a prompt is an error; otherwise its prompt is the padding
+            token alone, for an environment that writes the opening itself.
+
+    Raises:
+        DataError: there is none, or one cannot be used; names it by its index, from 0.
+        ConfigError: a setting does not fit the tokenizer.
+    """
+    reader = RecordReader(
+        data, tokenizer, chat=chat, needs_answers=False, needs_prompts=needs_prompts
+    )
+    records = []
+    for index, row in enumerate(rows):
+        try:
+            if not isinstance(row, Mapping):
+                raise BadRecord(Bad.VALUE, f"it is a {type(row).__name__}, not a mapping")
+            records.append(reader.record(plain_columns(row)))
+        except BadRecord as error:
+            raise DataError(
+                f"record {index}: {error}. Correct it, or set data.jsonl.prompt_field, "
+                "data.jsonl.messages_field, data.jsonl.answer_field or data.max_prompt_tokens."
+            ) from None
+    if not records:
+        raise DataError("there are no records. Give at least one.")
+    return records
+
+
+class RecordReader:
+    """Makes records of columns."""
+
+    def __init__(
+        self,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        *,
+        chat: TeachableFormat | None = None,
+        taught: bool = False,
+        needs_answers: bool = True,
+        needs_prompts: bool = True,
+    ) -> None:
+        """Check the settings.
+
+        Args:
+            data: names of fields, chat format and limits.
+            tokenizer: encodes the prompts.
+            chat: writes messages; None: that of data.chat_format.
+            taught: the answers are to be imitated.
+            needs_answers: a record without data.jsonl.answer_field is bad.
+            needs_prompts: a record without a prompt is bad.
+
+        Raises:
+            ConfigError: data.jsonl.template is malformed, or data.system_prompt has no chat format
+                to go into.
+        """
+        section = data.jsonl
+        if section.template is not None:
+            check_template(section.template)
+        self._data, self._tokenizer, self._given = data, tokenizer, chat
+        self._taught, self._needs_answers = taught, needs_answers
+        self._needs_prompts = needs_prompts
+        has_chat = chat is not None or has_chat_format(tokenizer, data.chat_format)
+        self._asks_in_chat = section.template is None and has_chat
+        if data.system_prompt is not None and not self._asks_in_chat:
+            raise ConfigError(
+                "data.system_prompt needs a chat template to go into. Set data.chat_format to a "
+                "FILE.jinja, leave out data.jsonl.template, or write it into data.jsonl.template."
+            )
+
+    @cached_property
+    def _chat(self) -> TeachableFormat:
+        return self._given or chat_format_of(self._data, self._tokenizer)
+
+    def record(self, fields: Mapping[str, Any]) -> Record:
+        """Make a record of its columns. Raises BadRecord, and ConfigError if the chat format that
+        it needs cannot be had."""
+        asked = self._prompt_of(fields)
+        if isinstance(asked, str) and not self._asks_in_chat:
+            answer, reference = self._answer_of(fields, None)
+            template = self._data.jsonl.template
+            return Record(
+                token_ids=self._fitting(self._tokenizer.encode_prompt(asked, template)),
+                text=asked,
+                reference=reference,
+                answer=answer,
+                template=template,
+                columns=fields,
+            )
+        if asked is None:
+            answer, reference = self._answer_of(fields, None)
+            stand_in = np.array([self._tokenizer.pad_id], np.int32)
+            return Record(
+                token_ids=stand_in, text="", reference=reference, answer=answer, columns=fields
+            )
+        messages = self._conversation(asked)
+        reply = messages[-1] if messages[-1]["role"] == "assistant" else None
+        return self._chat_record(fields, messages if reply is None else messages[:-1], reply)
+
+    def pair_ids(
+        self, asked: Any, replies: Sequence[str | Message]
+    ) -> tuple[IntArray, list[IntArray]]:
+        """Return the tokens of a prompt and of each answer to it, end token included.
+
+        asked: text or messages. Raises BadRecord.
+        """
+        if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies):
+            encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
+            token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
+            return token_ids, [encode(asked, str(reply), template) for reply in replies]
+        messages = self._conversation(asked)
+        said = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in replies]
+        try:
+            token_ids = self._fitting(self._chat.opening(messages, ()))
+            return token_ids, [self._chat.answer(messages, reply) for reply in said]
+        except BadRecord:
+            raise
+        except DataError as error:
+            raise BadRecord(Bad.TEMPLATE, str(error)) from None
+
+    def _prompt_of(self, fields: Mapping[str, Any]) -> Any:
+        """Return the question as text, or messages as they are; None: there may be no prompt."""
+        section = self._data.jsonl
+        names = [section.prompt_field, section.messages_field]
+        if not self._needs_answers:
+            names.append("prompt")
+        value = next((v for n in names if n is not None and (v := fields.get(n)) is not None), None)
+        if value is None and not self._needs_prompts:
+            return None
+        if is_conversation(value):
+            return value
+        text = field_text(value)
+        if text is None:
+            raise BadRecord(Bad.FIELD)
+        return text
+
+    def _conversation(self, asked: Any) -> tuple[Message, ...]:
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+        try:
+            messages = checked_messages(asked)
+        except DataError as error:
+            raise BadRecord(Bad.MESSAGES, str(error)) from None
+        if messages[-1]["role"] == "assistant" and len(messages) == 1:
+            raise BadRecord(Bad.MESSAGES, "there is nothing before the answer")
+        return with_system_prompt(messages, self._data.system_prompt)
+
+    def _chat_record(
+        self, fields: Mapping[str, Any], messages: tuple[Message, ...], reply: Message | None
+    ) -> Record:
+        answer, reference = self._answer_of(fields, reply)
+        chat, answer_ids = self._chat, None
+        try:
+            token_ids = self._fitting(chat.opening(messages, ()))
+            if self._taught:
+                said = reply or {"role": "assistant", "content": answer}
+                answer_ids = chat.answer(messages, said)
+        except BadRecord:
+            raise
+        except DataError as error:
+            raise BadRecord(Bad.TEMPLATE, str(error)) from None
+        return Record(
+            token_ids=token_ids,
+            text=messages[-1]["content"],
+            reference=reference,
+            answer=answer,
+            columns=fields,
+            messages=messages,
+            answer_ids=answer_ids,
+        )
+
+    def _answer_of(
+        self, fields: Mapping[str, Any], reply: Message | None
+    ) -> tuple[str | None, str]:
+        """Return the whole answer, None if it is not text, and the reference of a reward."""
+        section = self._data.jsonl
+        name = section.answer_field
+        said = "" if reply is None else reply["content"]
+        value = said if name is None else fields.get(name)
+        if value is None and (reply is not None or not self._needs_answers):
+            value = said
+        answer = field_text(value)
+        reference = reference_of(value, answer, section.answer_mark)
+        if reference is None or (self._taught and answer is None):
+            raise BadRecord(Bad.FIELD)
+        return answer, reference
+
+    def _fitting(self, token_ids: IntArray) -> IntArray:
+        """Return a prompt's tokens if there are some and not too many."""
+        if not len(token_ids):
+            raise BadRecord(Bad.EMPTY)
+        if len(token_ids) > self._data.max_prompt_tokens:
+            raise BadRecord(Bad.TOO_LONG)
+        return token_ids
+
+
+def _are_texts(replies: Sequence[str | Message]) -> bool:
+    return all(isinstance(reply, str) for reply in replies)
 
 
 def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record]) -> None:
@@ -150,95 +359,7 @@ def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record])
         )
 
 
-def parse_lines(
-    path: str | Path, parse: Callable[[bytes], T | Bad], max_bad_share: float, remedy: str
-) -> list[T]:
-    """Parse each line that is not blank, and return the good results.
-
-    Bad lines are skipped, counted and logged as in read_jsonl. Copies of earlier lines are kept;
-    their number is logged. At most MAX_LINE_BYTES of the file are in memory at once.
-
-    Args:
-        path: the file.
-        parse: makes a record from a line, or says why it is bad.
-        max_bad_share: largest share of bad lines.
-        remedy: what to set if more are bad, in words.
-
-    Raises:
-        DataError: as in read_jsonl.
-    """
-    records: list[T] = []
-    bad = _BadRecords(path)
-    seen: set[int] = set()
-    copies = 0
-    for number, line in _lines(path):
-        record = line if isinstance(line, Bad) else parse(line)
-        if isinstance(record, Bad):
-            bad.add(number, record)
-            continue
-        records.append(record)
-        copies += hash(line) in seen
-        seen.add(hash(line))
-    if copies:
-        log.warning("%s: %d of %d records are copies of earlier ones", path, copies, len(records))
-    bad.judge(len(records), max_bad_share, remedy)
-    return records
-
-
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes | Bad]]:
-    """Yield number (from 1) and bytes of each line that is not blank; Bad.LONG if it is too long.
-
-    Raises DataError if the file cannot be read.
-    """
-    try:
-        if not Path(path).is_file():  # reading a pipe would block for ever
-            kind = "is not a file" if Path(path).exists() else "does not exist"
-            raise DataError(f"{path}: {kind}; cannot be read. Give a file of JSON lines.")
-        with Path(path).open("rb") as file:
-            for number in itertools.count(1):
-                line = file.readline(MAX_LINE_BYTES + 1)
-                if not line:
-                    return
-                line = line.removeprefix(BYTE_ORDER_MARK)  # on any line of concatenated files
-                if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    while line and not line.endswith(b"\n"):
-                        line = file.readline(MAX_LINE_BYTES)
-                    yield number, Bad.LONG
-                elif line.strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
-
-
-def parse_record(
-    line: bytes, data: DataSection, tokenizer: Tokenizer, *, taught: bool = False
-) -> Record | Bad:
-    """Parse a line to a record; for the arguments see read_jsonl."""
-    fields, section = parse_object(line), data.jsonl
-    if isinstance(fields, Bad):
-        return fields
-    question = field_text(fields.get(section.prompt_field))
-    value = "" if section.answer_field is None else fields.get(section.answer_field)
-    answer = field_text(value)
-    reference = _reference(value, answer, section.answer_mark)
-    if question is None or reference is None or (taught and answer is None):
-        return Bad.FIELD
-    token_ids = tokenizer.encode_prompt(question, section.template)
-    if not len(token_ids):
-        return Bad.EMPTY
-    if len(token_ids) > data.max_prompt_tokens:
-        return Bad.TOO_LONG
-    return Record(
-        token_ids=token_ids,
-        text=question,
-        reference=reference,
-        answer=answer,
-        template=section.template,
-        columns=fields,
-    )
-
-
-def _reference(value: Any, answer: str | None, mark: str | None) -> str | None:
+def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None:
     """Return the text that a reward compares with, or None if there is none.
 
     It is the final answer, or JSON if the field's value is neither text nor a number.
@@ -251,41 +372,6 @@ def _reference(value: Any, answer: str | None, mark: str | None) -> str | None:
         return field_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
-
-
-class _Twice(ValueError):
-    """A key appears twice in one object."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise _Twice
-    return fields
-
-
-def parse_object(line: bytes) -> dict[str, Any] | Bad:
-    """Parse a line to a JSON object. NaN and Infinity are accepted, as Python writes them."""
-    try:
-        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_once)
-    except UnicodeDecodeError:
-        return Bad.ENCODING
-    except _Twice:
-        return Bad.TWICE
-    except (ValueError, RecursionError):
-        return Bad.JSON
-    if not isinstance(fields, dict):
-        return Bad.JSON
-    return Bad.DEEP if _is_deep(fields) else fields
-
-
-def _is_deep(fields: dict[str, Any]) -> bool:
-    """Return whether lists and objects are nested more than MAX_DEPTH deep."""
-    level: list[Any] = [fields]
-    for _ in range(MAX_DEPTH):
-        inner = (v.values() if isinstance(v, dict) else v for v in level)
-        level = [v for values in inner for v in values if isinstance(v, dict | list)]
-    return bool(level)
 
 
 def field_text(value: Any) -> str | None:
@@ -307,40 +393,6 @@ def field_text(value: Any) -> str | None:
 def final_answer(answer: str, mark: str | None) -> str:
     """Return what follows the last mark, or the whole answer if it has none."""
     return (answer.rpartition(mark)[2] if mark else answer).strip()
-
-
-class _BadRecords:
-    """The skipped records of one file: counted by kind, the first few also logged."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
-        self._kinds: Counter[Bad] = Counter()
-        self._first: list[str] = []
-
-    def add(self, number: int, reason: Bad) -> None:
-        """Count a skipped record."""
-        self._kinds[reason] += 1
-        if len(self._first) < LOGGED_RECORDS:
-            self._first.append(f"line {number}: {reason}")
-            log.warning("%s, line %d: skipped: %s", self._path, number, reason)
-
-    def judge(self, good: int, max_bad_share: float, remedy: str) -> None:
-        """Log the counts; raise DataError if too many are bad or none is good."""
-        bad = self._kinds.total()
-        if not bad and not good:
-            raise DataError(
-                f"{self._path}: the file is empty. Give a file with one JSON object a line."
-            )
-        if bad:
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in self._kinds.most_common())
-            log.warning("%s: %d of %d records skipped: %s", self._path, bad, bad + good, kinds)
-        share = bad / (bad + good)
-        if share > max_bad_share or not good:
-            raise DataError(
-                f"{self._path}: {bad} of {bad + good} records cannot be used ({share:.1%}, at most "
-                f"{max_bad_share:.1%} may be): {'; '.join(self._first[:3])}. Correct them, or "
-                f"{remedy}."
-            )
 
 
 def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[T]]) -> list[T]:
@@ -386,10 +438,10 @@ def make_source(
     *,
     taught: bool = False,
 ) -> RecordSource:
-    """Return the records of one split; taught: see read_jsonl. Raises DataError or ConfigError."""
+    """Return the records of one split; taught: see read_records. Raises DataError, ConfigError."""
     if data.source == "jsonl":
         return jsonl_split(
-            data.jsonl, split, lambda path: read_jsonl(path, data, tokenizer, taught=taught)
+            data.jsonl, split, lambda path: read_records(path, data, tokenizer, taught=taught)
         )
     return _addition_split(data.addition, tokenizer, seed, split)
 
@@ -400,7 +452,11 @@ def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, Boo
     Returns token_ids [length] int32 and mask [length] bool, True for answer and end token. The
     record must have an answer.
     """
+    if record.worked is not None:
+        return record.worked
     assert record.answer is not None, "the record was read with taught=True"
-    answer = tokenizer.encode_answer(record.text, record.answer, record.template)
+    answer = record.answer_ids
+    if answer is None:
+        answer = tokenizer.encode_answer(record.text, record.answer, record.template)
     mask = np.arange(len(record.token_ids) + len(answer)) >= len(record.token_ids)
     return np.concatenate([record.token_ids, answer]).astype(np.int32), mask

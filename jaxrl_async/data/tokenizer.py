@@ -5,18 +5,19 @@ import importlib
 import json
 import logging
 import os
+import re
 import string
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.errors import ConfigError, DataError
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,50 @@ NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 PreTrainedTokenizerFast: Any = _without_advice("transformers").PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+"""ASCII's characters that can be seen, and the line break."""
+CHAT_ROLES = ("<system>", "<user>", "<assistant>")
+CHAT_MARKS = (
+    "<tools>",
+    "</tools>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+CHAT_TEMPLATE = """
+{%- if tools -%}
+  <tools>
+  {%- for tool in tools -%}
+    {{- tool.function.name }}({{ tool.function.get("parameters", {}).get("properties", {})
+        | join(", ") }})
+    {%- if not loop.last %}, {% endif -%}
+  {%- endfor -%}
+  </tools>
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role == "tool" -%}
+    <tool_response>{{ message.content }}</tool_response>
+  {%- elif message.role == "assistant" -%}
+    <assistant>
+    {%- if message.reasoning_content -%}
+      <think>{{ message.reasoning_content }}</think>
+    {%- endif -%}
+    {{- message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+      {{- "<tool_call>" }}{{ {"name": call.function.name, "arguments": call.function.arguments}
+          | tojson }}{{ "</tool_call>" -}}
+    {%- endfor -%}
+    {{- eos_token -}}
+  {%- else -%}
+    {{- "<user>" if message.role == "user" else "<system>" }}{{ message.content }}{{ eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<assistant>{%- endif -%}
+"""
+"""Chat template of chat_tokenizer."""
 BARE = "{prompt}"
 """Template of a bare prompt, whatever chat template the tokenizer has."""
 ANCHORS = ("\n", "a", ".")
@@ -105,17 +150,79 @@ class Tokenizer:
         to the joined text after the prompt's. If neither does, the answer is encoded alone, counted
         in num_inexact and logged. Returns [length] int32.
         """
-        shown, special = self._shown(prompt, template)
-        before, joined = (self._open_end(t, special) for t in (shown, shown + answer))
-        begins = np.array_equal(joined[: len(before)], before)
-        ids = joined[len(before) :] if begins else self._behind(before, joined, answer)
+        ids = self._after(*self._shown(prompt, template), answer)
         return np.concatenate([ids, np.asarray(self.eos_ids[:1], np.int32)]).astype(np.int32)
 
-    def decode(self, token_ids: IntArray) -> str:
+    def encode_after(self, before: str, text: str) -> IntArray:
+        """Encode a text behind another, as encode_answer does but for the end token; [length]."""
+        return self._after(before, False, text)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of the token that is written so; None: there is none."""
+        found = self.hf.backend_tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    @property
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Text of each token that was added to the vocabulary whole, and whether it is special."""
+        added = self.hf.added_tokens_decoder
+        return {int(i): (token.content, bool(token.special)) for i, token in added.items()}
+
+    def decode_all(self, token_ids: IntArray | Sequence[int]) -> str:
+        """Decode ids with their special tokens."""
+        return self._whole_text(np.asarray(token_ids, np.int32))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be written by a template of the tokenizer's own."""
+        return bool(self.hf.chat_template)
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opens_turn: bool = True,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write messages by a chat template. Raises DataError if it refuses them.
+
+        Args:
+            messages: the conversation.
+            tools: what may be called, as OpenAI's function tools.
+            opens_turn: the policy's turn begins behind them.
+            template: in Jinja; None: the tokenizer's own.
+            arguments: what the template reads besides, such as enable_thinking.
+        """
+        kwargs = dict(arguments or {}, add_generation_prompt=opens_turn, tokenize=False)
+        try:
+            with self._lock:
+                text = self.hf.apply_chat_template(
+                    [dict(m) for m in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    chat_template=template,
+                    **kwargs,
+                )
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise DataError(
+                f"the tokenizer's chat template fails on {len(messages)} messages of "
+                f"{', '.join(dict.fromkeys(str(m.get('role')) for m in messages))}: {reason}. "
+                "Give messages that it can write, or another template (data.chat_format)."
+            ) from error
+        return str(text)
+
+    def decode(self, token_ids: IntArray | Sequence[int]) -> str:
         """Decode ids, leaving out end tokens, special tokens and ids without a token."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
         with self._lock, _as_data_error(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token's own text, special tokens included; half a character is U+FFFD."""
+        with self._lock, _as_data_error(f"the tokenizer cannot decode token {token_id}"):
+            return str(self.hf.backend_tokenizer.decode([token_id], skip_special_tokens=False))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face tokenizer directory. Raises DataError."""
@@ -126,14 +233,16 @@ class Tokenizer:
 
     def _shown(self, text: str, template: str | None) -> tuple[str, bool]:
         """Return a prompt's text, and whether the tokenizer's special tokens go around it."""
-        if template is not None or not self.hf.chat_template:
+        if template is not None or not self.has_chat_template:
             return text if template is None else fill_template(template, text), True
-        messages = [{"role": "user", "content": text}]
-        with self._lock, _as_data_error(f"the tokenizer's chat template fails on {_cut(text)}"):
-            shown = self.hf.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        return str(shown), False
+        return self.chat_text([{"role": "user", "content": text}]), False
+
+    def _after(self, shown: str, special: bool, answer: str) -> IntArray:
+        """Encode the answer after a text; special: see _shown."""
+        before, joined = (self._open_end(t, special) for t in (shown, shown + answer))
+        if np.array_equal(joined[: len(before)], before):
+            return joined[len(before) :]
+        return self._behind(before, joined, answer)
 
     def _open_end(self, text: str, special: bool) -> IntArray:
         """Encode a text that will be continued: without an end token after it."""
@@ -310,18 +419,47 @@ def fill_template(template: str, prompt: str) -> str:
     return template.format(prompt=prompt)
 
 
+def chat_tokenizer(words: Iterable[str] = PRINTABLE) -> Tokenizer:
+    """Make a tokenizer with one token per word and a chat template, for tasks of several turns.
+
+    words: texts, often single characters; the longest one that fits is taken first. Each mark of
+    the template is one token, too: roles, the end of a turn (<eos>), thinking, tool calls in
+    Hermes' form. A tool is shown by its name and the names of its arguments alone, so that prompts
+    stay short. Other characters become <unk>. Raises ConfigError for words that are none.
+    """
+    texts = list(dict.fromkeys(words))
+    special = {PAD, BOS, EOS, UNKNOWN, *CHAT_ROLES, *CHAT_MARKS}
+    if not texts or not all(texts) or special & set(texts):
+        raise ConfigError(
+            f"{len(texts)} words for a tokenizer: give one or more, none of them empty or one of "
+            f"{', '.join(sorted(special))}."
+        )
+    tokenizer = _word_level(texts)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in CHAT_ROLES])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in CHAT_MARKS])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Tokenizer(tokenizer)
+
+
 def character_tokenizer(alphabet: str) -> Tokenizer:
     """Make a tokenizer with <pad>, <bos>, <eos>, <unk> and one token per character of `alphabet`.
 
     save_pretrained writes a directory that AutoTokenizer loads.
     """
-    words = [PAD, BOS, EOS, UNKNOWN, *alphabet]
+    return Tokenizer(_word_level(alphabet))
+
+
+def _word_level(words: Iterable[str]) -> Any:
+    """Make a tokenizer of words; every other character is unknown."""
+    known = [PAD, BOS, EOS, UNKNOWN, *words]
     backend = Backend(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
+        models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=UNKNOWN)
     )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    longer = sorted((word for word in words if len(word) > 1), key=len, reverse=True)
+    pieces = Regex("|".join([*map(re.escape, longer), r"[\s\S]"]))
+    backend.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
     backend.decoder = decoders.Fuse()
-    hf = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         bos_token=BOS,
@@ -329,4 +467,3 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
     )
-    return Tokenizer(hf)

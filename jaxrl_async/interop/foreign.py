@@ -13,11 +13,10 @@ import logging
 import math
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +25,10 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
-from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
-from jaxrl_async.sampler.requests import AnyFuture, Waiter, resolve
+from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, AnyFuture, Waiter, resolve
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, IntArray, Partial, Request, SamplingParams, StopReason
 
@@ -48,7 +48,7 @@ class ForeignWeights:
     version: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
     """A request in the queue or in a slot, and its tokens so far."""
 
@@ -68,7 +68,7 @@ class _Running:
         return self.stopped or len(self.tokens) >= self.request.max_new_tokens
 
 
-class ForeignSampler:
+class ForeignSampler(Living):
     """A ports.Replica and ports.Generate over any JetStream engine, which a thread of its own
     drives.
 
@@ -125,11 +125,6 @@ class ForeignSampler:
         return int(self.engine.max_concurrent_decodes)
 
     @property
-    def error(self) -> BaseException | None:
-        """The exception that ended the thread."""
-        return self.lifetime.error
-
-    @property
     def blamed(self) -> frozenset[str]:
         """Ids of the requests that had a slot when the thread ended with `error`."""
         return self.loop.blamed
@@ -140,10 +135,6 @@ class ForeignSampler:
 
     # ---- its life
 
-    def start(self) -> None:
-        """Start the thread; the first request does it, too."""
-        self.lifetime.start()
-
     def close(self) -> None:
         """Stop after the current step; requests that are not done fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
@@ -151,25 +142,12 @@ class ForeignSampler:
         if not self.lifetime.stop(CLOSE_S):
             log.error("the foreign engine's thread did not end within %.0f s", CLOSE_S)
         if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
-            self.loop.fail_all(self.error or _closed_too_early())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def check_waits(self) -> None:
-        """Raise RolloutError where waiting for this sampler would never end: on its own thread, or
-        in a forked process."""
-        self.lifetime.check_waits()
+            self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
 
     def abandon(self) -> None:
         """Detach from the thread, which is dead or hung: ignore anything that it still produces,
         and stop weight updates from waiting for it."""
-        with self.lifetime.lock:
-            self.lifetime.closed = True
-        self.lifetime.wake.set()
+        self.lifetime.detach()
         self.weights.leave()
 
     def successor(self) -> "ForeignSampler":
@@ -266,8 +244,8 @@ class ForeignSampler:
         ]
         self.lifetime.start()
         with self.lifetime.lock:
-            self.lifetime.check_open("the sampler is closed")
-            self.loop.queue.extend(waiting)
+            self.lifetime.check_open(CLOSED)
+            self.loop.queue.add(waiting)
         self.lifetime.wake.set()
 
 
@@ -288,7 +266,7 @@ class ForeignLoop:
         """Begin with these weights; to_params: see ForeignSampler."""
         self._engine, self._lifetime, self._source = engine, lifetime, source
         self._to_params, self.drawn_from = to_params, weights
-        self.queue: deque[_Running] = deque()
+        self.queue: WaitingQueue[_Running] = WaitingQueue()
         self._running: dict[int, _Running] = {}  # by slot
         self.state: Any = None  # the engine's decode state, made by the thread
         self.stats = SamplerStats()
@@ -307,7 +285,7 @@ class ForeignLoop:
         """
         try:
             if self._lifetime.closed:
-                self.fail_all(self._lifetime.error or _closed_too_early())
+                self.fail_all(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
                 return None
             if self.state is None:
                 self.state = self._engine.init_decode_state()
@@ -346,23 +324,24 @@ class ForeignLoop:
     def _drop_cancelled(self) -> None:
         """Free the slots of requests whose callers no longer wait."""
         slots = [s for s, r in self._running.items() if r.waiter.gave_up]
-        for slot in slots:
-            del self._running[slot]
+        lost = sum(len(self._running.pop(slot).tokens) for slot in slots)
         with self._lifetime.lock:
-            queued = len(self.queue)
-            self.queue = deque(r for r in self.queue if not r.waiter.gave_up)
-            cancelled = queued - len(self.queue) + len(slots)
-        self.stats = replace(self.stats, cancelled=self.stats.cancelled + cancelled)
+            gone = [r for r in self.queue if r.waiter.gave_up]
+            for running in gone:
+                self.queue.remove(running)
+        cancelled = len(gone) + len(slots)
+        self.stats = self.stats.plus(cancelled=cancelled, cancelled_tokens=lost)
 
     def _fill(self) -> None:
-        """Put requests into free slots, oldest first."""
+        """Put requests into free slots, the most urgent first."""
         for slot in range(self._engine.max_concurrent_decodes):
             if slot in self._running:
                 continue
             with self._lifetime.lock:
-                if not self.queue:
+                running = self.queue.head()
+                if running is None:
                     return
-                running = self.queue.popleft()
+                self.queue.admit(running)
             running.waiter.started_at = time.perf_counter()
             self._warn_of(running.request)
             try:
@@ -431,10 +410,6 @@ class ForeignLoop:
                 request.request_id,
                 request.sampling,
             )
-
-
-def _closed_too_early() -> Closed:
-    return Closed("the sampler was closed before the request was done")
 
 
 def _completion(running: _Running, now: float) -> Completion:

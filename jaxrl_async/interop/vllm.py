@@ -14,7 +14,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,12 +23,13 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
-from jaxrl_async.interop.vllm_messages import Drawn, drawn_of, label_of, request_body
+from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
-from jaxrl_async.sampler.requests import Waiter, resolve
+from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, Waiter, resolve
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
@@ -69,7 +69,7 @@ class _Asked:
     aborts: int = 0
 
 
-class VllmSampler:
+class VllmSampler(Living):
     """A ports.Replica over one vLLM server, which a thread of its own drives.
 
     Requests cannot be saved, and two runs never draw the same tokens: the random numbers are the
@@ -120,11 +120,6 @@ class VllmSampler:
         return self.settings.places
 
     @property
-    def error(self) -> BaseException | None:
-        """The exception that ended the thread."""
-        return self.lifetime.error
-
-    @property
     def blamed(self) -> frozenset[str]:
         """Ids of the requests whose answers ended the thread."""
         return self.loop.blamed
@@ -135,28 +130,18 @@ class VllmSampler:
 
     # ---- its life
 
-    def start(self) -> None:
-        """Start the thread; the first request does it, too."""
-        self.lifetime.start()
-
     def close(self) -> None:
         """Stop; requests that are not done fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
             return
         if not self.lifetime.stop(CLOSE_S):
             log.error("the thread of %s did not end within %.0f s", self.url, CLOSE_S)
-        self.loop.fail_all(self.error or _closed_too_early())
+        self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
         self.folder.settle(self.url, None)
-
-    def check_waits(self) -> None:
-        """See ports.Replica."""
-        self.lifetime.check_waits()
 
     def abandon(self) -> None:
         """Detach from the thread, and stop weight updates from waiting for it."""
-        with self.lifetime.lock:
-            self.lifetime.closed = True
-        self.lifetime.wake.set()
+        self.lifetime.detach()
         self.weights.leave()
 
     def successor(self) -> "VllmSampler":
@@ -193,8 +178,8 @@ class VllmSampler:
         ]
         self.lifetime.start()
         with self.lifetime.lock:
-            self.lifetime.check_open("the sampler is closed")
-            self.loop.queue.extend(asked)
+            self.lifetime.check_open(CLOSED)
+            self.loop.queue.add(asked)
         self.lifetime.wake.set()
         return [a.waiter.future for a in asked]
 
@@ -224,6 +209,12 @@ class VllmSampler:
                     "at the prompt."
                 )
             request = checked_request(given, self.settings.room)
+            if request.adapter:
+                raise RolloutError(
+                    f"request {request.request_id!r}: adapter {request.adapter!r}: a vLLM server "
+                    "draws with its one model here. Leave `adapter` out, or use "
+                    "jaxrl_async.Sampler."
+                )
             if request.extras:
                 raise RolloutError(
                     f"request {request.request_id!r}: a vLLM server gives no extras. Submit it "
@@ -264,7 +255,7 @@ class VllmLoop:
         self._dropped: set[asyncio.Task[Drawn]] = set()  # cancelled, until they have ended
         self.version = self.held = update.version  # drawn from; in the folder
         self._is_loaded = False  # whether the server has had any weights from here
-        self.queue: deque[_Asked] = deque()
+        self.queue: WaitingQueue[_Asked] = WaitingQueue()
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
 
@@ -280,7 +271,7 @@ class VllmLoop:
         began = time.perf_counter()
         try:
             if self._lifetime.closed:
-                self._end(self._lifetime.error or _closed_too_early())
+                self._end(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
                 return None
             self._events = self._events or asyncio.new_event_loop()
             self._events.run_until_complete(self._turn())
@@ -340,21 +331,23 @@ class VllmLoop:
             self._dropped.add(task)
             task.add_done_callback(self._dropped.discard)
         with self._lifetime.lock:
-            queued = len(self.queue)
-            self.queue = deque(a for a in self.queue if not a.waiter.gave_up)
-            cancelled = queued - len(self.queue) + len(given_up)
+            gone = [asked for asked in self.queue if asked.waiter.gave_up]
+            for asked in gone:
+                self.queue.remove(asked)
+        cancelled = len(gone) + len(given_up)
         if cancelled:
             self.stats = self.stats.plus(cancelled=cancelled)
 
     def _fill(self) -> None:
-        """Send requests, oldest first, while the server has room and its weights are ours."""
+        """Send requests, the most urgent first, while the server has room and our weights."""
         while self._is_loaded and not self._paused.is_set():
             if len(self._asked) >= self._settings.places:
                 return
             with self._lifetime.lock:
-                if not self.queue:
+                asked = self.queue.head()
+                if asked is None:
                     return
-                asked = self.queue.popleft()
+                self.queue.admit(asked)
             now = time.perf_counter()
             asked.waiter.started_at = asked.waiter.started_at or now
             asked.sent += 1
@@ -364,7 +357,7 @@ class VllmLoop:
         """Have the server complete one request. Raises RefusedRequest, ServerGone, BadReply."""
         floor, run = self.version, self._settings.run
         body = request_body(asked.request, asked.sent, label_of(run, floor))
-        return drawn_of(await self._server.generate(body), asked.request, run, floor)
+        return drawn_in_reply(await self._server.generate(body), asked.request, run, floor)
 
     def _collect(self) -> None:
         """Pass answers on. Raises the error of a request that says that the server failed."""
@@ -398,7 +391,7 @@ class VllmLoop:
         asked.aborts += 1
         self.stats = self.stats.plus(restarted=1, discarded_tokens=len(drawn.token_ids))
         with self._lifetime.lock:
-            self.queue.appendleft(asked)
+            self.queue.put_back([asked])
 
     def _aborted_too_often(self, asked: _Asked) -> RolloutError:
         return RolloutError(
@@ -492,7 +485,3 @@ async def _check_health(url: str) -> None:
         await server.check_health()
     finally:
         await server.close()
-
-
-def _closed_too_early() -> Closed:
-    return Closed("the sampler was closed before the request was done")

@@ -106,7 +106,7 @@ class BadReply(RolloutError):
     """A server's answer is not what vLLM answers."""
 
 
-def drawn_of(reply: Any, request: Request, run: str, floor: int) -> Drawn:
+def drawn_in_reply(reply: Any, request: Request, run: str, floor: int) -> Drawn:
     """Return the checked answer to a request.
 
     Args:

@@ -4,9 +4,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 WINDOW = 5
-"""Steps over which the need is measured after each change of the number."""
+"""Fewest steps over which the need is measured after each change of the number."""
+WINDOW_S = 10.0
+"""Least time that these steps take, seconds: samplers report how busy they are once in a while."""
+NEEDED = ("time/step_s", "time/wait_data_s", "sampler/idle_share", "sampler/living")
+"""What a step's metrics must have to count."""
+CHANGES = ("faults/samplers_joined", "faults/samplers_left", "faults/samplers_cut_off")
+"""Counts that are 0 in a step that had the same samplers from its start to its end."""
 MUCH_WAITING, LITTLE_WAITING = 0.15, 0.05
 """Shares of the trainer's time: above the first, samplers may be added; below the second, one may
 be removed."""
@@ -55,28 +62,37 @@ def wanted_samplers(demand: Demand, now: int, least: int, most: int) -> int:
     return min(max(wanted, least), most)
 
 
-class MetricLines:
-    """Steps' metrics as the file grows; read piecewise, from where it was read last."""
+def steps_in(text: bytes) -> list[Mapping[str, float]]:
+    """Return the steps in a piece of metrics.jsonl; lines that are torn, or of no step, are left
+    out."""
+    steps: list[Mapping[str, float]] = []
+    for raw in text.split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and all(isinstance(line.get(k), int | float) for k in NEEDED):
+            steps.append(line)
+    return steps
 
-    def __init__(self) -> None:
-        self._offset, self._rest = 0, b""
 
-    @property
-    def offset(self) -> int:
-        """Bytes that were read."""
-        return self._offset
+def measured_steps(
+    steps: Sequence[Mapping[str, float]], samplers: int
+) -> Sequence[Mapping[str, float]]:
+    """Return the newest steps by which the need can be told; none if they are too few yet.
 
-    def add(self, piece: bytes) -> list[Mapping[str, float]]:
-        """Return the steps that a further piece of the file completes; what is torn is left out."""
-        self._offset += len(piece)
-        *whole, self._rest = (self._rest + piece).split(b"\n")
-        lines: list[Mapping[str, float]] = []
-        for text in whole:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            needed = ("time/step_s", "time/wait_data_s", "sampler/idle_share")
-            if isinstance(line, dict) and all(isinstance(line.get(k), int | float) for k in needed):
-                lines.append(line)
-        return lines
+    In all of them as many samplers were at work throughout. A process that has started is not yet
+    at work: it joins, and gets the weights, first.
+    """
+    newest = takewhile(
+        lambda step: step["sampler/living"] == samplers and not any(step.get(k) for k in CHANGES),
+        reversed(steps),
+    )
+    counted: list[Mapping[str, float]] = []
+    taken_s = 0.0
+    for step in newest:
+        counted.append(step)
+        taken_s += step["time/step_s"]
+        if len(counted) >= WINDOW and taken_s >= WINDOW_S:
+            return counted
+    return ()

@@ -21,6 +21,7 @@ from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_manifests import (
+    DATA_PORT,
     JOIN_PORT,
     RUNS_FOLDER,
     TRAINER,
@@ -46,6 +47,7 @@ def run_config(values: Values, folder: Path) -> Config:
             "mesh.samplers_in=elsewhere",
             f"mesh.samplers={values.samplers.replicas}",
             f"remote.listen=0.0.0.0:{JOIN_PORT}",
+            f"remote.data_port={DATA_PORT}",
             f"remote.advertise={host_name(values, TRAINER, 0)}",
         ]
     config = load(folder / values.config, [*values.overrides, *fixed])
@@ -72,11 +74,13 @@ def _check_trainer(values: Values, config: Config) -> None:
             f"{values.config}: mesh needs {needed} devices on each host, and hosts of "
             f"{tpu.machine_type} have {tpu.host_devices}. Make mesh smaller or the slice larger."
         )
-    in_parts = needed < tpu.host_devices or not (config.mesh.remote or config.mesh.colocated)
+    samples_here = config.run.job == "rl" and not config.mesh.remote
+    in_parts = needed < tpu.host_devices or samples_here
     if in_parts and hosts > 1 and not GENERATIONS[tpu.generation].divisible:
         raise ConfigError(
             f"{values.config}: the compiler runs no program on a part of each host's chips of a "
-            f"{tpu.generation} slice of {tpu.hosts} hosts. Give the samplers slices of their own "
+            f"{tpu.generation} slice of {tpu.hosts} hosts, and not on every host alone (a sampler "
+            f"with mesh.colocated). Give the samplers slices of their own "
             f"(samplers), and the trainer all {hosts * tpu.host_devices} devices of its own (axes "
             "of mesh.trainer), or take one host."
         )

@@ -24,6 +24,7 @@ from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.launch.gke_slices import GENERATIONS
 from jaxrl_async.launch.gke_values import Role, Runs, SecretKey, Values
 from jaxrl_async.run.signals import PREEMPTED_CODE
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 SPARE_S = 20
 """Seconds added to checkpoint.grace_s until Kubernetes kills the pod."""
@@ -35,6 +36,8 @@ TPU_PORT = 8471
 """Port of libtpu between the hosts of a slice."""
 JOIN_PORT = 8483
 """Port at which the trainer waits for samplers."""
+DATA_PORT = 8484
+"""Port at which the trainer hands out weights, and samplers pass them on."""
 SPOT, FLEX, QUEUED = (f"cloud.google.com/gke-{kind}" for kind in ("spot", "flex-start", "queued"))
 NODES = {"spot": SPOT, "flex_start": FLEX, "queued": QUEUED}
 """Label and taint of the nodes of each capacity."""
@@ -283,7 +286,7 @@ def _container(role: Role, env: Iterator[dict[str, Any]], *, runs: bool) -> dict
 def _trainer_container(values: Values) -> dict[str, Any]:
     container = _container(values.trainer, _trainer_environment(values), runs=True)
     config = {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}
-    ports = [TPU_PORT, PORT, *([JOIN_PORT] if values.samplers else [])]
+    ports = [TPU_PORT, PORT, *([JOIN_PORT, DATA_PORT] if values.samplers else [])]
     return {
         **container,
         "image": values.image,
@@ -299,7 +302,9 @@ def _sampler_container(values: Values, role: Role, *, runs: bool) -> dict[str, A
         "image": values.image,
         "command": ["python", "-m", "jaxrl_async.sample"],
         "args": ["--join", f"{host_name(values, TRAINER, 0)}:{JOIN_PORT}"],
-        "ports": [{"containerPort": port, "protocol": "TCP"} for port in (TPU_PORT, PORT)],
+        "ports": [
+            {"containerPort": port, "protocol": "TCP"} for port in (TPU_PORT, PORT, DATA_PORT)
+        ],
     }
 
 
@@ -351,4 +356,4 @@ def _from_secret(name: str, secret: SecretKey) -> dict[str, Any]:
 
 def _join_secret(values: Values) -> Iterator[dict[str, Any]]:
     if values.join_secret is not None:
-        yield _from_secret("JAXRL_ASYNC_SECRET", values.join_secret)
+        yield _from_secret(SECRET_VARIABLE, values.join_secret)

@@ -11,9 +11,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from jaxrl_async.config.section import Count, Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_slices import Tpu
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
-MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", "JAXRL_ASYNC_SECRET", "SLICE_INDEX")
+MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, "SLICE_INDEX")
 """Variables that the manifests or GKE set: names, or their beginnings."""
 
 

@@ -30,6 +30,13 @@ class Hardware:
         each = self.tpu.host_devices if self.tpu is not None else self.per_host
         return each * self.hosts
 
+    def __str__(self) -> str:
+        """Return what parse_hardware reads."""
+        if self.tpu is not None:
+            return f"tpu:{self.tpu.generation}:{self.tpu.topology}"
+        hosts = f"x{self.hosts}" if self.hosts > 1 else ""
+        return f"{self.kind}:{self.per_host}{hosts}"
+
 
 def parse_hardware(text: str) -> Hardware:
     """Parse cpu:2, gpu:8, gpu:8x2 (two hosts) or tpu:v6e:4x4. Raises ConfigError."""

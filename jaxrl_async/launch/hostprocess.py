@@ -12,11 +12,11 @@ from pathlib import Path
 
 from jaxrl_async.config.schema import DistributedSection
 from jaxrl_async.launch.distributed import ask_metadata, find
-from jaxrl_async.launch.fleet import HostTask
+from jaxrl_async.launch.upkeep import HostTask
 from jaxrl_async.run.host import has_tpu
 
-READ_BYTES = 1 << 20
-"""Most bytes of a file that one call reads."""
+TAIL_BYTES = 1 << 20
+"""Most bytes of a file's end that one call reads: some hundreds of steps' metrics."""
 
 
 class HostProcess:
@@ -93,11 +93,12 @@ class HostProcess:
         child.kill()
         child.wait()
 
-    def read(self, path: str, offset: int) -> bytes:
-        """Return what a file has from an offset on, 1 MiB at most; b"" if it is not there."""
+    def tail(self, path: str) -> bytes:
+        """Return the end of a file, 1 MiB at most; b"" if it is not there."""
         try:
             with open(Path(self._folder) / path, "rb") as file:
-                file.seek(offset)
-                return file.read(READ_BYTES)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - TAIL_BYTES, 0))
+                return file.read(TAIL_BYTES)
         except OSError:
             return b""

@@ -13,7 +13,7 @@ hosts), or tpu:GENERATION:TOPOLOGY (tpu:v6e:4x4), a whole slice.
 Trainer and samplers are actors in placement groups; each runs the commands that any host runs
 (jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and run.dir
 be storage that the trainer's hosts share. They know each other by JAXRL_ASYNC_SECRET; without it
-one is made. launch/fleet.py says what follows when something ends. The same command starts the run
+one is made. launch/upkeep.py says what follows when something ends. The same command starts the run
 and resumes it. Ctrl-C ends it with everything saved; again: at once.
 
 Exit codes are those of jaxrl_async.train.
@@ -35,19 +35,19 @@ from jaxrl_async.config.load import RESTARTED, dump, load
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
-from jaxrl_async.launch.fleet import Fleet, FleetPlan, HostTask
 from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
 from jaxrl_async.launch.ray_cluster import RayCluster
+from jaxrl_async.launch.upkeep import HostTask, Upkeep, UpkeepPlan
 from jaxrl_async.metrics.recorder import METRICS_FILE
 from jaxrl_async.run.signals import EXIT_CODE
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 
-SECRET = "JAXRL_ASYNC_SECRET"
 TICK_S = 1.0
 """Time between two looks at all processes, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
+class RayPrograms:
     """What python runs on the hosts."""
 
     train: tuple[str, ...] = ("-m", "jaxrl_async.train", "{config}")
@@ -89,8 +89,8 @@ def fleet_plan(
     *,
     secret: str,
     max_restarts: int = 3,
-    programs: Programs | None = None,
-) -> FleetPlan:
+    programs: RayPrograms | None = None,
+) -> UpkeepPlan:
     """Return what runs where.
 
     Args:
@@ -101,9 +101,9 @@ def fleet_plan(
         max_restarts: Of the trainer, after failures.
         programs: What python runs; None: the run's own commands.
     """
-    programs = programs or Programs()
+    programs = programs or RayPrograms()
     trainer, sampler = hardware
-    return FleetPlan(
+    return UpkeepPlan(
         trainer=trainer,
         sampler=sampler,
         least=bounds[0],
@@ -116,7 +116,7 @@ def fleet_plan(
 
 
 def _trainer_tasks(
-    config: Config, hardware: Hardware, secret: str, programs: Programs, listen: str, meet: str
+    config: Config, hardware: Hardware, secret: str, programs: RayPrograms, listen: str, meet: str
 ) -> list[HostTask]:
     host, _, port = listen.rpartition(":")
     remote = config.remote.model_copy(update={"listen": f"0.0.0.0:{port}", "advertise": host})
@@ -128,7 +128,7 @@ def _trainer_tasks(
 
 
 def _sampler_tasks(
-    hardware: Hardware, secret: str, programs: Programs, join: str, meet: str
+    hardware: Hardware, secret: str, programs: RayPrograms, join: str, meet: str
 ) -> list[HostTask]:
     words = (*programs.sample, "--join", join)
     return [
@@ -142,7 +142,7 @@ def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dic
 
     Those of a TPU slice know (launch/distributed.py).
     """
-    env = {SECRET: secret}
+    env = {SECRET_VARIABLE: secret}
     if hardware.kind == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
     if hardware.kind != "tpu" and hardware.hosts > 1:
@@ -154,12 +154,12 @@ def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dic
     return env
 
 
-def run_fleet(plan: FleetPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
+def run_fleet(plan: UpkeepPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
     """Run a plan on a cluster until it ends; return the exit code.
 
     The first SIGINT or SIGTERM lets the trainer save and end, the second ends everything.
     """
-    fleet = Fleet(plan, cluster)
+    fleet = Upkeep(plan, cluster)
     asked: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hardware = parse_hardware(args.trainer), parse_hardware(args.sampler)
         config = ray_config(args.config, args.overrides, bounds[0])
         check_hardware(config, *hardware)
-        secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         plan = fleet_plan(config, hardware, bounds, secret=secret, max_restarts=args.max_restarts)
         cluster = RayCluster(args.address, os.getcwd())
     except ConfigError as error:

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
-from jaxrl_async.launch.fleet import LOST, HostTask
 from jaxrl_async.launch.hardware import Hardware
 from jaxrl_async.launch.hostprocess import HostProcess
+from jaxrl_async.launch.upkeep import LOST, HostTask
 
 CALL_S = 60.0
 """Longest time for an actor's answer, seconds; then its host counts as lost."""
@@ -37,7 +37,7 @@ def ray_api() -> Any:
 
 
 class RayCluster:
-    """A Ray cluster, joined by this process: Cluster of launch/fleet.py."""
+    """A Ray cluster, joined by this process: Cluster of launch/upkeep.py."""
 
     def __init__(self, address: str | None, folder: str) -> None:
         """Join a cluster, or start one on this machine.
@@ -62,13 +62,14 @@ class RayCluster:
 
 
 class RayGroup:
-    """The processes of a trainer or of one sampler: Group of launch/fleet.py."""
+    """The processes of a trainer or of one sampler: Group of launch/upkeep.py."""
 
     def __init__(self, hardware: Hardware, name: str, folder: str) -> None:
         """Ask for the hosts."""
         self._hardware, self._name, self._folder = hardware, name, folder
         self._slice: Any = None  # SlicePlacementGroup, for TPUs
         self._placement: Any = None
+        self._ready: Any = None  # Ray's answer that the hosts are reserved; asked for once
         self._actors: list[Any] = []  # the first host's first
         self._hosts: list[str] = []  # their addresses
         self._ports: list[int] = []  # free on the first host: to join, of the coordinator
@@ -107,7 +108,9 @@ class RayGroup:
         if self._placement is None:
             return False
         if not self._actors:
-            ready, _ = ray.wait([self._placement.ready()], timeout=0)
+            if self._ready is None:  # a new answer each time would never be there at once
+                self._ready = self._placement.ready()
+            ready, _ = ray.wait([self._ready], timeout=0)
             if not ready:
                 return False
             self._actors = [self._actor(n) for n in range(self._hardware.hosts)]
@@ -178,10 +181,10 @@ class RayGroup:
         for actor in self._actors:
             actor.send.remote(number)
 
-    def read(self, path: str, offset: int) -> bytes:
-        """Return what a file of the first host has from an offset on; b"": nothing, or no host."""
+    def tail(self, path: str) -> bytes:
+        """Return the end of a file of the first host; b"": nothing, or no host."""
         try:
-            piece: bytes = ray_api().get(self._actors[0].read.remote(path, offset), timeout=CALL_S)
+            piece: bytes = ray_api().get(self._actors[0].tail.remote(path), timeout=CALL_S)
         except ray_api().exceptions.RayError as error:
             log.info("%s: %s", self._name, error)
             return b""
@@ -206,7 +209,7 @@ class RayGroup:
                 self._placement
             )
         self._actors, self._hosts = [], []
-        self._slice = self._placement = None
+        self._slice = self._placement = self._ready = None
 
 
 class RayHost(HostProcess):

@@ -33,6 +33,16 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
     return [(s, float(v)) for s, v in pairs if isinstance(v, int | float) and isfinite(v)]
 
 
+def accuracy_points(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """Return (step, held-out accuracy) of each evaluation; [] if no answer's reward said what is
+    right. One in which none did so has an accuracy of 0: all its answers were cut off."""
+    if not points(lines, "eval/accuracy"):
+        return []
+    return points(
+        [{"eval/accuracy": 0.0, **x} if "eval/reward" in x else x for x in lines], "eval/accuracy"
+    )
+
+
 def thinned(values: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
     """Return at most `most` points, evenly spaced, including the first and the last."""
     if len(values) <= most:

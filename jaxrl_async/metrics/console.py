@@ -48,8 +48,14 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Label, key, format. The held-out reward is shown only without an accuracy."""
 
 
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Called with the number of a finished update (0: the evaluation before the first) and its metrics.
+"""
+
+
 class Console:
-    """The run's progress on a terminal or in a log. One thread at a time may call it."""
+    """The run's progress on a terminal or in a log, and for a caller. One thread at a time may call
+    it."""
 
     def __init__(
         self,
@@ -58,8 +64,10 @@ class Console:
         stream: TextIO | None = None,
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_step: OnStep | None = None,
     ) -> None:
         """Make the display; `live` None means live if the stream is a terminal."""
+        self._on_step = on_step
         self._stream = stream or sys.stdout
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
@@ -108,6 +116,8 @@ class Console:
             self._show()
         elif due:
             self._print(plain_line(self._progress))
+        if self._on_step is not None:
+            self._on_step(step, values)
 
     def summary(self, lines: Iterable[str]) -> None:
         """End the display and print the closing lines, skipping empty ones."""

@@ -12,6 +12,7 @@ from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.charts import (
     Chart,
     Line,
+    accuracy_points,
     chart_svg,
     histogram_svg,
     lag_counts,
@@ -281,7 +282,7 @@ def tiles(lines: Sequence[Line]) -> str:
     """Return the tiles at the top of the page: progress, quality, speed."""
     steps = [line["step"] for line in lines]
     shown = [("steps", str(max(steps)) if steps else "0", "")]
-    accuracy, eval_reward = points(lines, "eval/accuracy"), points(lines, "eval/reward")
+    accuracy, eval_reward = accuracy_points(lines), points(lines, "eval/reward")
     if held_out := accuracy or eval_reward:
         shown.append(
             (
@@ -382,7 +383,9 @@ def drops_table(lines: Sequence[Line]) -> str:
         return ""
     table = f"<table><tr><th>reason<th>groups</tr>{rows}</table>"
     wasted = sum(v for _, v in points(lines, "staleness/wasted_tokens"))
-    tokens = f"<p>Finished groups among them had {wasted:,.0f} tokens.</p>" if wasted else ""
+    tokens = (
+        f"<p>Those of which something was drawn had {wasted:,.0f} tokens.</p>" if wasted else ""
+    )
     return f"<section><h2>Groups dropped</h2>{tokens}{table}</section>"
 
 

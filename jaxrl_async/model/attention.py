@@ -1,9 +1,11 @@
 """Attention: the reference in plain jax.numpy, which defines it, and the choice of a kernel.
 
-sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn
+sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn;
+                        of contexts that share prefixes as well
 ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,46 +17,178 @@ from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
-from jaxrl_async.model.kernels import SequenceAttention
+from jaxrl_async.model.kernels import (
+    PLAIN,
+    PartAttention,
+    Scoring,
+    SequenceAttention,
+    of_extent,
+    seen_in_tree,
+)
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
+UNTIL_AT_ONCE = 128
+"""Tokens of each row that `visible_until` compares with the whole row at once."""
 
 
-def attend(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, visible_BTT: Array) -> Array:
-    """Compute softmax attention with grouped queries, scores in float32: [B, T, H, K].
+def attend(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    visible_BTT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Compute softmax attention with grouped queries, scores in float32: [B, T, H, K]. Of
+    `scoring`, the cap counts here; the window is in visible_BTT.
 
     visible_BTT[b, t, s]: query t may see key s. A query that sees nothing averages all values;
-    callers ignore such rows (padding).
+    callers ignore such rows (padding). sinks_H: see softmax_with_sinks. Values of width 0 stand for
+    the keys.
     """
+    v_BTNK = v_BTNK if v_BTNK.shape[-1] else k_BTNK
     B, T, H, K = q_BTHK.shape
     N = k_BTNK.shape[2]
     q = q_BTHK.reshape(B, T, N, H // N, K)
     scores = jnp.einsum("btngk,bsnk->bngts", q, k_BTNK, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible_BTT[:, None, None], scores * K**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BTNK.dtype)
+    scores = capped(scores * K**-0.5, scoring.cap)
+    scores = jnp.where(visible_BTT[:, None, None], scores, MASKED)
+    weights = softmax_with_sinks(scores, sinks_H).astype(v_BTNK.dtype)
     return jnp.einsum("bngts,bsnk->btngk", weights, v_BTNK).reshape(B, T, H, K)
 
 
-def causal_within_segments(segment_ids_BT: Array) -> Array:
-    """Return [B, T, T] bool: key s is not later than query t, in its segment, not padding (0)."""
+def softmax_with_sinks(scores: Array, sinks_H: Array | None) -> Array:
+    """Return the softmax of scores [B, N, G, ..., S] over the last axis, [B, N, G, ..., S].
+
+    sinks_H [N * G]: a logit of each head beside its scores, whose share goes to no value
+    (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, sec. 3.3). None: there is none.
+    """
+    if sinks_H is None:
+        return jax.nn.softmax(scores, axis=-1)
+    ones = (1,) * (scores.ndim - 3)
+    sinks = sinks_H.astype(scores.dtype).reshape(1, *scores.shape[1:3], *ones)
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    largest = jax.lax.stop_gradient(largest)
+    odds = jnp.exp(scores - largest)
+    return odds / (jnp.sum(odds, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
+
+
+def capped(scores: Array, cap: float) -> Array:
+    """Return scores bounded to cap tanh(scores / cap); cap 0: as they are."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def causal_within_segments(segment_ids_BT: Array, window: int = 0) -> Array:
+    """Return [B, T, T] bool: key s is not later than query t, in its segment, not padding (0), and
+    not before the window."""
     T = segment_ids_BT.shape[1]
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     real = (segment_ids_BT > 0)[:, None, :]
-    return same & real & jnp.tril(jnp.ones((T, T), bool))
+    band = jnp.tril(jnp.ones((T, T), bool))
+    return same & real & (jnp.triu(band, 1 - window) if window else band)
 
 
-def seen_from(q_segments: Array, kv_segments: Array, positions: Array) -> Array:
+def seen_from(q_segments: Array, kv_segments: Array, positions: Array, window: int = 0) -> Array:
     """Return [B, t, T] bool as causal_within_segments does, for queries at positions [t] of their
     rows."""
     same = q_segments[:, :, None] == kv_segments[:, None, :]
     real = (kv_segments > 0)[:, None, :]
-    return same & real & (positions[:, None] >= jnp.arange(kv_segments.shape[1]))
+    keys = jnp.arange(kv_segments.shape[1])
+    seen = same & real & (positions[:, None] >= keys)
+    return seen & (keys > positions[:, None] - window) if window else seen
 
 
-def reference(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
+def reference(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
     """Attend causally within segments on any platform; all scores [B, H, T, T] are in memory."""
-    return attend(q_BTHK, k_BTNK, v_BTNK, causal_within_segments(segment_ids_BT))
+    visible = causal_within_segments(segment_ids_BT, scoring.window)
+    return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
+
+
+# ---- contexts that share prefixes
+
+
+def visible_until(positions_BT: Array, segment_ids_BT: Array) -> Array:
+    """Return [B, T] int32: the place in its row up to which (exclusive) a token is seen.
+
+    A segment whose positions begin at s > 0 goes on from the first s tokens of the context before
+    it in the row (trainer.prefix_plan). So a token at position p is seen until a later segment
+    begins at a position of at most p; one of padding by itself alone.
+
+        segments    1 1 1 1 2 2 3 3
+        positions   0 1 2 3 2 3 1 2
+        until       8 6 4 4 6 6 8 8
+    """
+    T = segment_ids_BT.shape[1]
+    places = jnp.arange(T, dtype=jnp.int32)
+    changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+
+    def until_of(token: tuple[Array, Array]) -> Array:
+        place, position_B = token
+        ends = begins & (positions_BT <= position_B[:, None]) & (places > place)
+        return jnp.min(jnp.where(ends, places, T), axis=1)
+
+    until = jax.lax.map(until_of, (places, positions_BT.T), batch_size=min(T, UNTIL_AT_ONCE)).T
+    return jnp.where(segment_ids_BT > 0, until, places + 1)
+
+
+def tree_reference(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Attend as `reference`, where contexts share prefixes."""
+    return attend(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring), scoring, sinks_H)
+
+
+def _whole_tree(extent_BT: Array, scoring: Scoring) -> Array:
+    return _seen(extent_BT, jnp.arange(extent_BT.shape[1]), scoring)
+
+
+def _seen(extent_BT: Array, places: Array, scoring: Scoring) -> Array:
+    until, positions = of_extent(extent_BT)
+    return seen_in_tree(until, places, positions, scoring.window)
+
+
+def tree_splash(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+    *,
+    most: int = kernels.MAX_SPLASH_BLOCK,
+) -> Array:
+    """Attend as kernels.splash_in_tree, with all queries of the rows."""
+    places = jnp.arange(extent_BT.shape[1])
+    return kernels.splash_in_tree(
+        q_BTHK, k_BTNK, v_BTNK, extent_BT, places, scoring, sinks_H, most=most
+    )
+
+
+def tree_cudnn(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Attend as kernels.cudnn_causal, where contexts share prefixes."""
+    kernels.refuse_cap(scoring, sinks_H)
+    return kernels.cudnn_causal(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring))
 
 
 def ragged_paged_reference(
@@ -64,6 +198,8 @@ def ragged_paged_reference(
     page_indices: Array,
     cu_q_lens: Array,
     num_seqs: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Compute kernels.ragged_paged by gathering all pages of each token; same arguments.
 
@@ -74,8 +210,12 @@ def ragged_paged_reference(
     seq = jnp.searchsorted(cu_q_lens[1:], token, side="right").clip(0, kv_lens.shape[0] - 1)
     position = kv_lens[seq] - cu_q_lens[seq + 1] + token
     kv_tSCK = kv_pages[page_indices[seq], ..., :K].reshape(t, -1, kv_pages.shape[2], K)
-    visible_tTS = jnp.arange(kv_tSCK.shape[1]) <= position[:, None, None]
-    out = attend(q_tHK[:, None], kv_tSCK[:, :, 0::2], kv_tSCK[:, :, 1::2], visible_tTS)[:, 0]
+    columns = jnp.arange(kv_tSCK.shape[1])
+    visible_tTS = columns <= position[:, None, None]
+    if scoring.window:
+        visible_tTS &= columns > position[:, None, None] - scoring.window
+    keys, values = kv_tSCK[:, :, 0::2], kv_tSCK[:, :, 1::2]
+    out = attend(q_tHK[:, None], keys, values, visible_tTS, scoring, sinks_H)[:, 0]
     real = token < cu_q_lens[num_seqs[0]]
     return jnp.where(real[:, None, None], out, 0).astype(q_tHK.dtype)
 
@@ -83,21 +223,39 @@ def ragged_paged_reference(
 # ---- the choice
 
 
-def _positions(_: int, positions: NDArray[np.int32], mesh: Mesh) -> tuple[Array, PartitionSpec]:
+def _positions(
+    _: int, positions: NDArray[np.int32], mesh: Mesh, scoring: Scoring = PLAIN
+) -> tuple[Array, PartitionSpec]:
     """Return the positions [devices, t] of each device's queries, and how they are divided."""
     return jnp.asarray(positions), PartitionSpec("context", None)
 
 
 def _reference_part(
-    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, positions: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    kv_segments: Array,
+    positions: Array,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
 ) -> Array:
-    return attend(q, k, v, seen_from(q_segments, kv_segments, positions[0]))
+    seen = seen_from(q_segments, kv_segments, positions[0], scoring.window)
+    return attend(q, k, v, seen, scoring, sinks)
 
 
 def _cudnn_part(
-    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, positions: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    q_segments: Array,
+    kv_segments: Array,
+    positions: Array,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
 ) -> Array:
-    visible = seen_from(q_segments, kv_segments, positions[0])
+    kernels.refuse_cap(scoring, sinks)
+    visible = seen_from(q_segments, kv_segments, positions[0], scoring.window)
     return kernels.cudnn_masked(q, k, v, visible)
 
 
@@ -115,9 +273,73 @@ SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
 }
 """Attention by the names of model.attention; auto chooses one of them."""
 
+TREE_ATTENTION: dict[str, SequenceAttention] = {
+    "reference": tree_reference,
+    "splash": tree_splash,
+    "cudnn": tree_cudnn,
+}
+"""The same for contexts that share prefixes: the last argument is `visible_until`."""
+
+
+def _tree_reference_part(
+    q: Array,
+    k: Array,
+    v: Array,
+    _: Array,
+    extent: Array,
+    places: Array,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
+) -> Array:
+    return attend(q, k, v, _seen(extent, places[0], scoring), scoring, sinks)
+
+
+def _tree_splash_part(
+    q: Array,
+    k: Array,
+    v: Array,
+    _: Array,
+    extent: Array,
+    places: Array,
+    scoring: Scoring,
+    sinks: Array | None = None,
+    *,
+    most: int = kernels.MAX_SPLASH_BLOCK,
+) -> Array:
+    return kernels.splash_in_tree(q, k, v, extent, places[0], scoring, sinks, most=most)
+
+
+def _tree_cudnn_part(
+    q: Array,
+    k: Array,
+    v: Array,
+    _: Array,
+    extent: Array,
+    places: Array,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
+) -> Array:
+    kernels.refuse_cap(scoring, sinks)
+    return kernels.cudnn_masked(q, k, v, _seen(extent, places[0], scoring))
+
+
+TREE_PARTS = {
+    "reference": PartAttention(_positions, _tree_reference_part),
+    "splash": PartAttention(_positions, _tree_splash_part),
+    "cudnn": PartAttention(_positions, _tree_cudnn_part),
+}
+"""Attention by name for rows that share prefixes and whose length is divided over devices."""
+
 
 def sequence_attention(
-    name: str = "auto", *, mesh: Mesh | None = None, dtype: Any = jnp.float32, head_dim: int = 128
+    name: str = "auto",
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+    head_dim: int = 128,
+    cap: float = 0.0,
+    sinks: bool = False,
+    shares_prefixes: bool = False,
 ) -> SequenceAttention:
     """Return the attention of that name; auto chooses splash on TPU, cudnn on NVIDIA if type and
     head width allow it, else the reference.
@@ -127,24 +349,43 @@ def sequence_attention(
         mesh: where it runs; None: on the first device.
         dtype: of q, k and v.
         head_dim: width of a head.
+        cap: bound of the scores, which cuDNN has not; 0: none.
+        sinks: whether heads have a logit that no token stands for, which cuDNN has not.
+        shares_prefixes: its last argument is `visible_until` in place of the segment ids.
 
     Raises ConfigError if the attention cannot run there.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if name == "auto":
         name = next(
-            (n for n in ("splash", "cudnn") if not obstacle(n, device, dtype, head_dim)),
+            (
+                n
+                for n in ("splash", "cudnn")
+                if not obstacle(n, device, dtype, head_dim, cap, sinks=sinks)
+            ),
             "reference",
         )
-    if problem := obstacle(name, device, dtype, head_dim):
+    if problem := obstacle(name, device, dtype, head_dim, cap, sinks=sinks):
         raise ConfigError(f"model.attention={name} {problem}")
+    if shares_prefixes:
+        return _tree_attention(name, mesh, kernels.most_splash_block(device, dtype))
     if name == "splash":
         part = kernels.splash_part_on(device, dtype)
         return kernels.per_shard(kernels.splash_on(device, dtype), mesh, part)
     return kernels.per_shard(SEQUENCE_ATTENTION[name], mesh, PART_ATTENTION[name])
 
 
-def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
+def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttention:
+    """Return the attention for contexts that share prefixes; most: longest block of splash."""
+    if name != "splash" or most == kernels.MAX_SPLASH_BLOCK:
+        return kernels.per_shard(TREE_ATTENTION[name], mesh, TREE_PARTS[name])
+    part = PartAttention(_positions, partial(_tree_splash_part, most=most))
+    return kernels.per_shard(partial(tree_splash, most=most), mesh, part)
+
+
+def obstacle(
+    name: str, device: Any, dtype: Any, head_dim: int, cap: float = 0.0, *, sinks: bool = False
+) -> str | None:
     """Return why an attention cannot run on a device, and what to do; None if it can."""
     if name == "splash" and device.platform != "tpu":
         return f"needs a TPU, and the trainer runs on {device.platform}. Set it to auto."
@@ -158,6 +399,10 @@ def obstacle(name: str, device: Any, dtype: Any, head_dim: int) -> str | None:
             f"computes in float16 or bfloat16, and model.dtype is {jnp.dtype(dtype)}. Set "
             "model.dtype=bfloat16 or model.attention=reference."
         )
+    if cap:
+        return "has no cap of scores, as this model wants. Set model.attention=reference."
+    if sinks:
+        return "has no attention sinks, as this model wants. Set model.attention=reference."
     widest = 256 if float(capability) >= 9 else 128
     if head_dim > widest or head_dim % 8:
         return (

@@ -8,7 +8,8 @@ columns (whole pages), X extra columns for the tokens of one block, n tokens.
                 appends at the same column, and the new columns go back to the pages at the end
     ragged      a TPU kernel reads the pages themselves, and the step writes into them
 
-The form is chosen once per engine; both hold the same numbers.
+The form is chosen once per engine; both hold the same numbers. Of a model with latent attention
+(latent.py) pages are gathered, and values have width 0: the keys, of one head, are the values, too.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.kernels import page_head_dim
+from jaxrl_async.model.attention import capped, softmax_with_sinks
+from jaxrl_async.model.sink_pages import page_head_dim, sinks_page
 from jaxrl_async.model.spec import ModelSpec
 
 MASKED = -1e30
@@ -53,15 +55,20 @@ class CachedContext(NamedTuple):
 def init_pages(
     spec: ModelSpec, pages: int, page_tokens: int, dtype: Any, *, ragged: bool = False
 ) -> PagedKV:
-    """Return empty pages."""
-    N, K, G = spec.kv_heads, spec.head_dim, page_tokens
+    """Return empty pages; for the ragged kernel and a model with sinks with a sinks_page behind
+    them."""
+    (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, dtype) for _ in range(spec.layers))
 
+    if ragged and spec.sinks:
+        shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to
+        sinks = sinks_page(G, 2 * N, K, dtype)
+        return PagedKV(tuple(jnp.concatenate([p, sinks]) for p in layers(*shape)), ())
     if ragged:
         return PagedKV(layers(pages, G, 2 * N, page_head_dim(K)), ())
-    return PagedKV(layers(pages, N, K, G), layers(pages, N, G, K))
+    return PagedKV(layers(pages, N, K, G), layers(pages, N, G, K if sides == 2 else 0))
 
 
 def is_ragged(kv: PagedKV) -> bool:
@@ -75,7 +82,7 @@ def page_axes(*, ragged: bool) -> tuple[str | None, ...]:
 
 
 def write_tokens(kv: PagedKV, new: NewKV, pages: Array, offsets: Array) -> PagedKV:
-    """Write tokens [n] at offsets [n] of pages [n]; a page number >= P is dropped (padding)."""
+    """Write tokens [n] at offsets [n] of pages [n]; P is the number of no page (padding)."""
     if is_ragged(kv):
         return PagedKV(
             tuple(
@@ -106,7 +113,7 @@ def interleaved(k: Array, v: Array, like: Array) -> Array:
 
 
 def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
-    """Copy whole pages; a target >= P is dropped (padding)."""
+    """Copy whole pages; a target P is no page (padding)."""
     return jax.tree.map(lambda p: p.at[targets].set(take(p, sources), mode="drop"), kv)
 
 
@@ -145,11 +152,11 @@ def columns(context: CachedContext, start: int) -> NewKV:
 
     def keys(w: Array) -> Array:
         new = jnp.moveaxis(w[..., start:], 3, 1)
-        return new.reshape(-1, *new.shape[2:])
+        return new.reshape(new.shape[0] * new.shape[1], *new.shape[2:])
 
     def values(w: Array) -> Array:
         new = jnp.swapaxes(w[:, :, start:], 1, 2)
-        return new.reshape(-1, *new.shape[2:])
+        return new.reshape(new.shape[0] * new.shape[1], *new.shape[2:])
 
     return NewKV(tuple(keys(w) for w in context.k), tuple(values(w) for w in context.v))
 
@@ -164,14 +171,31 @@ def append(w: Array, new: Array, column: Array, *, keys: bool) -> Array:
     )
 
 
-def attend_columns(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """Attend with one query a row [R, H, K] to the columns visible to it [R, C]: [R, H, K]."""
+def attend_columns(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
+    """Attend with one query a row [R, H, K] to the columns visible to it [R, C]: [R, H, K].
+
+    Args:
+        q: queries.
+        k: keys [R, N, K, C].
+        v: values [R, N, C, K], or of width 0: the keys.
+        visible: [R, C] bool.
+        cap: see kernels.Scoring.
+        sinks: [H], see attention.softmax_with_sinks.
+    """
     R, H, K = q.shape
     N = k.shape[1]
+    v = v if v.shape[-1] else jnp.swapaxes(k, 2, 3)
     grouped = q.reshape(R, N, H // N, K)
     scores = jnp.einsum("rngk,rnkc->rngc", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * K**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    scores = jnp.where(visible[:, None, None], capped(scores * K**-0.5, cap), MASKED)
+    weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
     return jnp.einsum("rngc,rnck->rngk", weights, v).reshape(R, H, K)
 
 
@@ -182,32 +206,40 @@ def attend_chunk(
     visible: Array,
     context: tuple[Array, Array] | None = None,
     seen: Array | None = None,
+    cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Attend with queries [B, T, H, K] to new tokens [B, T, N, K] and to the context before them.
 
     Args:
         q: queries.
         k: keys of the new tokens.
-        v: values of the new tokens.
+        v: values of the new tokens; of width 0: the keys, of the context, too.
         visible: [B, T, T] bool, which new tokens each query may see.
         context: keys [B, N, K, C] and values [B, N, C, K] of the tokens before.
-        seen: [B, C] bool, which context columns hold a token.
+        seen: [B, T or 1, C] bool, which context columns each query may see.
+        cap: see kernels.Scoring.
+        sinks: [H], see attention.softmax_with_sinks.
 
     Returns [B, T, H, K].
     """
     B, T, H, K = q.shape
     N = k.shape[2]
+    if not v.shape[-1]:
+        v = k
+        context = None if context is None else (context[0], jnp.swapaxes(context[0], 2, 3))
     grouped = q.reshape(B, T, N, H // N, K)
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * K**-0.5, MASKED)
+    scores = jnp.where(visible[:, None, None], capped(scores * K**-0.5, cap), MASKED)
     if context is None or seen is None:
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
     before = jnp.einsum(
         "btngk,bnkc->bngtc", grouped, context[0], preferred_element_type=jnp.float32
     )
-    before = jnp.where(seen[:, None, None, None], before * K**-0.5, MASKED)
-    weights = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1), axis=-1).astype(v.dtype)
+    before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)
+    both = jnp.concatenate([before, scores], axis=-1)
+    weights = softmax_with_sinks(both, sinks).astype(v.dtype)
     C = before.shape[-1]
     out = jnp.einsum("bngtc,bnck->btngk", weights[..., :C], context[1])
     out = out + jnp.einsum("bngts,bsnk->btngk", weights[..., C:], v)

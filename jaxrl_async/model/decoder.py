@@ -1,14 +1,16 @@
 """The one decoder, used by trainer and sampler alike: embedding, layers, head. Pure functions.
 
-Parameters are a pure dict of arrays, layers stacked on axis 0. The trainer scans over the layers;
-the decode step unrolls them over statically indexed weights, which is the fastest form for small
-batches.
+Parameters are a pure dict of arrays, layers stacked on axis 0. The trainer scans over the layers,
+a period of their pattern in each turn (`ModelSpec.runs`); the decode step unrolls them over
+statically indexed weights, which is the fastest form for small batches.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -17,21 +19,27 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxrl_async.model.attention import reference, sequence_attention
-from jaxrl_async.model.kernels import ATTENDED, SequenceAttention
-from jaxrl_async.model.layers import (
-    Layer,
-    fuse,
-    initial,
-    layer_graph,
-    product,
-    rms_norm,
-    rope_angles,
-)
+from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.model.attention import reference, sequence_attention, visible_until
+from jaxrl_async.model.families.parts import LayerKind, Run, Scales
+from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
+from jaxrl_async.model.layer_graph import layer_graph
+from jaxrl_async.model.layers import Layer, all_angles, fuse, initial, normed, product
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
-from jaxrl_async.model.moe import Choose, Experts, experts_on, replaying, route, run_experts
-from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.model.spec import SCALE, ModelSpec, Params, Weight, weight_table
+from jaxrl_async.model.lora import adapted_names, with_adapter
+from jaxrl_async.model.moe import (
+    Choose,
+    Experts,
+    counting,
+    experts_on,
+    load_by_layer,
+    replaying,
+    route,
+    run_experts,
+)
+from jaxrl_async.model.own_layer import first_states, last_states
+from jaxrl_async.model.quantize import computed_in, scales_among, table_of
+from jaxrl_async.model.spec import LORA_OWN, ModelSpec, Params, Weight, weight_table
 
 UNROLL = 4
 """Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
@@ -48,7 +56,7 @@ class TokenRows(NamedTuple):
     """Packed sequences as a decoder reads them: B rows of T tokens."""
 
     token_ids: Array  # [B, T] int32
-    positions: Array  # [B, T] int32, from 0 in each segment
+    positions: Array  # [B, T] int32, from 0 in each segment, or from where it leaves a prefix
     segment_ids: Array  # [B, T] int32, from 1 in each row; 0 is padding
     kept: Array | None = None
     """[B, T, ceil(vocab / 8)] uint8, little-endian: which tokens token t was drawn from. None: the
@@ -65,11 +73,19 @@ class TokenRows(NamedTuple):
         return cls(*tokens, kept, expert_ids)
 
 
+class Routed(NamedTuple):
+    """What the routers of some layers did, layer by layer; empty where there are none."""
+
+    changed: list[Array]  # [n] int32 or bool, whether the router would choose other experts
+    loads: list[ExpertLoad]
+
+
 class TokenStates(NamedTuple):
     """A decoder's output for packed sequences."""
 
     hidden: Array  # [B * T, D] after the final norm, in the order of the layout
     changed: Array | None  # [B, T] int32, layers whose router would choose other experts
+    load: ExpertLoad | None = None  # of its experts; None: it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +95,11 @@ class DecoderSettings:
     dtype: Any = jnp.float32  # of activations
     remat: str = "none"  # what the backward pass recomputes, see _remat
     attention: SequenceAttention = reference
+    shares_prefixes: bool = False  # segments may go on from a prefix; the attention must know it
     layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
     chunk: int = 1024  # tokens of a device whose logits exist at once
     temperature: float = 1.0  # divides the logits
+    learns_load: bool = False  # whether the odds of an ExpertLoad carry a gradient
 
 
 ON_ONE_DEVICE = DecoderSettings()
@@ -89,26 +107,49 @@ ON_ONE_DEVICE = DecoderSettings()
 
 
 def settings_on(
-    mesh: Mesh, head_dim: int, *, dtype: Any, attention: str, **more: Any
+    mesh: Mesh,
+    spec: ModelSpec,
+    *,
+    dtype: Any,
+    attention: str,
+    shares_prefixes: bool = False,
+    **more: Any,
 ) -> DecoderSettings:
-    """Return the settings of a program on a mesh, with the attention of that name.
+    """Return the settings of a program of this decoder on a mesh, with the attention of that name.
 
     Raises ConfigError if that attention cannot run on the mesh.
     """
-    chosen = sequence_attention(attention, mesh=mesh, dtype=dtype, head_dim=head_dim)
-    return DecoderSettings(dtype=dtype, attention=chosen, layout=Layout(mesh), **more)
+    chosen = sequence_attention(
+        attention,
+        mesh=mesh,
+        dtype=dtype,
+        head_dim=spec.head_dim,
+        cap=spec.scales.attention_cap,
+        sinks=spec.sinks,
+        shares_prefixes=shares_prefixes,
+    )
+    return DecoderSettings(
+        dtype=dtype,
+        attention=chosen,
+        shares_prefixes=shares_prefixes,
+        layout=Layout(mesh),
+        **more,
+    )
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     """Return random parameters; each weight's key depends on its name only."""
+    return init_table(weight_table(spec), key, dtype)
+
+
+def init_table(table: dict[str, Any], key: Array, dtype: Any) -> Params:
+    """Return random parameters of a table of weights, as `init_params` does."""
 
     def make(path: Any, weight: Weight) -> Array:
         name = jax.tree_util.keystr(path)
         return initial(weight, jax.random.fold_in(key, zlib.crc32(name.encode())), dtype)
 
-    return jax.tree_util.tree_map_with_path(
-        make, weight_table(spec), is_leaf=lambda w: isinstance(w, Weight)
-    )
+    return jax.tree_util.tree_map_with_path(make, table, is_leaf=lambda w: isinstance(w, Weight))
 
 
 def output_head(spec: ModelSpec, params: Params, layout: Layout = ONE_DEVICE) -> Array:
@@ -142,44 +183,162 @@ def token_states(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> TokenStates:
     """Return each token's hidden state; tokens with expert ids are routed to those experts."""
-    dtype, attention, layout = settings.dtype, settings.attention, settings.layout
-    token_ids, positions, segment_ids, _, expert_ids = tokens
-    B = token_ids.shape[0]
-    cos, sin = rope_angles(spec, layout.flat(positions))
-    segments = layout.unfold(layout.flat(segment_ids), B)
-    axes = {name: weight.axes[1:] for name, weight in weight_table(spec)["layers"].items()}
-    graph, experts = layer_graph(spec, quantized=is_quantized(params)), experts_on(layout.mesh)
+    layout, B = settings.layout, tokens.token_ids.shape[0]
+    extent = _extent(spec, tokens, settings)
+    angles = all_angles(spec, layout.flat(tokens.positions))
+    experts, real = experts_on(layout.mesh), layout.flat(tokens.segment_ids) > 0
+    graphs, axes = _graphs(spec, params), _axes(spec, params)
 
-    def one_layer(x: Array, given: tuple[Params, Array | None]) -> tuple[Array, list[Array]]:
+    def one_layer(kind: LayerKind, x: Array, given: Any) -> tuple[Array, Routed]:
         weights, forced = given
         choose, changed = replaying(forced)
-        if not is_quantized(params):
-            weights = {n: layout.gathered(w.astype(dtype), axes[n]) for n, w in weights.items()}
-        layer = nnx.merge(graph, weights)
-        q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, cos, sin))
-        attended = attention(q, k, v, segments)
+        choose, loads = counting(choose, real, learns=settings.learns_load)
+        weights = computed_in(settings.dtype, weights)
+        of_stack = axes[kind.stack]
+        weights = {
+            n: layout.gathered(w, of_stack[n]) if n in of_stack else w for n, w in weights.items()
+        }
+        layer = nnx.merge(graphs[kind.stack], weights)
+        q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, angles[kind.rope]))
+        sinks = layer.sinks_of()
+        attended = settings.attention(q, k, v, extent, scoring_of(spec, kind), sinks)
         x = layer.finish(x, layout.fold(attended), experts, choose)
-        return layout.place(x, "tokens", None), changed
+        return layout.place(x, "tokens", None), Routed(changed, loads)
 
-    x = _looked_up(params, layout.flat(token_ids), dtype, layout)
-    forced = None if expert_ids is None else jnp.moveaxis(layout.flat(expert_ids), 1, 0)
-    given = (params["layers"], forced)
-    step = _remat(one_layer, settings.remat)
-    x, changed = jax.lax.scan(step, x, given, unroll=_unroll(spec))
-    layers = None if expert_ids is None else layout.rows(changed[0].sum(0, dtype=jnp.int32), B)
-    return TokenStates(_final_norm(spec, params, x), layers)
+    steps = {kind: _remat(partial(one_layer, kind), settings.remat) for kind in spec.pattern}
+    x = _looked_up(spec, params, tokens, settings.dtype, layout)
+    ids = tokens.expert_ids
+    forced = None if ids is None else jnp.moveaxis(layout.flat(ids), 1, 0)
+    changes, loads = list[Array](), list[list[ExpertLoad]]()
+    for run in spec.runs:
+        x, routed = _scan(spec, params, run, steps, x, forced)
+        changes += routed.changed
+        loads.append(routed.loads)
+    layers = None
+    if ids is not None:
+        layers = layout.rows(reduce(add, (c.sum(0, dtype=jnp.int32) for c in changes)), B)
+    return TokenStates(_final_norm(spec, params, x), layers, load_by_layer(loads))
 
 
-def _unroll(spec: ModelSpec) -> int:
-    """Return how many layers one turn of the scan computes."""
-    sizes = (math.prod(w.shape[1:]) for w in weight_table(spec)["layers"].values())
-    return min(spec.layers, UNROLL) if sum(sizes) <= SMALL_LAYER else 1
+def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Array:
+    """Return the last argument of the attention: the segment ids, or where prefixes are shared,
+    until where each token is seen; with its position if a layer has a window."""
+    layout, B = settings.layout, tokens.token_ids.shape[0]
+    extent = tokens.segment_ids
+    if settings.shares_prefixes:
+        extent = visible_until(tokens.positions, tokens.segment_ids)
+        if any(kind.window for kind in spec.pattern):
+            extent = jnp.stack([extent, tokens.positions], axis=-1)
+    return layout.unfold(layout.flat(extent), B)
+
+
+def scoring_of(spec: ModelSpec, kind: LayerKind) -> Scoring:
+    """Return what a kind of layer's attention does besides the softmax."""
+    return Scoring(window=kind.window, cap=spec.scales.attention_cap)
+
+
+def sinks_in(spec: ModelSpec, layers: Sequence[Params]) -> list[Array | None]:
+    """Return each layer's logits [H] that no token stands for, given its weights; None: none."""
+    return [layer["sinks"] if spec.sinks else None for layer in layers]
+
+
+def _graphs(spec: ModelSpec, params: Params) -> dict[str, Any]:
+    """Return the graph of a layer of each stack."""
+    return {
+        stack: layer_graph(
+            spec,
+            stack=stack,
+            scales=scales_among(params[stack]),
+            adapted=adapted_names(params[stack]),
+        )
+        for stack in spec.stacks
+    }
+
+
+def _axes(spec: ModelSpec, params: Params) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the logical axes of each weight of a layer, by stack."""
+    table = with_adapter(spec, table_of(weight_table(spec), params), params)
+    return {
+        stack: {name: weight.axes[1:] for name, weight in table[stack].items()}
+        for stack in spec.stacks
+    }
+
+
+def _scan(
+    spec: ModelSpec,
+    params: Params,
+    run: Run,
+    steps: Mapping[LayerKind, Any],
+    x: Array,
+    forced: Array | None,
+) -> tuple[Array, Routed]:
+    """Compute the layers of a run, a period in each turn of a loop.
+
+    Args:
+        spec: the decoder.
+        params: its parameters.
+        run: the layers.
+        steps: computes one layer of a kind: (x, (its weights, its tokens' experts)) -> x, what its
+            router did.
+        x: hidden states.
+        forced: [layers, n, k] experts of all layers, or None.
+
+    Returns x, and what the routers did, of one layer of a period after the other: [turns, ...].
+    """
+    period = len(run.kinds)
+    places = [kind.stack for kind in run.kinds]
+    stacks = {stack: _of_run(spec, params, run, stack) for stack in dict.fromkeys(places)}
+    forced = None if forced is None else _in_turns(forced, run.first, period, run.times)
+
+    def one_turn(x: Array, given: Any) -> tuple[Array, Routed]:
+        weights, forced = given
+        routed = Routed([], [])
+        for i, kind in enumerate(run.kinds):
+            nth = places[:i].count(kind.stack)
+            one = _nth(weights[kind.stack], nth, places.count(kind.stack))
+            x, more = steps[kind](x, (one, None if forced is None else _nth(forced, i, period)))
+            routed = Routed(routed.changed + more.changed, routed.loads + more.loads)
+        return x, routed
+
+    unroll = max(1, min(run.times, UNROLL // period)) if _is_small(spec) else 1
+    return jax.lax.scan(one_turn, x, (stacks, forced), length=run.times, unroll=unroll)
+
+
+def _of_run(spec: ModelSpec, params: Params, run: Run, stack: str) -> Params:
+    """Return a stack's weights of a run, [turns, ...], or [turns, layers in a turn, ...]."""
+    before = sum(kind.stack == stack for kind in spec.kinds[: run.first])
+    in_turn = sum(kind.stack == stack for kind in run.kinds)
+    return jax.tree.map(lambda w: _in_turns(w, before, in_turn, run.times), params[stack])
+
+
+def _in_turns(w: Array, first: int, in_turn: int, times: int) -> Array:
+    """Return [times, in_turn, ...] of what is stacked from `first` on; without the second dimension
+    if it is 1."""
+    if in_turn * times < w.shape[0]:
+        w = w[first : first + in_turn * times]
+    return w if in_turn == 1 else w.reshape(times, in_turn, *w.shape[1:])
+
+
+def _nth(weights: Any, nth: int, of: int) -> Any:
+    """Return the nth of the layers in a turn."""
+    return weights if of == 1 else jax.tree.map(lambda w: w[nth], weights)
+
+
+def _is_small(spec: ModelSpec) -> bool:
+    """Return whether layers are so small that a turn computes several."""
+    table = weight_table(spec)
+    sizes = (sum(math.prod(w.shape[1:]) for w in table[stack].values()) for stack in spec.stacks)
+    return max(sizes) <= SMALL_LAYER
 
 
 def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
     """Return each layer's weights by themselves, optionally fuse()d; done once, before a loop of
-    steps."""
-    layers = [jax.tree.map(lambda w, i=i: w[i], params["layers"]) for i in range(spec.layers)]
+    steps. An adapter may lack some stacks."""
+    places = {i: (s, n) for s, numbers in spec.stacks.items() for n, i in enumerate(numbers)}
+    layers = [
+        jax.tree.map(lambda w, n=n: w[n], params.get(stack, {}))
+        for stack, n in (places[i] for i in range(spec.layers))
+    ]
     return [fuse(layer) for layer in layers] if fused else layers
 
 
@@ -205,20 +364,27 @@ def flat_forward(
         token_ids: [n] int32.
         positions: [n] int32.
         attend: (layer, q [n, H, K], k [n, N, K], v [n, N, K]) -> [n, H, K]; decides what each token
-            sees.
+            sees. With latent attention N is 1, and v has width 0: the keys are the values.
         dtype: of the hidden states.
         mixed: matrix products in bfloat16, see layers.product.
         experts: computes a layer's experts, see moe.experts_on.
         choose: routes each token.
     """
-    cos, sin = rope_angles(spec, positions)
-    x = _embed(params, token_ids, dtype)
-    graph = layer_graph(
-        spec, fused="qkv_proj" in layers[0], mixed=mixed, quantized="q" + SCALE in layers[0]
-    )
-    for i, weights in enumerate(layers):
+    angles = all_angles(spec, positions)
+    x = _embed(spec, params, token_ids, positions, dtype)
+    for i, (kind, weights) in enumerate(zip(spec.kinds, layers, strict=True)):
+        graph = layer_graph(
+            spec,
+            stack=kind.stack,
+            fused="qkv_proj" in weights,
+            mixed=mixed,
+            scales=scales_among(weights),
+            adapted=adapted_names(weights),
+            chosen=LORA_OWN in weights,
+            cached=True,
+        )
         layer: Layer = nnx.merge(graph, weights)
-        q, k, v = layer.qkv(x, cos, sin)
+        q, k, v = layer.qkv(x, angles[kind.rope])
         x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts, choose)
     return x
 
@@ -226,27 +392,50 @@ def flat_forward(
 def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:
     """Apply the final norm and the head: [n, D] -> [n, V] float32."""
     if mixed:
-        return product(_final_norm(spec, params, x), output_head(spec, params), mixed=True)
+        y = _final_norm(spec, params, x)
+        return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
     head = output_head(spec, params).astype(x.dtype)
-    return jnp.matmul(_final_norm(spec, params, x), head, preferred_element_type=jnp.float32)
+    y = _final_norm(spec, params, x)
+    return bounded(jnp.matmul(y, head, preferred_element_type=jnp.float32), spec.scales)
 
 
-def _looked_up(params: Params, token_ids: Array, dtype: Any, layout: Layout) -> Array:
+def bounded(logits: Array, scales: Scales) -> Array:
+    """Return a head's products as a model's logits: scaled, and bounded to c tanh(logits / c)."""
+    if scales.logits != 1:
+        logits = logits * scales.logits
+    cap = scales.logit_cap
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _looked_up(
+    spec: ModelSpec, params: Params, tokens: TokenRows, dtype: Any, layout: Layout
+) -> Array:
     """Embed the layout's tokens: [n] -> [n, D].
 
     Each device looks up its columns for all tokens of its fsdp group, which then exchange them:
     less data moves than the whole table.
     """
-    x = _embed(params, layout.place(token_ids, "looked_up"), dtype)
+    ids, positions = (
+        layout.place(layout.flat(a), "looked_up") for a in (tokens.token_ids, tokens.positions)
+    )
+    x = _embed(spec, params, ids, positions, dtype)
     return layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
 
 
-def _embed(params: Params, token_ids: Array, dtype: Any) -> Array:
-    return params["embed"][token_ids].astype(dtype)
+def _embed(
+    spec: ModelSpec, params: Params, token_ids: Array, positions: Array, dtype: Any
+) -> Array:
+    if spec.own is not None:
+        return first_states(spec, params, token_ids, positions).astype(dtype)
+    x = params["embed"][token_ids].astype(dtype)
+    scale = spec.scales.embedding
+    return x if scale == 1 else x * jnp.asarray(scale, dtype)
 
 
 def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
-    return rms_norm(x, params["final_norm"].astype(x.dtype), spec.norm_eps)
+    if spec.own is not None:
+        return last_states(spec, params, x)
+    return normed(spec, x, params["final_norm"])
 
 
 def _remat(function: Any, policy: str) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import logsumexp
 
+from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
@@ -21,6 +22,7 @@ from jaxrl_async.model.decoder import (
     output_head,
     token_states,
 )
+from jaxrl_async.model.families.parts import UNSCALED, Scales
 from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec, Params
 
@@ -39,6 +41,7 @@ class TokenDivergence(NamedTuple):
     entropy: Array  # of the policy, nats
     divergence: Array  # between policy and other, nats
     changed: Array | None = None  # int32, as in decoder.TokenStates
+    load: ExpertLoad | None = None  # of the policy, as there
 
 
 # ---- formulas: log-probs [..., outcomes] of both -> [...]
@@ -99,9 +102,14 @@ def _among(logprobs: Array, size: int) -> Array:
     return jax.nn.log_softmax(logprobs[..., :size], axis=-1)
 
 
-def log_softmax_of(hidden: Array, head: Array, temperature: float = 1.0) -> Array:
-    """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32."""
-    return jax.nn.log_softmax(logits_of(hidden, head) / temperature, axis=-1)
+def log_softmax_of(
+    hidden: Array, head: Array, temperature: float = 1.0, scales: Scales = UNSCALED
+) -> Array:
+    """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32.
+
+    scales: of the model, for its logits.
+    """
+    return jax.nn.log_softmax(logits_of(hidden, head, scales) / temperature, axis=-1)
 
 
 def chunked_divergence(
@@ -112,6 +120,8 @@ def chunked_divergence(
     targets: Array,
     measure: Divergence,
     settings: DecoderSettings,
+    scales: Scales = UNSCALED,
+    other_scales: Scales = UNSCALED,
 ) -> TokenDivergence:
     """Return log-prob, entropy and divergence from the other policy of each token, [tokens] each.
 
@@ -123,8 +133,8 @@ def chunked_divergence(
     other_head = jax.lax.stop_gradient(other_head)
 
     def one_chunk(x: Array, other: Array, target: Array) -> TokenDivergence:
-        logprobs = log_softmax_of(x, head, temperature)
-        others = log_softmax_of(other, other_head, temperature)
+        logprobs = log_softmax_of(x, head, temperature, scales)
+        others = log_softmax_of(other, other_head, temperature, other_scales)
         drawn = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
         apart = measure(_among(logprobs, common), _among(others, common))
         return TokenDivergence(drawn, entropy_of(logprobs), apart)
@@ -159,7 +169,7 @@ def chunked_over_vocab(
     are the policy's alone: the other one chooses for itself.
     """
     layout = settings.layout
-    hidden, changed = token_states(spec, params, tokens, settings)
+    hidden, changed, load = token_states(spec, params, tokens, settings)
     alone, frozen = tokens._replace(expert_ids=None), replace(settings, remat="none")
     measured = chunked_divergence(
         hidden,
@@ -169,9 +179,11 @@ def chunked_over_vocab(
         after(tokens.token_ids, layout),
         measure,
         settings,
+        spec.scales,
+        other.spec.scales,
     )
-    in_rows = (placed(values, tokens.segment_ids, layout) for values in measured[:3])
-    return TokenDivergence(*in_rows)._replace(changed=changed)
+    in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    return TokenDivergence(in_rows[0], in_rows[1], in_rows[2], changed, load)
 
 
 def top_logprobs(
@@ -192,7 +204,8 @@ def top_logprobs(
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array) -> tuple[Array, Array]:
-        logprobs, ids = jax.lax.top_k(log_softmax_of(x, head, settings.temperature)[:, :vocab], k)
+        whole = log_softmax_of(x, head, settings.temperature, spec.scales)
+        logprobs, ids = jax.lax.top_k(whole[:, :vocab], k)
         return ids.astype(jnp.int32), logprobs
 
     hidden = token_states(spec, params, tokens, settings).hidden
@@ -215,7 +228,8 @@ def logprobs_at(
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array, ids: Array) -> Array:
-        return jnp.take_along_axis(log_softmax_of(x, head, settings.temperature), ids, axis=-1)
+        logprobs = log_softmax_of(x, head, settings.temperature, spec.scales)
+        return jnp.take_along_axis(logprobs, ids, axis=-1)
 
     hidden = token_states(spec, params, tokens, settings).hidden
     inputs = (hidden, after(chosen, layout))

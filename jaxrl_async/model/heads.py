@@ -9,6 +9,7 @@ Parameters are the decoder's without lm_head, and {"value_head": {"kernel": [D],
 """
 
 import json
+import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.decoder import ON_ONE_DEVICE, DecoderSettings, TokenRows, token_states
+from jaxrl_async.model.decoder import (
+    ON_ONE_DEVICE,
+    DecoderSettings,
+    TokenRows,
+    TokenStates,
+    token_states,
+)
+from jaxrl_async.model.families.registry import FAMILIES
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
+from jaxrl_async.model.hf_config import hf_config_of
 from jaxrl_async.model.layers import initial
 from jaxrl_async.model.logprobs import placed
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
@@ -27,8 +36,10 @@ from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 Head = Literal["value", "reward"]
 HEAD = "value_head"
 
-_CLASSES = {"value": "ForTokenClassification", "reward": "ForSequenceClassification"}
-_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+log = logging.getLogger(__name__)
+
+_CLASSES = {"value": "TokenClassification", "reward": "SequenceClassification"}
+"""What transformers' class names end in, behind `For`."""
 
 
 def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
@@ -64,8 +75,13 @@ def token_scores(
 ) -> Array:
     """Return the head's output at each token, which has seen that token: [B, T] float32; anything
     in padding."""
-    layout = settings.layout
-    hidden = token_states(spec, params, tokens, settings).hidden
+    return _scored(token_states(spec, params, tokens, settings), params, tokens, settings)
+
+
+def _scored(
+    states: TokenStates, params: Params, tokens: TokenRows, settings: DecoderSettings
+) -> Array:
+    layout, hidden = settings.layout, states.hidden
     head = {name: w.astype(jnp.float32) for name, w in params[HEAD].items()}
     scores = hidden.astype(jnp.float32) @ layout.gathered(head["kernel"], ("embed",))
     scores = scores + head["bias"] if "bias" in head else scores
@@ -90,7 +106,14 @@ def sequence_scores(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
     """Return the score of each whole segment at its last token, 0 elsewhere; [B, T] float32."""
-    scores = token_scores(spec, params, tokens, settings)
+    return final_scores(token_states(spec, params, tokens, settings), params, tokens, settings)
+
+
+def final_scores(
+    states: TokenStates, params: Params, tokens: TokenRows, settings: DecoderSettings
+) -> Array:
+    """Return `sequence_scores` of a decoder's states."""
+    scores = _scored(states, params, tokens, settings)
     return jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
 
 
@@ -103,18 +126,39 @@ def last_tokens(segment_ids: Array) -> Array:
 # ---- files
 
 
+def _class_name(spec: ModelSpec, head: Head) -> str:
+    """Return transformers' class of a family's models with this head; named alike where it has
+    none, which load_head reads and transformers does not."""
+    if spec.own is not None:
+        return f"{spec.own.name}For{_CLASSES[head]}"
+    family = FAMILIES[spec.family]
+    return f"{family.head_classes or family.classes}For{_CLASSES[head]}"
+
+
+def warn_of_readers(spec: ModelSpec, head: Head) -> None:
+    """Log what cannot read a saved model of this family with this head, if transformers cannot."""
+    if spec.own is None and _CLASSES[head] in FAMILIES[spec.family].heads:
+        return
+    log.warning(
+        "transformers has no %s: the saved %s model can be read here alone",
+        _class_name(spec, head),
+        head,
+    )
+
+
 def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
-    """Write a Hugging Face directory that transformers' Auto class of the head loads, with one
-    label."""
+    """Write a Hugging Face directory that transformers' Auto class of the head loads (where it has
+    one for the family), with one label."""
     head: Head = "value" if "bias" in params[HEAD] else "reward"
+    warn_of_readers(spec, head)
     config = {
-        **spec.to_hf_config(),
-        "architectures": [_FAMILIES[spec.family] + _CLASSES[head]],
+        **hf_config_of(spec),
+        "architectures": [_class_name(spec, head)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "classifier_dropout": 0.0,
     }
-    save_weights(folder, config, head_table(spec, head), params)
+    save_weights(folder, config, head_table(spec, head), params, spec.own)
 
 
 def load_head(

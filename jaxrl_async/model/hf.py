@@ -9,9 +9,10 @@ holds, so that no host copy of the whole model ever exists.
 import dataclasses
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,26 @@ from safetensors.numpy import save_file
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import whole
-from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
+from jaxrl_async.model.mxfp4 import (
+    BLOCKS,
+    SCALES,
+    PackedTensor,
+    packed_names,
+    whole_of,
+    without_packed,
+)
+from jaxrl_async.model.own_code import OwnCode, save_code
+from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
 from jaxrl_async.model.tensorfile import Stored, read_header
+
+log = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _NUMBER = {"layers": "layer", "expert": "expert"}
 """Stacked dimension -> the field of its number in a tensor's name."""
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 GENERATION = "generation_config.json"
 """How transformers and servers draw from the model: end tokens, temperature and more."""
 MAX_FILE_BYTES = 4 * 1024**3
@@ -40,12 +54,24 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and no model uses."""
+TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""What names of a text model's tensors begin with in a model with images, and by itself."""
+
+HEADS = ("lm_head.weight", "score.weight", "score.bias")
+"""Tensors behind the last layer, whatever stands before the names of others."""
+
+ReadWeight = Callable[[Weight, Any, Any], Array]
+"""(weight, its sharding, dtype) -> the weight on its devices."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
     """Return the model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
-    return ModelSpec.from_hf_config(_read_json(file), str(file))
+    return spec_from_hf(_read_json(file), str(file))
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
@@ -80,37 +106,60 @@ def load_params(
     return load_weights(folder, weight_table(spec), shardings, dtype)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold a model's weights. Raises CheckpointError."""
+    return [folder / name for name in _file_names(folder, SINGLE)]
+
+
 def load_weights(
-    folder: str | Path, table: Any, shardings: Any = None, dtype: Any = jnp.float32
+    folder: str | Path,
+    table: Any,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+    single: str = SINGLE,
 ) -> Any:
     """Load the weights of a table, on `shardings` (a tree like the table; None: the default
     device).
 
     All names and shapes are compared before any tensor is loaded: CheckpointError lists what is
-    missing, not part of the model, or of the wrong shape.
+    missing, not part of the model, or of the wrong shape. single: name of the file if it is one.
     """
-    folder = Path(folder)
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: one, table, is_leaf=lambda w: isinstance(w, Weight))
-    with ExitStack() as files:
-        tensors = _open_all(folder, files)
-        _check(folder, table, tensors)
+    with open_weights(Path(folder), table, single) as read:
         return jax.tree.map(
-            lambda w, s: _load(w, tensors, s, dtype),
+            lambda w, s: read(w, s, dtype),
             table,
             shardings,
             is_leaf=lambda w: isinstance(w, Weight),
         )
 
 
+@contextmanager
+def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[ReadWeight]:
+    """Open a directory whose tensors are those of a table, compared as load_weights does; yield
+    what reads one weight, or one layer of it under its name in the file. Raises CheckpointError."""
+    with ExitStack() as files:
+        tensors = _open_all(folder, files, single)
+        _check(folder, table, tensors)
+        yield lambda weight, sharding, dtype: _load(weight, tensors, sharding, dtype)
+
+
 def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
     """Write config.json and safetensors that transformers loads; several files above 4 GiB."""
-    save_weights(folder, spec.to_hf_config(), weight_table(spec), params)
+    save_weights(folder, hf_config_of(spec), weight_table(spec), params, spec.own)
 
 
-def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
-    """Write any table of weights and its config.json, as save_params does.
+def save_weights(
+    folder: str | Path,
+    config: dict[str, Any],
+    table: Any,
+    params: Any,
+    code: OwnCode | None = None,
+) -> None:
+    """Write any table of weights and its config.json, as save_params does; and a copy of the code
+    of a user's own decoder.
 
     If several processes hold the weights together, all must call it; the first one writes.
     """
@@ -123,6 +172,30 @@ def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params:
     dtype = str(jax.tree.leaves(params)[0].dtype)
     config = {**config, "torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if code is not None:
+        save_code(code, folder)
+    _write(folder, table, params)
+
+
+def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
+    """Write an adapter's table of weights as one file, with PEFT's adapter_config.json."""
+    if jax.process_index() != 0:
+        for _ in _export(table, params):
+            pass
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(dict(_export(table, params)), folder / ADAPTER, metadata={"format": "pt"})
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read PEFT's adapter_config.json. Raises CheckpointError."""
+    return _read_json(folder / ADAPTER_CONFIG)
+
+
+def _write(folder: Path, table: Any, params: Any) -> None:
+    """Write the files of a model's weights, and their index if there are several."""
     shards = list(_in_shards(_export(table, params)))
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
@@ -140,10 +213,11 @@ def save_weights(folder: str | Path, config: dict[str, Any], table: Any, params:
 
 
 class _Tensor(NamedTuple):
-    """A stored tensor and the open file that reads it."""
+    """A stored tensor, the open file that reads it, and its name there."""
 
     stored: Stored
     file: Any
+    name: str
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -164,12 +238,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _file_names(folder: Path) -> list[str]:
+def _file_names(folder: Path, single: str) -> list[str]:
     """Return the files that hold the weights. Raises CheckpointError."""
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            raise CheckpointError(f"{folder}: no {SINGLE} here. {_advice(folder)}")
-        return [SINGLE]
+    if single != SINGLE or not (folder / INDEX).exists():
+        if not (folder / single).exists():
+            raise CheckpointError(f"{folder}: no {single} here. {_advice(folder)}")
+        return [single]
     named = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
@@ -194,10 +268,10 @@ def _advice(folder: Path) -> str:
     )
 
 
-def _open_all(folder: Path, files: ExitStack) -> dict[str, _Tensor]:
+def _open_all(folder: Path, files: ExitStack, single: str = SINGLE) -> dict[str, _Tensor]:
     """Open all files; return each tensor by name. Raises CheckpointError."""
     tensors: dict[str, _Tensor] = {}
-    for name in _file_names(folder):
+    for name in _file_names(folder, single):
         path = folder / name
         header = read_header(path)
         if twice := sorted(header.keys() & tensors.keys()):
@@ -211,8 +285,34 @@ def _open_all(folder: Path, files: ExitStack) -> dict[str, _Tensor]:
             raise CheckpointError(
                 f"{path}: cannot be read as safetensors: {error}. Copy the file again."
             ) from None
-        tensors |= {tensor: _Tensor(stored, file) for tensor, stored in header.items()}
-    return tensors
+        tensors |= {name: _Tensor(stored, file, name) for name, stored in header.items()}
+    return _text_part(_made_whole(tensors))
+
+
+def _made_whole(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    """Return the tensors, of those in MXFP4 what their two parts stand for. Raises
+    CheckpointError."""
+    packed = packed_names(tensors)
+    made = {}
+    for name in packed:
+        blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]
+        file = PackedTensor((blocks.file, blocks.name), (scales.file, scales.name))
+        made[name] = _Tensor(whole_of(name, blocks.stored, scales.stored), file, name)
+    return without_packed(tensors, packed) | made
+
+
+def _text_part(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    """Return the tensors by the names of a text model: of a model with images, its text part and
+    its head."""
+    parts = {
+        new + name.removeprefix(old): tensor
+        for name, tensor in tensors.items()
+        for old, new in TEXT_PARTS.items()
+        if name.startswith(old)
+    }
+    if not parts:
+        return tensors
+    return parts | {n: t for n, t in tensors.items() if n in HEADS}
 
 
 def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
@@ -227,6 +327,7 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
         for n in tensors.keys() - wanted.keys()
         if not n.endswith(IGNORED) and n != "lm_head.weight"
     )
+    extra = _without_drafts(folder, table, extra) if extra else extra
     there = {n: tensors[n].stored for n in sorted(wanted.keys() & tensors.keys())}
     wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]
     coded = [n for n, stored in there.items() if stored.dtype not in DTYPES]
@@ -247,6 +348,22 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
         )
 
 
+def _without_drafts(folder: Path, table: Any, names: list[str]) -> list[str]:
+    """Return the names that are not of the layers behind the last one which predict more tokens
+    (GLM-4.5's num_nextn_predict_layers); this decoder has none."""
+    file = folder / "config.json"
+    more = _read_json(file).get("num_nextn_predict_layers") if file.exists() else None
+    if type(more) is not int or more < 1:
+        return names
+    layers = sum(len(next(iter(table[stack].values())).numbers) for stack in stacks_in(table))
+    drafts = tuple(f"model.layers.{i}." for i in range(layers, layers + min(more, layers)))
+    kept = [name for name in names if not name.startswith(drafts)]
+    if len(kept) < len(names):
+        gone = len(names) - len(kept)
+        log.info("%s: %d tensors predict further tokens, and are left out", folder, gone)
+    return kept
+
+
 def _describe(names: list[str], what: str, show: Any) -> list[str]:
     if not names:
         return []
@@ -256,14 +373,16 @@ def _describe(names: list[str], what: str, show: Any) -> list[str]:
 
 def _names(weight: Weight) -> list[str]:
     """Return the names in the file: one, or one per layer and expert, in their order."""
-    numbers = itertools.product(*(range(size) for size in weight.shape[: weight.stacked]))
-    axes = [_NUMBER[axis] for axis in weight.axes[: weight.stacked]]
+    sizes = zip(weight.axes, weight.shape[: named(weight)], strict=False)
+    ranges = ((axis == "layers" and weight.numbers) or range(size) for axis, size in sizes)
+    numbers = itertools.product(*ranges)
+    axes = [_NUMBER[axis] for axis in weight.axes[: named(weight)]]
     return [weight.hf.format(**dict(zip(axes, each, strict=True))) for each in numbers]
 
 
 def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: Any) -> Array:
     """Load one weight onto its devices; each device's part is read by itself."""
-    stacked = weight.stacked
+    stacked = named(weight)
     numbered, shape = weight.shape[:stacked], weight.shape[stacked:]
     names = np.array(_names(weight), object).reshape(numbered)
 
@@ -284,15 +403,42 @@ def _slice(
 
     Reads at most the tensor of one layer. Raises CheckpointError if a number is not finite.
     """
-    stored = np.asarray(tensor.file.get_tensor(name))
-    turned = stored.T if _is_turned(weight) else stored
-    ours = np.ascontiguousarray(turned.reshape(shape)[index])
+    if weight.hf_every is not None:
+        ours = _of_all_experts(tensor, weight.hf_every, shape, index)
+    else:
+        if weight.hf_rows is None:
+            stored = np.asarray(tensor.file.get_tensor(tensor.name))
+        else:
+            stored = np.asarray(tensor.file.get_slice(tensor.name)[slice(*weight.hf_rows)])
+            stored = stored if weight.hf_columns is None else stored[:, slice(*weight.hf_columns)]
+        turned = stored.T if _is_turned(weight) else stored
+        ours = np.ascontiguousarray(turned.reshape(shape)[index])
     if not np.isfinite(ours).all():
         raise CheckpointError(
             f"{name} holds NaN or infinite numbers: the model was not saved whole, or its training "
             "failed. Take an earlier checkpoint, or copy it again."
         )
     return ours
+
+
+def _of_all_experts(
+    tensor: _Tensor, every: tuple[int, int], shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """Read a slice of a tensor that holds all experts of a layer: the wanted experts alone.
+
+    Args:
+        tensor: [E, ..., numbers].
+        every: first and step of the numbers.
+        shape: of the whole weight, [E, ...].
+        index: what is wanted of it.
+    """
+    experts = slice(*index[0].indices(shape[0])[:2])
+    numbers = slice(every[0], None, every[1])
+    if isinstance(tensor.file, PackedTensor):
+        stored = tensor.file.numbers(experts, numbers)
+    else:
+        stored = np.asarray(tensor.file.get_slice(tensor.name)[experts])[..., numbers]
+    return np.ascontiguousarray(stored[:, *index[1:]])
 
 
 def _is_turned(weight: Weight) -> bool:
@@ -304,15 +450,52 @@ def _is_turned(weight: Weight) -> bool:
 
 
 def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) as stored in files, one layer at a time."""
+    """Yield (name, array) as stored in files, one layer at a time; weights that files join in one
+    matrix, together."""
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
+    joined: dict[str, list[tuple[Weight, Any]]] = {}
     for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
-        numbers = np.ndindex(*weight.shape[: weight.stacked])
-        for each, name in zip(numbers, _names(weight), strict=True):
-            ours = whole(values[each] if each else values)
-            if _is_turned(weight):
-                ours = ours.reshape(weight.hf_shape[::-1]).T
-            yield name, np.ascontiguousarray(ours.reshape(weight.hf_shape))
+        if weight.hf_rows is None and weight.hf_every is None:
+            joined[f"{len(joined)}"] = [(weight, values)]
+        else:
+            joined.setdefault(weight.hf, []).append((weight, values))
+    for parts in joined.values():
+        if parts[0][0].hf_every is not None:
+            yield from _in_turns(parts)
+            continue
+        parts.sort(key=lambda part: part[0].hf_rows or (0, 0))
+        each = zip(*(_exported(*part) for part in parts), strict=True)
+        for tensors in each:
+            (name, first), *rest = tensors
+            yield name, np.concatenate([first, *(x for _, x in rest)]) if rest else first
+
+
+def _in_turns(parts: list[tuple[Weight, Any]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of weights whose numbers take turns in tensors of all experts."""
+    first = parts[0][0]
+    for each, name in zip(np.ndindex(*first.shape[: named(first)]), _names(first), strict=True):
+        arrays = [whole(values[each]) for _, values in parts]
+        tensor = np.empty(first.hf_shape, arrays[0].dtype)
+        for (weight, _), ours in zip(parts, arrays, strict=True):
+            start, step = weight.hf_every or (0, 1)
+            tensor[..., start::step] = ours
+        yield name, tensor
+
+
+def _exported(weight: Weight, values: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of one weight, one layer at a time."""
+    first, last = weight.hf_rows or (0, weight.hf_shape[0])
+    shape = (last - first, *weight.hf_shape[1:])
+    left, right = weight.hf_columns or (0, weight.hf_shape[-1])
+    around = ((0, 0), (left, weight.hf_shape[-1] - right))
+    shape = shape if weight.hf_columns is None else (shape[0], right - left)
+    numbers = np.ndindex(*weight.shape[: weight.stacked])
+    for each, name in zip(numbers, _names(weight), strict=True):
+        ours = whole(values[each] if each else values)
+        if _is_turned(weight):
+            ours = ours.reshape(shape[::-1]).T
+        ours = ours.reshape(shape)
+        yield name, np.ascontiguousarray(np.pad(ours, around) if weight.hf_columns else ours)
 
 
 def _in_shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:

@@ -6,9 +6,10 @@ heads (`per_shard`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,8 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, spec_for
 from jaxrl_async.model.layout import Layout, natural
+from jaxrl_async.model.sink_pages import LANES, page_head_dim, refuse_sinks, with_sinks
 
-LANES = 128
-"""Width of a TPU vector register: the unit of head widths and block lengths."""
 MAX_SPLASH_BLOCK = 512
 """Longest block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
 SPLASH_BLOCKS = {"TPU v6 lite": 1024}
@@ -41,22 +41,56 @@ MAX_RAGGED_QUERIES = 32
 RAGGED_KV_BYTES = 4 * 2**20
 """VMEM for the two buffers that pages are copied into; a kernel may use 16 MiB in all."""
 
-SequenceAttention = Callable[[Array, Array, Array, Array], Array]
-"""(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
-queries, causal within a segment. Rows of segment 0 (padding) hold any finite numbers."""
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What attention does besides the softmax of causal scores; static in a kernel."""
+
+    window: int = 0  # a query sees itself and window - 1 keys before it; 0: all of them
+    cap: float = 0.0  # c: scores become c tanh(scores / c); 0: they stay
+
+    @property
+    def kernel_cap(self) -> float | None:
+        """The cap as JAX's kernels take it."""
+        return self.cap or None
+
+
+PLAIN = Scoring()
+
+
+class SequenceAttention(Protocol):
+    """(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
+    queries, causal within a segment. Rows of segment 0 (padding) hold any finite numbers.
+
+    Where contexts share prefixes, the last array holds attention.visible_until in place of the
+    segment ids, or, if a layer of the model has a window, that and the positions [B, T, 2]; and the
+    function is one of attention.TREE_ATTENTION."""
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        extent: Array,
+        scoring: Scoring = PLAIN,
+        sinks: Array | None = None,
+        /,
+    ) -> Array:
+        """Attend; sinks [H]: a logit of each head that no token stands for."""
+        ...
 
 
 class PartAttention(NamedTuple):
     """SequenceAttention for some queries of each row against all keys of the row.
 
-    prepare   (query heads, positions [devices, t] of the queries in their rows, mesh) -> constants,
-              and how they are divided over the axis context
+    prepare   (query heads, positions [devices, t] of the queries in their rows, mesh, Scoring) ->
+              constants, and how they are divided over the axis context
     attend    (q [B, t, H, K], k and v [B, T, N, K], segment ids of the queries [B, t] and of the
-              keys [B, T], one device's constants) -> [B, t, H, K]
+              keys [B, T], one device's constants, Scoring, sinks [H] or None) -> [B, t, H, K]
     """
 
-    prepare: Callable[[int, NDArray[np.int32], Mesh], tuple[Any, Any]]
-    attend: Callable[[Array, Array, Array, Array, Array, Any], Array]
+    prepare: Callable[..., tuple[Any, Any]]
+    attend: Callable[..., Array]
 
 
 # ---- whole sequences
@@ -67,28 +101,50 @@ def splash(
     k_BTNK: Array,
     v_BTNK: Array,
     segment_ids_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
     *,
     most: int = MAX_SPLASH_BLOCK,
 ) -> Array:
-    """Run JAX's TPU flash attention, which skips the blocks above the diagonal. Differentiable.
+    """Run JAX's TPU flash attention, which skips the blocks above the diagonal and those before the
+    window. Differentiable.
 
     float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`) of at most
     `most`. Scores, softmax and sums are in float32.
     """
     T, H, K = q_BTHK.shape[1:]
     block = splash_block(T, most)
-    causal = splash_lib.CausalMask((_rounded_up(T, block),) * 2)
+    causal = _splash_mask((_rounded_up(T, block),) * 2, scoring)
     kernel = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([causal] * H),
         block_sizes=_equal_blocks(block),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=ATTENDED,
+        attn_logits_soft_cap=scoring.kernel_cap,
     )
     q, k, v = (_heads_first(x, block) for x in (q_BTHK * K**-0.5, k_BTNK, v_BTNK))
     segments = _whole_blocks(segment_ids_BT, block)
-    out = jax.vmap(kernel)(q, k, v, splash_lib.SegmentIds(segments, segments))
+    out = _over_rows(kernel, q, k, v, splash_lib.SegmentIds(segments, segments), sinks_H)
     return jnp.swapaxes(out, 1, 2)[:, :T]
+
+
+def _over_rows(
+    kernel: Any, q: Array, k: Array, v: Array, segments: Any, sinks_H: Array | None
+) -> Array:
+    """Run splash attention on every row, with the same sinks."""
+    if sinks_H is None:
+        out: Array = jax.vmap(kernel)(q, k, v, segments)
+        return out
+    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, sinks_H.astype(q.dtype))
+    return out
+
+
+def _splash_mask(shape: tuple[int, int], scoring: Scoring) -> Any:
+    """Return the mask of queries and keys of a row, computed block by block."""
+    if scoring.window:
+        return splash_lib.LocalMask(shape, (scoring.window - 1, 0), 0)
+    return splash_lib.CausalMask(shape)
 
 
 def _whole_blocks(x: Array, block: int) -> Array:
@@ -103,19 +159,20 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
 
 def splash_on(device: Any, dtype: Any) -> SequenceAttention:
     """Return splash attention with the block length of a device, for arrays of this type."""
-    most = _most_on(device, dtype)
+    most = most_splash_block(device, dtype)
     return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
 
 
 def splash_part_on(device: Any, dtype: Any) -> PartAttention:
     """Return splash attention for parts of rows, as splash_on does for whole ones."""
-    most = _most_on(device, dtype)
+    most = most_splash_block(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
-def _most_on(device: Any, dtype: Any) -> int:
-    """Return the longest block; wider ones are for bfloat16 alone, float32's do not fit VMEM."""
+def most_splash_block(device: Any, dtype: Any) -> int:
+    """Return the longest block of splash attention; wider ones are for bfloat16 alone, float32's do
+    not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return MAX_SPLASH_BLOCK
     return SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
@@ -138,7 +195,12 @@ def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
 
 
 def _splash_part_kernel(
-    heads: int, positions: NDArray[np.int32], mesh: Mesh, *, most: int = MAX_SPLASH_BLOCK
+    heads: int,
+    positions: NDArray[np.int32],
+    mesh: Mesh,
+    scoring: Scoring = PLAIN,
+    *,
+    most: int = MAX_SPLASH_BLOCK,
 ) -> tuple[Any, Any]:
     """Return the kernel of all devices, with the blocks of each device's mask, and its sharding.
 
@@ -147,7 +209,7 @@ def _splash_part_kernel(
     ways, t = positions.shape
     block = splash_block(t, most)
     positions = np.pad(positions, ((0, 0), (0, -t % block)), mode="edge")
-    causal = splash_lib.CausalMask((positions.size, _rounded_up(ways * t, block)))
+    causal = _splash_mask((positions.size, _rounded_up(ways * t, block)), scoring)
     causal.q_sequence = positions.reshape(-1)
     kernel = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([causal] * heads),
@@ -155,6 +217,7 @@ def _splash_part_kernel(
         head_shards=1,
         q_seq_shards=ways,
         residual_checkpoint_name=ATTENDED,
+        attn_logits_soft_cap=scoring.kernel_cap,
     )
     over_queries = NamedSharding(mesh, PartitionSpec(None, "context"))
     return kernel, kernel.manual_sharding_spec(over_queries)
@@ -167,16 +230,83 @@ def _splash_part(
     q_segments: Array,
     kv_segments: Array,
     kernel: Any,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
     *,
     most: int = MAX_SPLASH_BLOCK,
 ) -> Array:
     block, (t, K) = splash_block(q_BtHK.shape[1], most), q_BtHK.shape[1::2]
     q, k, v = (_heads_first(x, block) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
     segments = splash_lib.SegmentIds(*(_whole_blocks(x, block) for x in (q_segments, kv_segments)))
-    return jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :t]
+    return jnp.swapaxes(_over_rows(kernel, q, k, v, segments, sinks_H), 1, 2)[:, :t]
 
 
 SPLASH_PART = PartAttention(_splash_part_kernel, _splash_part)
+
+
+def seen_in_tree(
+    until: Array, places: Array, positions: Array | None = None, window: int = 0
+) -> Array:
+    """Return [..., t, T] bool: the query at each place [t] of its row sees the key, which is not
+    later and not ended before it, nor before its window.
+
+    Args:
+        until: [..., T], attention.visible_until of the keys.
+        places: [t] of the queries.
+        positions: [..., T] of the keys in their contexts; needed for a window.
+        window: tokens that a query sees; 0: all.
+    """
+    keys = jnp.arange(until.shape[-1])
+    seen = (keys <= places[:, None]) & (places[:, None] < until[..., None, :])
+    if not window:
+        return seen
+    assert positions is not None, "a window counts positions"
+    own = jnp.take(positions, jnp.minimum(places, positions.shape[-1] - 1), axis=-1)
+    return seen & (positions[..., None, :] > own[..., :, None] - window)
+
+
+def of_extent(extent: Array) -> tuple[Array, Array | None]:
+    """Return visible_until [B, T] and the positions [B, T], if they are given."""
+    return (extent[..., 0], extent[..., 1]) if extent.ndim == 3 else (extent, None)
+
+
+def splash_in_tree(
+    q_BtHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT: Array,
+    places_t: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+    *,
+    most: int = MAX_SPLASH_BLOCK,
+) -> Array:
+    """Run splash attention of contexts that share prefixes (`seen_in_tree`). Differentiable.
+
+    Blocks of which no query sees a key are skipped. Rows run one after the other, and all heads of
+    a row read one mask: with the gradient it takes about 15 bytes for each query and key of a row.
+    """
+    t, K = q_BtHK.shape[1], q_BtHK.shape[3]
+    block = splash_block(t, most)
+    q, k, v = (_heads_first(x, block) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
+    extent = tuple(_whole_blocks(x, block) for x in of_extent(extent_BT) if x is not None)
+    places = jnp.pad(places_t, (0, -t % block), mode="edge")
+
+    def one_row(row: tuple[Array, Array, Array, tuple[Array, ...]]) -> Array:
+        q, k, v, (until, *position) = row
+        kernel = splash_lib.make_splash_mha(
+            seen_in_tree(until, places, position[0] if position else None, scoring.window)[None],
+            block_sizes=_equal_blocks(block),
+            head_shards=1,
+            q_seq_shards=1,
+            residual_checkpoint_name=ATTENDED,
+            attn_logits_soft_cap=scoring.kernel_cap,
+        )
+        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):  # under jit it is traced
+            setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=True))
+        return kernel(q, k, v, None, None if sinks_H is None else sinks_H.astype(q.dtype))
+
+    return jnp.swapaxes(jax.lax.map(one_row, (q, k, v, extent)), 1, 2)[:, :t]
 
 
 def _equal_blocks(block: int) -> splash_lib.BlockSizes:
@@ -196,22 +326,52 @@ def cudnn(
     k_BTNK: Array,
     v_BTNK: Array,
     segment_ids_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """Run cuDNN's flash attention on NVIDIA. Differentiable.
+    """Run cuDNN's flash attention on NVIDIA; it has no cap and no sinks. Differentiable.
 
     float16 or bfloat16; head width a multiple of 8, up to 256 from Hopper on and 128 before. T is
     padded to a multiple of 8. Segments are a mask [B, 1, T, T] in the inputs' type; blocks above
     the diagonal are skipped. implementation="xla" makes the same call anywhere, for tests.
     """
+    refuse_cap(scoring, sinks_H)
+    same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    if scoring.window:
+        places = jnp.arange(segment_ids_BT.shape[1])
+        same = same & (places > places[:, None] - scoring.window)
+    return cudnn_causal(q_BTHK, k_BTNK, v_BTNK, same, implementation=implementation)
+
+
+def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
+    """Raise ConfigError if scores have a bound, or heads have sinks: cuDNN's attention has
+    neither."""
+    if scoring.cap or sinks_H is not None:
+        lacks = "cap of attention scores" if scoring.cap else "attention sinks"
+        raise ConfigError(
+            f"model.attention=cudnn has no {lacks}, and a model of this run (the policy, a teacher "
+            "or a reward model) needs them. Set model.attention=reference."
+        )
+
+
+def cudnn_causal(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    visible_BTT: Array,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """Run cuDNN's attention with a mask [B, T, T] of which query sees which key, and no later ones;
+    as `cudnn` beside that."""
     T = q_BTHK.shape[1]
-    padding = -T % 8
-    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BTHK, k_BTNK, v_BTNK))
-    segments = jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
-    same = segments[:, None, :, None] == segments[:, None, None, :]
+    end = (0, -T % 8)
+    q, k, v = (jnp.pad(x, ((0, 0), end, (0, 0), (0, 0))) for x in (q_BTHK, k_BTNK, v_BTNK))
+    mask = jnp.pad(visible_BTT, ((0, 0), end, end))[:, None]
     out = jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, implementation=implementation
+        q, k, v, mask=mask, is_causal=True, implementation=implementation
     )
     return out[:, :T]
 
@@ -250,7 +410,14 @@ def per_shard(
     if mesh is None or mesh.size == 1:
         return function
 
-    def sharded(q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array) -> Array:
+    def sharded(
+        q_BTHK: Array,
+        k_BTNK: Array,
+        v_BTNK: Array,
+        segment_ids_BT: Array,
+        scoring: Scoring = PLAIN,
+        sinks_H: Array | None = None,
+    ) -> Array:
         layout, (T, H) = Layout(mesh), q_BTHK.shape[1:3]
         ways = layout.ways(T)
         axes = ("batch", "length" if ways > 1 else None, "heads", "head_dim")
@@ -258,35 +425,43 @@ def per_shard(
         rows = PartitionSpec(*heads[:2])
         copies = kv_copies(H, k_BTNK.shape[2], mesh.shape["tensor"])
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTNK, v_BTNK))
-        local: Callable[..., Array] = function
+        local: Callable[..., Array] = _scored(function, scoring)
+        sinks = () if sinks_H is None else (sinks_H,)
+        of_sinks = tuple(PartitionSpec(heads[2]) for _ in sinks)
         constants: tuple[Any, ...] = ()
         of_constants: tuple[Any, ...] = ()
         if ways > 1:
             local_heads = H // (mesh.shape["tensor"] if heads[2] else 1)
             positions = layout.order(T).reshape(ways, -1)
-            one, spec = part.prepare(local_heads, positions, mesh)
-            local, constants, of_constants = _gathering(part, ways), (one,), (spec,)
+            one, spec = part.prepare(local_heads, positions, mesh, scoring)
+            local, constants, of_constants = _gathering(part, ways, scoring), (one,), (spec,)
         run = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(heads, heads, heads, rows, *of_constants),
+            in_specs=(heads, heads, heads, rows, *of_constants, *of_sinks),
             out_specs=heads,
             check_vma=False,  # a pallas_call does not say over which axes its result varies
         )
-        return run(q_BTHK, k, v, segment_ids_BT, *constants)
+        return run(q_BTHK, k, v, segment_ids_BT, *constants, *sinks)
 
     return sharded
 
 
-def _gathering(part: PartAttention, ways: int) -> Callable[..., Array]:
+def _scored(function: SequenceAttention, scoring: Scoring) -> Callable[..., Array]:
+    return lambda q, k, v, extent, *sinks: function(q, k, v, extent, scoring, *sinks)
+
+
+def _gathering(part: PartAttention, ways: int, scoring: Scoring) -> Callable[..., Array]:
     """Return `part` for one device, which first gathers the keys and values of the others."""
 
-    def local(q: Array, k: Array, v: Array, segments: Array, constants: Any) -> Array:
+    def local(
+        q: Array, k: Array, v: Array, segments: Array, constants: Any, *sinks: Array
+    ) -> Array:
         k, v, all_segments = (
             natural(jax.lax.all_gather(x, "context", axis=1, tiled=True), ways)
             for x in (k, v, segments)
         )
-        return part.attend(q, k, v, segments, all_segments, constants)
+        return part.attend(q, k, v, segments, all_segments, constants, scoring, *sinks)
 
     return local
 
@@ -311,6 +486,8 @@ def ragged_paged(
     page_indices: Array,
     cu_q_lens: Array,
     num_seqs: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> Array:
@@ -331,11 +508,20 @@ def ragged_paged(
     8 kv heads on each device (`refuse_heads`); heads 128 wide; any page size. Narrower heads are
     padded here: the queries cheaply, the pages by a copy of all of them at each call. So a cache
     should hold pages of `page_head_dim(K)`, zeros behind K, which takes no more memory on a TPU.
-    mesh: heads are divided over tensor, everything else is whole on each device.
+    mesh: heads are divided over tensor, everything else is whole on each device. sinks_H: the last
+    page is a sink_pages.sinks_page, and no sequence's. Raises ConfigError for heads too wide for
+    sinks, and for sinks within a window, which the page is not in.
     """
     K = q_tHK.shape[-1]
+    if sinks_H is not None:
+        refuse_sinks(K, scoring.window)
+        q_tHK = with_sinks(q_tHK, sinks_H, page_head_dim(K))
+        kv_lens = kv_lens + kv_pages.shape[1]
+        page_indices = jnp.pad(
+            page_indices, ((0, 0), (1, 0)), constant_values=kv_pages.shape[0] - 1
+        )
     ways = 1 if mesh is None else _head_ways(kv_pages, mesh)
-    width = page_head_dim(max(K, kv_pages.shape[-1]))
+    width = page_head_dim(max(q_tHK.shape[-1], kv_pages.shape[-1]))
     refuse_heads(q_tHK.shape[1] // ways, kv_pages.shape[2] // 2 // ways, width, kv_pages.dtype)
 
     def kernel(q: Array, pages: Array, *tables: Array) -> Array:
@@ -347,6 +533,8 @@ def ragged_paged(
             pages,
             *tables,
             sm_scale=K**-0.5,
+            sliding_window=scoring.window or None,
+            soft_cap=scoring.kernel_cap,
             num_kv_pages_per_block=pages_block,
             num_queries_per_block=queries_block,
         )
@@ -371,11 +559,6 @@ def ragged_paged(
     )
     real = jnp.arange(q_tHK.shape[0]) < cu_q_lens[num_seqs[0]]
     return jnp.where(real[:, None, None], out[..., :K], 0)
-
-
-def page_head_dim(head_dim: int) -> int:
-    """Return the width of a head in pages that `ragged_paged` reads without a copy."""
-    return _rounded_up(head_dim, LANES)
 
 
 def ragged_blocks(

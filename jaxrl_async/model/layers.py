@@ -1,40 +1,83 @@
 """The decoder layer as a Flax module, split once into a graph definition and a pure dict of
 arrays."""
 
-from functools import lru_cache
-from typing import Any
+import itertools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxrl_async.model.activations import gated
+from jaxrl_async.model.dropout import dropped
+from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
-from jaxrl_async.model.quantize import quantized_table
-from jaxrl_async.model.spec import SCALE, ModelSpec, RopeScaling, Weight, weight_table
+from jaxrl_async.model.quantize import is_matrix, quantized_product
+from jaxrl_async.model.spec import (
+    BIAS,
+    LORA_A,
+    LORA_B,
+    LORA_DROP,
+    LORA_OWN,
+    SCALE,
+    ModelSpec,
+    Weight,
+    weight_table,
+)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Return x / rms(x) * scale over the last axis, computed in float32. Zhang and Sennrich 2019
+def rms_norm(x: Array, scale: Array, eps: float, *, axes: int = 1) -> Array:
+    """Return x / rms(x) * scale over the last axes, computed in float32. Zhang and Sennrich 2019
     (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    over = tuple(range(-axes, 0))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=over, keepdims=True) + eps)
     return y.astype(x.dtype) * scale
 
 
-def rope_angles(spec: ModelSpec, positions: Array) -> tuple[Array, Array]:
-    """Return cos, sin [..., head_dim / 2] float32. Su et al. 2021 (arXiv:2104.09864), eq. 34."""
-    half = spec.head_dim // 2
-    frequencies = spec.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if spec.rope_scaling:
-        frequencies = _stretched(frequencies, spec.rope_scaling)
+class Angles(NamedTuple):
+    """Rotary positions of some tokens: cos and sin [..., R / 2] float32, and what multiplies
+    queries [...], if anything does."""
+
+    cos: Array
+    sin: Array
+    growth: Array | None = None
+
+
+def rope_angles(rope: Rope, head_dim: int, positions: Array) -> Angles:
+    """Return the angles at positions [...]. Su et al. 2021 (arXiv:2104.09864), eq. 34."""
+    half = int(head_dim * rope.share) // 2
+    frequencies = rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = rope.scaling
+    if scaling:
+        frequencies = _SCALED[scaling.kind](frequencies, scaling, rope.theta)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is None:
+        return Angles(cos, sin)
+    if scaling.magnitude != 1:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    if not rope.query_growth:
+        return Angles(cos, sin)
+    turns = (positions // scaling.original_max_positions).astype(jnp.float32)
+    return Angles(cos, sin, 1 + rope.query_growth * jnp.log1p(turns))
 
 
-def _stretched(frequencies: Array, s: RopeScaling) -> Array:
-    """Scale as Llama 3 does: divide the frequencies of long wavelengths by `factor`, keep those of
-    short ones, interpolate linearly between."""
+def all_angles(spec: ModelSpec, positions: Array) -> dict[Rope | None, Angles | None]:
+    """Return the angles of every kind of rotary positions in a model."""
+    ropes = dict.fromkeys(kind.rope for kind in spec.pattern)
+    return {r: None if r is None else rope_angles(r, spec.rotary_dim, positions) for r in ropes}
+
+
+def _linear(frequencies: Array, s: RopeScaling, _: float) -> Array:
+    return frequencies / s.factor
+
+
+def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
+    """Divide the frequencies of long wavelengths by `factor`, keep those of short ones, interpolate
+    linearly between."""
     wavelengths = 2 * jnp.pi / frequencies
     smooth = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
         s.high_freq_factor - s.low_freq_factor
@@ -43,75 +86,178 @@ def _stretched(frequencies: Array, s: RopeScaling) -> Array:
     return frequencies * ((1 - smooth) / s.factor + smooth)
 
 
+def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
+    """Keep the frequencies that turn more than beta_fast times in the original context, divide
+    those below beta_slow by `factor`, interpolate linearly between."""
+    half = frequencies.shape[0]
+
+    def place(turns: float) -> float:
+        """Return which frequency turns so often."""
+        turned = math.log(s.original_max_positions / (turns * 2 * math.pi))
+        return half * turned / math.log(theta)
+
+    low, high = place(s.beta_fast), place(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low or 0.001
+    slow = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / width, 0.0, 1.0)
+    return frequencies * (slow / s.factor + 1 - slow)
+
+
+def _longrope(frequencies: Array, s: RopeScaling, _: float) -> Array:
+    return frequencies / jnp.asarray(s.short_factors, jnp.float32)
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate pairs (i, i + K/2) of the last axis of x [..., heads, K]; cos, sin [..., K/2]."""
+    """Rotate pairs (i, i + R/2) of the first R components of x [..., heads, K]; cos, sin [..., R /
+    2]."""
     cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = 2 * cos.shape[-1]
+    x, rest = (x, None) if turned == x.shape[-1] else jnp.split(x, [turned], axis=-1)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return out if rest is None else jnp.concatenate([out, rest], axis=-1)
 
 
 class Layer(nnx.Module):
-    """One decoder layer: norm, attention, norm, gated MLP, with residuals.
+    """One decoder layer: attention and gated MLP with residuals, and norms before, after or both.
+    What it computes depends on the spec and on its weights alone.
 
-    fused: fewer, larger matrices with outputs first, see fuse(). mixed: products in bfloat16, see
-    product(). quantized: 8-bit matrices, see quantize.py; they are not fused.
+    stack: the stack that its weights are from. fused: fewer, larger matrices with outputs first,
+    see fuse(). mixed: products in bfloat16, see product(). scales: ending of the names of the
+    scales of quantised matrices, see quantize.py; they are not fused. adapted: names of the
+    matrices that have an adapter beside them, and LORA_DROP in an update with dropout, see lora.py;
+    adapters are not fused. chosen: each row uses its own columns of the adapter, see
+    adapter_stack.py.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         *,
+        stack: str = "layers",
         fused: bool = False,
         mixed: bool = False,
-        quantized: bool = False,
+        scales: str = "",
+        adapted: tuple[str, ...] = (),
+        chosen: bool = False,
     ) -> None:
         self.spec, self.fused, self.mixed = spec, fused, mixed
-        self.quantized = quantized
+        self.scales, self.adapted, self.chosen = scales, adapted, chosen
         table = weight_table(spec)
-        table = quantized_table(table) if quantized else table
-        shapes = {name: w.shape[1:] for name, w in table["layers"].items()}
+        shapes = {name: w.shape[1:] for name, w in table[stack].items()}
         if fused:
             shapes = jax.eval_shape(
                 fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()}
             )
             shapes = {name: x.shape for name, x in shapes.items()}
-        for name, shape in shapes.items():
+        names = [n for n in adapted if n != LORA_DROP]
+        beside = {n + end: () for n in names for end in (LORA_A, LORA_B)}
+        beside |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
+        beside |= {LORA_OWN: ()} if chosen else {}
+        if scales:
+            beside |= {n + scales: () for n, w in table[stack].items() if is_matrix(n, w)}
+        for name, shape in (shapes | beside).items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
     def _weight(self, name: str, dtype: Any) -> Array:
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
-        """Multiply x [..., D] with a weight [D, ...], reshaped to two dimensions, inputs first."""
+        """Multiply x [..., D] with a weight [D, ...], reshaped to two dimensions, inputs first; add
+        what its adapter changes."""
+        parts = self._parts(name)
+        if not any(part in self.adapted for part in parts):
+            return self._times_base(x, name)
+        whole = self._times_base(x, name)
+        bounds = list(itertools.accumulate(parts.values()))[:-1]
+        changed = [
+            out + self._change(x, part) if part in self.adapted else out
+            for part, out in zip(parts, jnp.split(whole, bounds, axis=-1), strict=True)
+        ]
+        return jnp.concatenate(changed, axis=-1)
+
+    def _parts(self, name: str) -> dict[str, int]:
+        """Return the matrices that a product stands for, with their widths."""
+        spec, widths = self.spec, dict[str, int]()
+        if name == "qkv_proj":
+            widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+        if name == "gate_up":
+            return dict.fromkeys(("gate", "up"), self.gate_up[...].shape[0] // 2)
+        return {n: w * spec.head_dim for n, w in widths.items()} or {name: 0}
+
+    def _change(self, x: Array, name: str) -> Array:
+        """Return x A B of a matrix's adapter, whose B is scaled already."""
+        a, b = (getattr(self, name + end)[...] for end in (LORA_A, LORA_B))
+        if LORA_DROP in self.adapted:
+            x = dropped(x, getattr(self, LORA_DROP)[...], name)
+        low = product(x, a.reshape(x.shape[-1], -1), mixed=self.mixed)
+        if self.chosen:
+            low = jnp.where(self.lora_own[...], low, 0)
+        return product(low, b.reshape(low.shape[-1], -1), mixed=self.mixed)
+
+    def _times_base(self, x: Array, name: str) -> Array:
         weight = getattr(self, name)[...]
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
-        weight = weight.reshape(x.shape[-1], -1)
-        if not self.quantized:
-            return product(x, weight, mixed=self.mixed)
-        scale = getattr(self, name + SCALE)[...].reshape(-1)
-        return product(x, weight, mixed=self.mixed, scale=scale)
+        if not self.scales:
+            return product(x, weight.reshape(x.shape[-1], -1), mixed=self.mixed)
+        scales, rows = getattr(self, name + self.scales)[...], x.astype(jnp.bfloat16)
+        width = weight.size // (x.shape[-1] if self.scales == SCALE else x.shape[-1] // 2)
+        flat = scales.reshape(*(() if self.scales == SCALE else (-1,)), width)
+        out = quantized_product(
+            rows if self.mixed else x, weight.reshape(-1, width), flat, self.scales, summed
+        )
+        return out.astype(x.dtype)
 
-    def qkv(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+    def _norm(self, x: Array, name: str, *, axes: int = 1) -> Array:
+        """Normalise over the last axes with the weights of a norm; without them, return x."""
+        if not hasattr(self, name):
+            return x
+        scale = self._weight(name, jnp.float32 if self.spec.norm_offset else x.dtype)
+        return normed(self.spec, x, scale, axes=axes)
+
+    def qkv(self, x: Array, angles: Angles | None) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values, of x [..., D]: [..., H, K], [..., N, K],
-        [..., N, K]."""
+        [..., N, K]. angles None: nothing is rotated.
+
+        Queries are scaled such that attention divides scores by the root of K."""
         spec = self.spec
-        y = rms_norm(x, self._weight("attn_norm", x.dtype), spec.norm_eps)
+        y = self._norm(x, "attn_norm")
         if self.fused:
             parts = (spec.heads, spec.heads + spec.kv_heads)
-            qkv = _split_heads(self._times(y, "qkv_proj"), spec.head_dim)
+            qkv = split_heads(self._times(y, "qkv_proj"), spec.head_dim)
             q, k, v = jnp.split(qkv, parts, axis=-2)
         else:
-            q, k, v = (_split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
+            q, k, v = (split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
         if spec.attention_bias:
             q, k, v = (
                 a + self._weight(name, x.dtype)
                 for a, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
             )
-        if spec.qk_norm:
-            q = rms_norm(q, self._weight("q_norm", x.dtype), spec.norm_eps)
-            k = rms_norm(k, self._weight("k_norm", x.dtype), spec.norm_eps)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        axes = 2 if spec.qk_norm == "whole" else 1
+        q, k = self._norm(q, "q_norm", axes=axes), self._norm(k, "k_norm", axes=axes)
+        if angles is not None:
+            q, k = (rotate(a, angles.cos, angles.sin) for a in (q, k))
+        return self._scaled(q, angles), k, v
+
+    def _scaled(self, q: Array, angles: Angles | None) -> Array:
+        """Scale queries [..., H, K] for attention, which divides scores by the root of K."""
+        if angles is not None and angles.growth is not None:
+            q = q * angles.growth[..., None, None].astype(q.dtype)
+        scale = self.spec.scales.attention
+        wanted = scale * q.shape[-1] ** 0.5
+        if scale and not math.isclose(wanted, 1.0):
+            q = q * jnp.asarray(wanted, q.dtype)
+        return q
+
+    def sinks_of(self) -> Array | None:
+        """Return the logits [H] that no token stands for, float32; None: there are none."""
+        return self._weight("sinks", jnp.float32) if self.spec.sinks else None
 
     def finish(
         self,
@@ -129,23 +275,55 @@ class Layer(nnx.Module):
         out = self._times(flat, "o")
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
-        x = x + out
-        y = rms_norm(x, self._weight("mlp_norm", x.dtype), self.spec.norm_eps)
-        if self.spec.experts:
-            return x + self._routed(y, experts, choose)
+        x = x + self._weighed(self._norm(out, "attn_out_norm"))
+        y = self._norm(x, "mlp_norm")
+        out = self._routed(y, experts, choose) if hasattr(self, "router") else self._mlp(y)
+        return x + self._weighed(self._norm(out, "mlp_out_norm"))
+
+    def _weighed(self, out: Array) -> Array:
+        """Scale what is added to the residual stream."""
+        share = self.spec.scales.residual
+        return out if share == 1 else out * jnp.asarray(share, out.dtype)
+
+    def _mlp(self, y: Array) -> Array:
         if self.fused:
             gate, up = jnp.split(self._times(y, "gate_up"), 2, axis=-1)
         else:
             gate, up = self._times(y, "gate"), self._times(y, "up")
-        return x + self._times(jax.nn.silu(gate) * up, "down")
+        return self._times(gated(self.spec.activation, gate, up), "down")
+
+    def _shared(self, y: Array) -> Array:
+        """Compute the expert that every token uses."""
+        gate, up = self._times(y, "shared_gate"), self._times(y, "shared_up")
+        out = self._times(gated(self.spec.activation, gate, up), "shared_down")
+        if not self.spec.shared_gated:
+            return out
+        logit = product(y, self.shared_router[...].astype(y.dtype))
+        return out * jax.nn.sigmoid(logit.astype(jnp.float32)).astype(out.dtype)
 
     def _routed(self, y: Array, experts: Experts, choose: Choose) -> Array:
+        spec = self.spec
         logits = product(y, self.router[...], mixed=False)
-        ids, share = choose(logits, self.spec.experts_per_token)
-        names = [n + end for n in ("gate", "up", "down") for end in ("", SCALE)]
+        if spec.router.bias:
+            logits = logits + self._weight("router_bias", logits.dtype)
+        correction = self._weight("correction", jnp.float32) if spec.router.corrected else None
+        ids, share = choose(
+            logits, spec.experts_per_token, router=spec.router, correction=correction
+        )
+        ends = ("", self.scales, LORA_A, LORA_B, BIAS)
+        names = [n + end for n in ("gate", "up", "down") for end in ends] + [LORA_DROP, LORA_OWN]
         matrices = {n: getattr(self, n)[...] for n in names if hasattr(self, n)}
         rows = y.astype(jnp.bfloat16) if self.mixed else y
-        return experts(rows, ids, share, matrices).astype(y.dtype)
+        out = experts(rows, ids, share, matrices, spec.activation).astype(y.dtype)
+        return out + self._shared(y) if spec.shared_mlp else out
+
+
+def normed(spec: ModelSpec, x: Array, scale: Array, *, axes: int = 1) -> Array:
+    """Normalise x over its last axes as the spec's norms do, with their weights."""
+    if not spec.norm_offset:
+        return rms_norm(x, scale.astype(x.dtype), spec.norm_eps, axes=axes)
+    y = rms_norm(x.astype(jnp.float32), 1 + scale.astype(jnp.float32), spec.norm_eps, axes=axes)
+    return y.astype(x.dtype)
 
 
 def product(
@@ -154,7 +332,6 @@ def product(
     *,
     mixed: bool = False,
     outputs_first: bool = False,
-    scale: Array | None = None,
 ) -> Array:
     """Return x [..., D] @ weight [D, E] in x's number type.
 
@@ -164,7 +341,6 @@ def product(
         mixed: round both to bfloat16 and sum in float32, which matrix units (also those of recent
             CPUs) do several times faster.
         outputs_first: the weight's first dimension is the output.
-        scale: [E] float32, multiplied with the sums; of 8-bit weights.
     """
     number = jnp.bfloat16 if mixed else x.dtype
     contract = (((x.ndim - 1,), (int(outputs_first),)), ((), ()))
@@ -172,51 +348,53 @@ def product(
         x.astype(number),
         weight.astype(number),
         contract,
-        preferred_element_type=jnp.float32 if mixed or scale is not None else None,
+        preferred_element_type=jnp.float32 if mixed else None,
     )
-    return (out if scale is None else out * scale).astype(x.dtype)
+    return out.astype(x.dtype)
 
 
-def _split_heads(x: Array, head_dim: int) -> Array:
+def summed(x: Array, weight: Array) -> Array:
+    """Return x [..., D] @ weight [D, E], summed in float32."""
+    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+
+def split_heads(x: Array, head_dim: int) -> Array:
     """Reshape [..., H * K] to [..., H, K]."""
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def fuse(weights: dict[str, Array]) -> dict[str, Array]:
-    """Join one layer's q, k, v into one matrix and gate, up into another, and transpose every
-    matrix to [E, D], outputs first.
+    """Join one layer's q, k, v (or what makes them of x) into one matrix and gate, up into another,
+    and transpose every matrix to [E, D], outputs first.
 
     Fewer and larger products, whose weights a CPU reads in memory order (a third faster for few
     rows): worth it if a step is short and nothing is sharded.
     """
-    qkv = jnp.concatenate([weights["q"], weights["k"], weights["v"]], axis=1)
+    first = [n for n in ("q_a", "q", "k", "v", "kv_a") if n in weights]
+    qkv = [weights[n].reshape(weights[n].shape[0], -1) for n in first]
     fused = {
-        **{n: w for n, w in weights.items() if n not in ("q", "k", "v")},
-        "qkv_proj": qkv.reshape(qkv.shape[0], -1).T,
+        **{n: w for n, w in weights.items() if n not in first},
+        "qkv_proj": jnp.concatenate(qkv, axis=1).T,
         "o": weights["o"].reshape(-1, weights["o"].shape[-1]).T,
     }
+    if "q_b" in weights:
+        fused["q_b"] = weights["q_b"].reshape(weights["q_b"].shape[0], -1).T
     if "router" in weights:  # experts stay as they are
-        return fused
+        shared = ("shared_gate", "shared_up", "shared_down")
+        return {**fused, **{n: weights[n].T for n in shared if n in weights}}
     gate_up = jnp.concatenate([fused.pop("gate"), fused.pop("up")], axis=1).T
     return {**fused, "gate_up": gate_up, "down": weights["down"].T}
 
 
-@lru_cache(maxsize=16)
-def layer_graph(
-    spec: ModelSpec, *, fused: bool = False, mixed: bool = False, quantized: bool = False
-) -> Any:
-    """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
-    Layer."""
-    form = {"fused": fused, "mixed": mixed, "quantized": quantized}
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Layer(spec, **form)))
-    return graph
-
-
 def initial(weight: Weight, key: Array, dtype: Any) -> Array:
-    """Return initial weights as declared: normal with standard deviation fan_in ** -0.5, ones or
-    zeros."""
+    """Return initial weights as declared: normal (or narrow) with standard deviation fan_in **
+    -0.5, uniform within fan_in ** -0.5, ones or zeros."""
     if weight.init == "ones":
         return jnp.ones(weight.shape, dtype)
-    if weight.init == "zeros":
+    if weight.init in ("zeros", "off"):
         return jnp.zeros(weight.shape, dtype)
+    if weight.init == "uniform":
+        drawn = jax.random.uniform(key, weight.shape, jnp.float32, -1.0, 1.0)
+        return (drawn * weight.fan_in**-0.5).astype(dtype)
     return (jax.random.normal(key, weight.shape, jnp.float32) * weight.fan_in**-0.5).astype(dtype)

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
     TokenRows,
+    bounded,
     output_head,
     token_states,
 )
+from jaxrl_async.model.families.parts import UNSCALED, Scales
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, Params
 
@@ -36,19 +39,21 @@ def chunked_logprobs(
     chunk: int,
     temperature: float = 1.0,
     kept: Array | None = None,
+    scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """Return the log-prob of each target and the entropy of its distribution, nats.
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
-    [tokens, ceil(V / 8)] uint8, little-endian; None: over all.
+    [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: of the model, for its
+    logits.
     Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
     at once on a device in either pass.
     """
 
     def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
-        logits = logits_of(x, head) / temperature
+        logits = logits_of(x, head, scales) / temperature
         if bits is not None:
             logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -67,6 +72,7 @@ def blocked_logprobs(
     *,
     blocks: int,
     temperature: float = 1.0,
+    scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
     """Return what `chunked_logprobs` does for a head [D, V] that fsdp shares.
@@ -95,7 +101,7 @@ def blocked_logprobs(
         weights = layout.gathered(weights.astype(hidden.dtype), ("embed", "vocab", "head_dim"))
         x = wide.astype(hidden.dtype)
         logits = jnp.einsum("td,dwv->twv", x, weights, preferred_element_type=jnp.float32)
-        logits = logits / temperature
+        logits = bounded(logits, scales) / temperature
         now = jnp.maximum(most, jax.lax.stop_gradient(logits).max((1, 2)))
         before, each = jnp.exp(most - now), jnp.exp(logits - now[:, None, None])
         is_target = ids == targets[:, None, None]
@@ -129,9 +135,11 @@ def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
     return next((n for n in range(least, 4 * least) if vocab % n == 0), None)
 
 
-def logits_of(hidden: Array, head: Array) -> Array:
-    """hidden [..., D], head [D, V] -> [..., V] float32."""
-    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+def logits_of(hidden: Array, head: Array, scales: Scales = UNSCALED) -> Array:
+    """hidden [..., D], head [D, V] -> [..., V] float32, scaled and bounded as a model's scales
+    say."""
+    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return bounded(logits, scales)
 
 
 def over_chunks(
@@ -180,11 +188,13 @@ def unpacked(bits: Array, vocab: int) -> Array:
 
 
 class TokenLogprobs(NamedTuple):
-    """What `token_logprobs` gives; [B, T] each, 0 where a segment starts and in padding."""
+    """What `token_logprobs` gives; [B, T], 0 where a segment starts and in padding; and the load
+    of the experts."""
 
     logprobs: Array  # float32, of token t from the logits at t - 1
     entropy: Array  # float32, of that distribution, nats
     changed: Array | None  # int32, as in decoder.TokenStates
+    load: ExpertLoad | None  # as there
 
 
 def token_logprobs(
@@ -193,7 +203,7 @@ def token_logprobs(
     """Return each token's log-prob, and the entropy of the distribution that it is drawn from."""
     layout, chunk, temperature = settings.layout, settings.chunk, settings.temperature
     kept, segment_ids = tokens.kept, tokens.segment_ids
-    hidden, changed = token_states(spec, params, tokens, settings)
+    hidden, changed, load = token_states(spec, params, tokens, settings)
     targets, blocks = after(tokens.token_ids, layout), None
     if kept is None and layout.shares_weights:
         vocab, count = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
@@ -205,6 +215,7 @@ def token_logprobs(
             targets,
             blocks=blocks,
             temperature=temperature,
+            scales=spec.scales,
             layout=layout,
         )
     else:
@@ -215,10 +226,11 @@ def token_logprobs(
             chunk=chunk,
             temperature=temperature,
             kept=None if kept is None else after(kept, layout),
+            scales=spec.scales,
             layout=layout,
         )
     logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
-    return TokenLogprobs(logprobs, entropy, changed)
+    return TokenLogprobs(logprobs, entropy, changed, load)
 
 
 def greedy_matches(
@@ -234,7 +246,7 @@ def greedy_matches(
     head = output_head(spec, params, layout)
 
     def one_chunk(x: Array, target: Array) -> Array:
-        logits = logits_of(x, head)
+        logits = logits_of(x, head, spec.scales)
         return jnp.take_along_axis(logits, target[:, None], -1)[:, 0] >= jnp.max(logits, axis=-1)
 
     inputs = (hidden, after(tokens.token_ids, layout))

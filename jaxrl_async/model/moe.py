@@ -4,7 +4,7 @@ n tokens, k experts of each, E experts, D model width, F an expert's inner width
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,46 +12,120 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Rules, spec_for
-from jaxrl_async.model.spec import EXPERT_AXES, SCALE, ModelSpec
+from jaxrl_async.model.activations import gated
+from jaxrl_async.model.dropout import apart, dropped
+from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, Router
+from jaxrl_async.model.grouped import grouped_product
+from jaxrl_async.model.quantize import PACKED, quantized_product, scales_among
+from jaxrl_async.model.spec import (
+    BIAS,
+    EXPERT_AXES,
+    LORA_A,
+    LORA_B,
+    LORA_DROP,
+    LORA_OWN,
+    SCALE,
+    ModelSpec,
+)
 
-Experts = Callable[[Array, Array, Array, dict[str, Array]], Array]
-"""(x [n, D], ids [n, k], their weights [n, k], matrices by name) -> [n, D]."""
-
-Choose = Callable[[Array, int], tuple[Array, Array]]
-"""(router's logits [n, E], k) -> ids [n, k], their weights [n, k]: `route`, or a wrapper of it."""
+Experts = Callable[[Array, Array, Array, dict[str, Array], Activation], Array]
+"""(x [n, D], ids [n, k], their weights [n, k], matrices by name, activation) -> [n, D]."""
 
 
-def route(logits: Array, k: int, forced_ids: Array | None = None) -> tuple[Array, Array]:
+class Choose(Protocol):
+    """`route` without forced ids, or a wrapper of it."""
+
+    def __call__(
+        self,
+        logits: Array,
+        k: int,
+        *,
+        router: Router = USUAL_ROUTER,
+        correction: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Return ids [n, k] and their weights [n, k] for logits [n, E]."""
+        ...
+
+
+def route(
+    logits: Array,
+    k: int,
+    forced_ids: Array | None = None,
+    *,
+    router: Router = USUAL_ROUTER,
+    correction: Array | None = None,
+) -> tuple[Array, Array]:
     """Return the k experts of each token and their weights: ids [..., k] int32, weights [..., k]
     float32.
 
-    logits [..., experts]; weights g_i = exp(l_i) / sum_{j chosen} exp(l_j), which carry the
-    gradient. forced_ids [..., k] of any integers replace the choice of the k largest logits, not
-    the weights; for a token with a -1 among its ids the logits choose. Small numerical differences
+    logits [..., experts]; the weights, see Router, carry the gradient: with the usual router g_i =
+    exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the choice, not
+    the weights; for a token with a -1 among its ids the router chooses. Small numerical differences
     between sampler and trainer change the choice when logits are close, and the token's log-prob
     with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE Reinforcement Learning by
     Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
+
+    Args:
+        logits: [..., experts].
+        k: experts of a token.
+        forced_ids: [..., k], or None.
+        router: how they are chosen and weighed.
+        correction: [experts], what is added to the odds when experts are chosen.
     """
     logits = logits.astype(jnp.float32)
-    ids = _largest(logits, k)
+    ids = free_choice(logits, k, router, correction)
     if forced_ids is not None:
         known = jnp.all(forced_ids >= 0, axis=-1, keepdims=True)
         ids = jnp.where(known, forced_ids.astype(jnp.int32), ids)
     chosen = jnp.take_along_axis(logits, ids, axis=-1)
-    return ids, jax.nn.softmax(chosen, axis=-1)
+    if router.odds == "sigmoid":
+        share = jax.nn.sigmoid(chosen)
+        if router.sums_to_one:
+            share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+    elif router.sums_to_one:
+        share = jax.nn.softmax(chosen, axis=-1)
+    else:
+        share = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return ids, share if router.scale == 1 else share * router.scale
 
 
-def _largest(logits: Array, k: int) -> Array:
-    return jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1].astype(jnp.int32)
+def free_choice(logits: Array, k: int, router: Router, correction: Array | None) -> Array:
+    """Return the ids [..., k] that a router chooses by itself, given float32 logits."""
+    odds = jax.lax.stop_gradient(logits)
+    if router.odds == "sigmoid":
+        odds = jax.nn.sigmoid(odds)
+    elif correction is not None or router.groups > 1:
+        odds = jax.nn.softmax(odds, axis=-1)
+    if correction is not None:
+        odds = odds + jax.lax.stop_gradient(correction).astype(jnp.float32)
+    if router.groups > 1:
+        odds = _in_best_groups(odds, router)
+    return jax.lax.top_k(odds, k)[1].astype(jnp.int32)
+
+
+def _in_best_groups(odds: Array, router: Router) -> Array:
+    """Return odds with minus infinity outside of the groups that a token chooses."""
+    grouped = odds.reshape(*odds.shape[:-1], router.groups, -1)
+    best = jax.lax.top_k(grouped, min(router.best_of_group, grouped.shape[-1]))[0].sum(axis=-1)
+    chosen = jax.lax.top_k(best, router.groups_per_token)[1]
+    inside = jnp.any(jnp.arange(router.groups)[:, None] == chosen[..., None, :], axis=-1)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(odds.shape)
 
 
 def noting(chosen: list[Array]) -> Choose:
     """Return `route` that also appends the ids that it chooses to `chosen`, layer by layer."""
 
-    def choose(logits: Array, k: int) -> tuple[Array, Array]:
-        ids, share = route(logits, k)
+    def choose(
+        logits: Array,
+        k: int,
+        *,
+        router: Router = USUAL_ROUTER,
+        correction: Array | None = None,
+    ) -> tuple[Array, Array]:
+        ids, share = route(logits, k, router=router, correction=correction)
         chosen.append(ids)
         return ids, share
 
@@ -66,13 +140,78 @@ def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
     """
     changed: list[Array] = []
 
-    def choose(logits: Array, k: int) -> tuple[Array, Array]:
-        ids, share = route(logits, k, forced_ids)
-        free = _largest(logits.astype(jnp.float32), k)
+    def choose(
+        logits: Array,
+        k: int,
+        *,
+        router: Router = USUAL_ROUTER,
+        correction: Array | None = None,
+    ) -> tuple[Array, Array]:
+        ids, share = route(logits, k, forced_ids, router=router, correction=correction)
+        free = free_choice(logits.astype(jnp.float32), k, router, correction)
         changed.append(jnp.any(jnp.sort(free, axis=-1) != jnp.sort(ids, axis=-1), axis=-1))
         return ids, share
 
     return (route if forced_ids is None else choose), changed
+
+
+def counting(choose: Choose, real: Array, *, learns: bool) -> tuple[Choose, list[ExpertLoad]]:
+    """Return `choose` and a list that it fills with each call's load: [E], [E] and [].
+
+    Args:
+        choose: routes the tokens.
+        real: [n] bool, those that count.
+        learns: whether the odds carry a gradient.
+    """
+    loads: list[ExpertLoad] = []
+
+    def counted(
+        logits: Array,
+        k: int,
+        *,
+        router: Router = USUAL_ROUTER,
+        correction: Array | None = None,
+    ) -> tuple[Array, Array]:
+        ids, share = choose(logits, k, router=router, correction=correction)
+        odds = all_odds(logits if learns else jax.lax.stop_gradient(logits), router)
+        sent = (ids[..., None] == jnp.arange(logits.shape[-1])) & real[:, None, None]
+        loads.append(
+            ExpertLoad(
+                jnp.sum(sent, axis=(0, 1), dtype=jnp.int32),
+                jnp.sum(jnp.where(real[:, None], odds, 0.0), axis=0),
+                jnp.sum(real, dtype=jnp.int32),
+            )
+        )
+        return ids, share
+
+    return counted, loads
+
+
+def all_odds(logits: Array, router: Router) -> Array:
+    """Return the probabilities of all experts, [..., experts] float32, that sum to 1: those of a
+    sigmoid router divided by their sum (DeepSeek-V3, arXiv:2412.19437, eq. 19)."""
+    logits = logits.astype(jnp.float32)
+    if router.odds == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    odds = jax.nn.sigmoid(logits)
+    return odds / (jnp.sum(odds, axis=-1, keepdims=True) + 1e-20)
+
+
+def load_by_layer(runs: list[list[ExpertLoad]]) -> ExpertLoad | None:
+    """Join the loads of runs of layers to those of all layers in their order; None: no experts.
+
+    Each run has a load for each of its layers with experts in a turn of its loop, [turns, ...].
+    """
+    loads = [jax.tree.map(lambda *a: jnp.stack(a, axis=1), *run) for run in runs if run]
+    if not loads:
+        return None
+    chosen, odds, tokens = jax.tree.map(lambda *a: jnp.concatenate(a), *map(_in_order, loads))
+    return ExpertLoad(chosen, odds, tokens[0])
+
+
+def _in_order(load: ExpertLoad) -> ExpertLoad:
+    """Return [turns, layers in a turn, ...] as [layers, ...]."""
+    return ExpertLoad(*(a.reshape(-1, *a.shape[2:]) for a in load))
 
 
 def id_dtype(experts: int) -> Any:
@@ -85,15 +224,25 @@ def id_dtype(experts: int) -> Any:
 
 
 def run_experts(
-    x: Array, ids: Array, share: Array, matrices: dict[str, Array], *, first: Any = 0
+    x: Array,
+    ids: Array,
+    share: Array,
+    matrices: dict[str, Array],
+    activation: Activation = "silu",
+    *,
+    first: Any = 0,
 ) -> Array:
-    """Return sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts: [n, D].
+    """Return sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts, with their
+    biases if there are any: [n, D].
 
     Args:
         x: [n, D].
         ids: [n, k] experts of each token.
         share: [n, k] their weights.
-        matrices: gate and up [E, D, F], down [E, F, D], and the scales of 8-bit ones.
+        matrices: gate and up [E, D, F], down [E, F, D], the scales of quantised ones, and adapters
+            with the columns of them that each token uses (adapter_stack.py); biases [E, F] and
+            [E, D].
+        activation: in place of silu, see activations.gated.
         first: id of the first expert in `matrices`; ids outside first .. first + E contribute 0.
 
     Tokens are sorted by expert, so that each expert's matrices multiply all of its tokens at once.
@@ -103,18 +252,40 @@ def run_experts(
     local_ids = jnp.where((local_ids >= 0) & (local_ids < E), local_ids, E)
     order = jnp.argsort(local_ids, stable=True)
     sizes = jnp.bincount(local_ids, length=E + 1)[:E].astype(jnp.int32)
-    expert = local_ids[order]
+    expert, own = local_ids[order], matrices.get(LORA_OWN)
+
+    scales = scales_among(matrices)
+
+    def summed(rows: Array, weights: Array) -> Array:
+        """Multiply each row with its expert's matrix; float32."""
+        return grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
+
+    def dots(rows: Array, name: str) -> Array:
+        return grouped_product(rows, matrices[name].astype(rows.dtype), sizes, rows.dtype)
 
     def times(rows: Array, name: str) -> Array:
-        out = jax.lax.ragged_dot(
-            rows, matrices[name].astype(rows.dtype), sizes, preferred_element_type=jnp.float32
-        )
-        if name + SCALE in matrices:
-            out = out * matrices[name + SCALE][jnp.minimum(expert, E - 1)]
+        if scales:
+            beside = matrices[name + scales]
+            beside = beside[jnp.minimum(expert, E - 1)] if scales == SCALE else beside
+            out = quantized_product(rows, matrices[name], beside, scales, summed)
+        else:
+            out = dots(rows, name)
+        if name + LORA_A in matrices:
+            seen = dropped(rows, matrices[LORA_DROP], name) if LORA_DROP in matrices else rows
+            low = dots(seen, name + LORA_A)
+            low = low if own is None else jnp.where(own[order // k], low, 0)
+            return out.astype(rows.dtype) + dots(low, name + LORA_B)
         return out.astype(rows.dtype)
 
+    def with_bias(rows: Array, name: str) -> Array:
+        out = times(rows, name)
+        if name + BIAS not in matrices:
+            return out
+        return out + matrices[name + BIAS][jnp.minimum(expert, E - 1)].astype(out.dtype)
+
     rows = x[order // k]
-    out = times(jax.nn.silu(times(rows, "gate")) * times(rows, "up"), "down")
+    inner = gated(activation, with_bias(rows, "gate"), with_bias(rows, "up"))
+    out = with_bias(inner, "down")
     weighed = out * share.reshape(-1)[order][:, None].astype(out.dtype)
     weighed = jnp.where((expert < E)[:, None], weighed, 0)
     return jnp.zeros_like(x).at[order // k].add(weighed)
@@ -131,13 +302,21 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
         return run_experts
     in_use = {**rules, "embed": None}  # whole, as Layout.gathered makes it
 
-    def divided(x: Array, ids: Array, share: Array, matrices: dict[str, Array]) -> Array:
+    def divided(
+        x: Array,
+        ids: Array,
+        share: Array,
+        matrices: dict[str, Array],
+        activation: Activation = "silu",
+    ) -> Array:
         tokens = spec_for(x.shape, ("tokens", None), mesh, rules)
         specs = {
             name: spec_for(matrix.shape, _axes_of(name), mesh, in_use)
             for name, matrix in matrices.items()
+            if name != LORA_OWN
         }
         summed = {axis for spec in specs.values() for axis in spec if axis}
+        specs |= {LORA_OWN: tokens} if LORA_OWN in matrices else {}
         token_axes = tokens[0] if isinstance(tokens[0], tuple) else (tokens[0],)
         gathers = "expert" in summed and "expert" in token_axes
 
@@ -149,7 +328,15 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
                 x, ids, share = (
                     jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, ids, share)
                 )
-            out = run_experts(x, ids, share, matrices, first=first)
+                if LORA_OWN in matrices:
+                    own = jax.lax.all_gather(matrices[LORA_OWN], "expert", axis=0, tiled=True)
+                    matrices = {**matrices, LORA_OWN: own}
+            if LORA_DROP in matrices:
+                parts = {axis for axis in (*token_axes, "expert") if axis in mesh.axis_names}
+                matrices = {**matrices, LORA_DROP: apart(matrices[LORA_DROP], sorted(parts))}
+            if "down" + BIAS in matrices:
+                matrices = _with_one_bias(matrices, sorted(summed - {"expert"}))
+            out = run_experts(x, ids, share, matrices, activation, first=first)
             if gathers:
                 out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
             rest = tuple(sorted(summed - {"expert"} if gathers else summed))
@@ -167,9 +354,29 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
     return divided
 
 
-def _axes_of(name: str) -> tuple[str, ...]:
-    axes = EXPERT_AXES[name.removesuffix(SCALE)]
-    return (axes[0], axes[2]) if name.endswith(SCALE) else axes
+def _with_one_bias(matrices: dict[str, Array], axes: list[str]) -> dict[str, Array]:
+    """Return the matrices with the bias of down on the first device along these axes alone: their
+    outputs are summed."""
+    bias = matrices["down" + BIAS]
+    for axis in axes:
+        bias = jnp.where(jax.lax.axis_index(axis) == 0, bias, 0)
+    return {**matrices, "down" + BIAS: bias}
+
+
+def _axes_of(name: str) -> tuple[str | None, ...]:
+    if name == LORA_DROP:
+        return (None,)
+    expert, inputs, outputs = EXPERT_AXES[name.partition("_")[0]]
+    kinds = {
+        **dict.fromkeys(PACKED.values(), (expert, inputs, outputs)),
+        SCALE: (expert, outputs),
+        BIAS: (expert, outputs),
+        LORA_A: (expert, inputs, "rank"),
+        LORA_B: (expert, "rank", outputs),
+    }
+    return next(
+        (axes for end, axes in kinds.items() if name.endswith(end)), (expert, inputs, outputs)
+    )
 
 
 def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:

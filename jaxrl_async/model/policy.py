@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.mesh import TRAINER_RULES, Rules, shardings
+from jaxrl_async.model.decoder import init_table
+from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
 from jaxrl_async.model.hf import (
     load_generation,
     load_params,
@@ -19,7 +22,11 @@ from jaxrl_async.model.hf import (
     save_generation,
     save_params,
 )
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.lora import Lora, adapter_table, joined, merged_on
+from jaxrl_async.model.own_code import load_code
+from jaxrl_async.model.peft import load_peft, save_peft
+from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
 
 
 class FolderTokenizer:
@@ -44,12 +51,18 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A decoder with weights. `params` is a pure dict of arrays in the tree of weight_table."""
+    """A decoder with weights. `params` is a pure dict of arrays in the tree of weight_table.
+
+    With an adapter, `params` is the base that it changes, maybe quantised (frozen_base.base_table),
+    and `adapter` is in the tree of lora.adapter_table.
+    """
 
     spec: ModelSpec
     params: Any
     tokenizer: Any = None  # a Tokenizer; None: none is saved
     generation: Mapping[str, Any] = field(default_factory=dict)  # its generation_config.json
+    lora: Lora | None = None
+    adapter: Any = None
 
     @staticmethod
     def from_pretrained(
@@ -59,28 +72,108 @@ class Policy:
         rules: Rules = TRAINER_RULES,
         dtype: Any = jnp.float32,
         tokenizer: Any = None,
+        adapter: str | Path | None = None,
+        form: BaseForm | None = None,
+        decoder: str | None = None,
     ) -> "Policy":
         """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError.
 
-        tokenizer: None: the directory's own if it has one, read when it is first used.
+        Args:
+            folder: the directory.
+            mesh: where the weights lie; None: on the default device.
+            rules: how each logical axis is sharded there.
+            dtype: of the weights.
+            tokenizer: None: the directory's own if it has one, read when it is first used.
+            adapter: directory of a LoRA adapter that PEFT (or save_adapter) wrote for this model.
+            form: what matrices become that an adapter is to change; None: they stay as they are.
+            decoder: FILE.py:CLASS, the layers of a directory whose layers are the user's own; its
+                code is run.
         """
+        if decoder is not None:
+            load_code(decoder, "Policy.from_pretrained: decoder")
         folder = Path(folder)
         spec, generation = load_spec(folder), load_generation(folder)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)
-        where = None if mesh is None else shardings(weight_table(spec), mesh, rules)
-        return Policy(spec, load_params(folder, spec, where, dtype), tokenizer, generation)
+
+        def placed(table: Any) -> Any:
+            return None if mesh is None else shardings(table, mesh, rules)
+
+        if form is None:
+            params = load_params(folder, spec, placed(weight_table(spec)), dtype)
+        else:
+            params = read_base(folder, spec, form, mesh, dtype)
+        lora, extra = None, None
+        if adapter is not None:
+            lora, extra = load_peft(adapter, spec, placed, dtype)
+        return Policy(spec, params, tokenizer, generation, lora, extra)
+
+    def __repr__(self) -> str:
+        """Describe it in a line, without its weights."""
+        adapter = "" if self.lora is None else f", adapter of rank {self.lora.rank}"
+        weights = f"{num_weights(self.spec):,} weights"
+        return f"Policy({self.spec.family}, {self.spec.layers} layers, {weights}{adapter})"
+
+    @property
+    def trained(self) -> Any:
+        """What is trained: the adapter if there is one, else all weights."""
+        return self.params if self.lora is None else self.adapter
+
+    @property
+    def whole(self) -> Any:
+        """The parameters for a pass: all weights, the adapter beside them."""
+        return self.params if self.lora is None else joined(self.lora, self.params, self.adapter)
 
     def with_params(self, params: Any) -> "Policy":
-        """Return the policy with other weights."""
+        """Return the policy with other weights, or another base."""
         return dataclasses.replace(self, params=params)
+
+    def with_trained(self, trained: Any) -> "Policy":
+        """Return the policy with another adapter if it has one, else with other weights."""
+        name = "params" if self.lora is None else "adapter"
+        return dataclasses.replace(self, **{name: trained})
+
+    def adapted(self, lora: Lora, key: Array, where: Any = None) -> "Policy":
+        """Return the policy with a new adapter, which changes nothing yet.
+
+        Args:
+            lora: what is adapted.
+            key: of the adapter's random numbers.
+            where: its shardings (of lora.adapter_table); None: the default device.
+        """
+        dtype = self.params["embed"].dtype
+        make = jax.jit(
+            lambda key: init_table(adapter_table(self.spec, lora), key, dtype), out_shardings=where
+        )
+        return dataclasses.replace(self, lora=lora, adapter=make(key))
+
+    def merged(self) -> "Policy":
+        """Return the policy with its adapter added to the weights."""
+        if self.lora is None:
+            return self
+        base = restored_params(self.spec, self.params)
+        shardings = jax.tree.map(lambda w: getattr(w, "sharding", None), base)
+        params = merged_on(self.spec, self.lora, shardings)(base, self.adapter)
+        return dataclasses.replace(self, params=params, lora=None, adapter=None)
+
+    def save_adapter(self, folder: str | Path, base: str | None = None) -> None:
+        """Write the adapter alone as PEFT reads it.
+
+        base: directory or name of the model that it changes, for adapter_config.json.
+        """
+        assert self.lora is not None, "the policy has an adapter"
+        save_peft(folder, self.spec, self.lora, self.adapter, base)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face directory that transformers (and from_pretrained) loads: weights,
-        config.json and generation_config.json with the tokenizer's special tokens, and the
-        tokenizer."""
+        an adapter's changes added, config.json and generation_config.json with the tokenizer's
+        special tokens, and the tokenizer."""
+        if self.lora is not None and is_quantized(self.params):
+            params = merged_by_layer(self.spec, self.lora, self.params, self.adapter)
+        else:
+            params = self.merged().params
         spec, folder = speaking(self.spec, self.tokenizer), Path(folder)
-        save_params(folder, spec, self.params)
+        save_params(folder, spec, params)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)

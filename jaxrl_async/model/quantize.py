@@ -1,32 +1,62 @@
-"""The sampler's weights in 8 bits: the layers' matrices, with a scale for each output.
+"""Weights in 8 bits and in 4: the layers' matrices, with scales beside them.
 
-    w [in, out]  ->  values [in, out] int8 or float8_e4m3fn, scale [out] float32: max |w| / largest
+    8 bits   w [in, out]  ->  values [in, out] int8 or float8_e4m3fn, scale [out] float32:
+                              max |w| / largest
+    4 bits   four_bits.py: packed values, and scales for groups of inputs
 
-x @ w is then (x @ values) * scale: the values are widened as they are read, and half as many bytes
-as in bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers keep their
-type. Rounding changes log-probs; algorithm.correction accounts for the mismatch.
+x @ w is in 8 bits (x @ values) * scale: the values are widened as they are read, and half as many
+bytes as in bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers keep
+their type. How a matrix is quantised is told by the name of its scales. Of a sampler's weights
+alone (weights.dtype) rounding changes log-probs, and algorithm.correction accounts for the
+mismatch; a frozen base (frozen_base.py) is the same in trainer and sampler.
 """
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.spec import SCALE, Weight, contracted
+from jaxrl_async.model.four_bits import FourBits, packed_product, unpack_codes
+from jaxrl_async.model.spec import (
+    LORA_DROP,
+    SCALE,
+    Params,
+    Weight,
+    contracted,
+    is_routing,
+    is_stack,
+    stacks_in,
+)
 
 Kind = Literal["int8", "float8_e4m3fn"]
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+PACKED: dict[FourBits, str] = {"nf4": "_nf4" + SCALE, "int4": "_int4" + SCALE}
+"""Endings of the names of the scales of matrices in 4 bits."""
 
 
 def is_quantized(params: Any) -> bool:
-    """Return whether a tree of parameters, or a table of weights, has 8-bit matrices."""
-    return any(name.endswith(SCALE) for name in params["layers"])
+    """Return whether a tree of parameters, or a table of weights, has matrices in 8 or 4 bits."""
+    return any(scales_among(params[stack]) for stack in stacks_in(params))
+
+
+def scales_among(layers: Iterable[str]) -> str:
+    """Return the ending of the names of the scales among weights of layers; "": there are none."""
+    found = [name for name in layers if name.endswith(SCALE)]
+    endings = (end for end in PACKED.values() if any(name.endswith(end) for name in found))
+    return next(endings, SCALE if found else "")
 
 
 def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
     """Return a decoder's table with the scales that `quantize` adds."""
+    return {**table, **{stack: _with_scales(table[stack]) for stack in stacks_in(table)}}
+
+
+def _with_scales(stack: dict[str, Weight]) -> dict[str, Weight]:
     scales = {
         name + SCALE: replace(
             weight,
@@ -34,32 +64,55 @@ def quantized_table(table: dict[str, Any]) -> dict[str, Any]:
             axes=_without(weight.axes, weight),
             init="ones",
         )
-        for name, weight in table["layers"].items()
-        if _is_matrix(name, weight)
+        for name, weight in stack.items()
+        if is_matrix(name, weight)
     }
-    return {**table, "layers": {**table["layers"], **scales}}
+    return {**stack, **scales}
 
 
 def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
     """Return a decoder's table, with scales if the parameters have them."""
-    return quantized_table(table) if is_quantized(params) else table
+    endings = {scales_among(params[stack]) for stack in stacks_in(params)} - {""}
+    if not endings:
+        return table
+    if endings == {SCALE}:
+        return quantized_table(table)
+    (ending,) = endings
+    stacks = {stack: dict(table[stack]) for stack in stacks_in(table)}
+    for stack, weights in stacks.items():
+        for name, weight in table[stack].items():
+            if is_matrix(name, weight):
+                for part in (name, name + ending):
+                    weights[part] = replace(weight, shape=params[stack][part].shape)
+    return {**table, **stacks}
 
 
 def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
     """Return new arrays in the tree of quantized_table(table): matrices of this kind, the rest in
     dtype."""
+    stacks = {
+        stack: _quantized_stack(table[stack], params[stack], kind, dtype)
+        for stack in stacks_in(params)
+    }
+    rest = {name: part for name, part in params.items() if not is_stack(name)}
+    return {**jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), rest), **stacks}
+
+
+def _quantized_stack(
+    table: dict[str, Weight], params: Any, kind: Kind, dtype: Any
+) -> dict[str, Array]:
     layers: dict[str, Array] = {}
-    for name, array in params["layers"].items():
-        weight = table["layers"][name]
-        if _is_matrix(name, weight):
-            layers[name], layers[name + SCALE] = _rounded(array, weight, kind)
+    for name, array in params.items():
+        weight = table[name]
+        if is_matrix(name, weight):
+            layers[name], layers[name + SCALE] = rounded(array, weight, kind)
         else:
             layers[name] = jnp.array(array, dtype, copy=True)
-    rest = {name: part for name, part in params.items() if name != "layers"}
-    return {**jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), rest), "layers": layers}
+    return layers
 
 
-def _rounded(array: Array, weight: Weight, kind: Kind) -> tuple[Array, Array]:
+def rounded(array: Array, weight: Weight, kind: Kind) -> tuple[Array, Array]:
+    """Return a stacked matrix in 8 bits, and the scales of its outputs."""
     array = array.astype(jnp.float32)
     inputs = contracted(weight)
     largest = jnp.max(jnp.abs(array), axis=tuple(range(inputs.start, inputs.stop)), keepdims=True)
@@ -75,5 +128,68 @@ def _without(sizes: Any, weight: Weight) -> Any:
     return (*sizes[: inputs.start], *sizes[inputs.stop :])
 
 
-def _is_matrix(name: str, weight: Weight) -> bool:
-    return weight.init == "normal" and name != "router"
+def is_matrix(name: str, weight: Weight) -> bool:
+    """Return whether a weight of a layer is quantised: a matrix, but no router."""
+    return weight.init == "normal" and not is_routing(name)
+
+
+# ---- in a pass
+
+
+def computed_in(dtype: Any, layers: dict[str, Array]) -> dict[str, Array]:
+    """Return a layer's weights in the type of a computation; quantised matrices and their scales
+    stay as they are, and what an update drops."""
+    ending = scales_among(layers)
+    kept = {
+        name for name in layers if ending and (name.endswith(ending) or name + ending in layers)
+    } | {LORA_DROP}
+    return {name: w if name in kept else w.astype(dtype) for name, w in layers.items()}
+
+
+def quantized_product(
+    x: Array, values: Array, scales: Array, ending: str, dot: Callable[[Array, Array], Array]
+) -> Array:
+    """Return x [..., in] times one quantised matrix [in, out], in float32.
+
+    The widened weights are not kept for the backward pass, which widens them again: what a scan
+    over the layers keeps of them would be the whole model.
+
+    Args:
+        x: the rows, in the number type of the product.
+        values: [in, out] in 8 bits, or [in / 2, out] packed; experts before.
+        scales: [out] for each row of the result, or [groups, out] of packed values.
+        ending: of the name of the scales.
+        dot: multiplies rows with weights of their type, in float32.
+    """
+    widened = jax.checkpoint(partial(_widened_product, ending=ending, dot=dot), prevent_cse=False)
+    product: Array = widened(x, values, scales)
+    return product
+
+
+def _widened_product(
+    x: Array, values: Array, scales: Array, *, ending: str, dot: Callable[[Array, Array], Array]
+) -> Array:
+    for kind, packed in PACKED.items():
+        if ending == packed:
+            return packed_product(x, values, scales, kind, dot)
+    return dot(x, values.astype(x.dtype)) * scales
+
+
+def restored(weight: Weight, layers: Params, name: str) -> Array:
+    """Return what a matrix stands for, float32.
+
+    Args:
+        weight: the matrix, stacked as the arrays are.
+        layers: holds it with its scales, if it is quantised.
+        name: of the matrix.
+    """
+    values, ending, inputs = layers[name], scales_among(layers), contracted(weight)
+    if not ending or name + ending not in layers:
+        return values.astype(jnp.float32)
+    scales = layers[name + ending]
+    if ending == SCALE:
+        return values.astype(jnp.float32) * jnp.expand_dims(scales, tuple(inputs))
+    lead, out = weight.shape[: weight.stacked], math.prod(weight.shape[inputs.stop :])
+    kind = next(kind for kind, packed in PACKED.items() if packed == ending)
+    packed, scales = (array.reshape(*lead, -1, out) for array in (values, scales))
+    return unpack_codes(packed, scales, kind).reshape(weight.shape)

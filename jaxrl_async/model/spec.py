@@ -5,54 +5,65 @@ heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
 """
 
 import dataclasses
-import functools
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import CheckpointError, ConfigError
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.families.fields import ConfigFields
+from jaxrl_async.model.families.layer_types import read_pattern
+from jaxrl_async.model.families.parts import (
+    DENSE_STACK,
+    UNSCALED,
+    USUAL_ROUTER,
+    Activation,
+    Latent,
+    LayerKind,
+    Mixture,
+    NormPlaces,
+    QkNorm,
+    Rope,
+    RopeScaling,
+    Router,
+    Run,
+    Scales,
+    runs_of,
+)
+from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.own_code import OwnCode, class_of
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "uniform", "narrow", "off"]
+"""How a weight begins; uniform, narrow and off: matrices of an adapter, see lora.py."""
 
-MAX_SIZE = 2**31 - 1
-"""Largest size or token id in a config.json."""
-MAX_LAYERS = 10_000
-MAX_NUMBER = 1e30
-"""Upper bound of the other numbers in a config.json."""
 EXPERT_AXES = {
     "gate": ("expert", "embed", "mlp"),
     "up": ("expert", "embed", "mlp"),
     "down": ("expert", "mlp", "embed"),
 }
 """Logical axes of a layer's experts."""
+BIAS = "_bias"
+"""Ending of the names of biases."""
 SCALE = "_scale"
 """Ending of the names of the scales of 8-bit weights, see quantize.py."""
-COPY_AGAIN = "Copy the file again, or correct it."
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""Endings of the names of an adapter's matrices, see lora.py."""
+LORA_DROP = "lora_drop"
+"""Name of what an update drops of a layer's adapter's inputs, see lora.py."""
+LORA_OWN = "lora_own"
+"""Beside a layer's matrices: which columns of all adapters each row uses, see adapter_stack.py."""
 
 Params = Any
 """Arrays, or their shapes, in the tree of a table of weights: nested dicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's scaling of the low frequencies (Llama 3.1 model card; transformers' `llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that defines a decoder's function, except its weights."""
 
-    family: Family
+    family: str  # a label: its record (families.registry) only says how files name the weights
     vocab: int
     layers: int
     width: int
@@ -61,86 +72,144 @@ class ModelSpec:
     head_dim: int
     mlp: int
     tied: bool
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
+    """The kinds of the layers; layer i has pattern[i % len(pattern)]."""
+    scales: Scales = UNSCALED
+    activation: Activation = "silu"
+    norms: NormPlaces = "before"
+    norm_offset: bool = False  # norms multiply with 1 + weight
     norm_eps: float = 1e-6
-    attention_bias: bool = False  # on q, k, v (qwen2), and on o too for llama
+    qk_norm: QkNorm = "none"
+    attention_bias: bool = False  # on q, k, v
     output_bias: bool = False  # on o
-    qk_norm: bool = False
-    experts: int = 0  # in each layer, each mlp wide; 0: dense
+    sinks: bool = False  # each head has a logit that no token stands for
+    latent: Latent | None = None  # None: each kv head has its own keys and values
+    experts: int = 0  # in each layer that is not dense, each mlp wide; 0: none
     experts_per_token: int = 0
+    router: Router = USUAL_ROUTER
+    expert_biases: bool = False
+    shared_mlp: int = 0  # inner width of an expert that every token uses; 0: there is none
+    shared_gated: bool = False  # it is weighed by a sigmoid of its own
+    dense_mlp: int = 0  # inner width of the layers of DENSE_STACK, which have no experts
     max_positions: int = 32_768
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    own: OwnCode | None = None  # the user's class of layers, see own_layer.py; None: a family's
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.layers))
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts."""
+        kinds = enumerate(self.kinds if self.experts else ())
+        return tuple(i for i, kind in kinds if kind.stack != DENSE_STACK)
+
+    @property
+    def mixture(self) -> Mixture:
+        """What a config.json says of the experts."""
+        dense = (i for i, kind in enumerate(self.kinds) if kind.stack == DENSE_STACK)
+        return Mixture(
+            router=self.router,
+            width=self.mlp,
+            shared_width=self.shared_mlp,
+            dense_layers=tuple(dense),
+        )
+
+    @property
+    def runs(self) -> list[Run]:
+        """The layers as runs of a pattern, each of which a loop repeats."""
+        return runs_of(self.kinds)
+
+    @property
+    def widest_window(self) -> int:
+        """The widest window if every layer has one: what lies behind it is never seen again. Else
+        0."""
+        windows = [kind.window for kind in self.pattern]
+        return max(windows) if all(windows) else 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Components of a head that rotary positions are about: of them a share turns."""
+        return self.latent.rotated if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """What a cache holds of a token in each layer: keys and values (2), or one vector for both
+        (1); of how many heads; how wide each is."""
+        if self.latent is None:
+            return 2, self.kv_heads, self.head_dim
+        return 1, 1, self.latent.rank + self.latent.rotated
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the layers in each stack of weights."""
+        kinds = self.kinds
+        names = dict.fromkeys(kind.stack for kind in kinds)
+        return {n: tuple(i for i, k in enumerate(kinds) if k.stack == n) for n in names}
 
     @staticmethod
     def from_architecture(architecture: schema.ArchitectureSection, vocab_size: int) -> "ModelSpec":
-        """Return the decoder that a configuration describes."""
-        a = architecture
+        """Return the decoder that a configuration describes. Raises ConfigError."""
+        a, family = architecture, FAMILIES[architecture.family]
+        fields = ConfigFields(_as_hf(a), "model.architecture")
+        pattern = read_pattern(family, fields, a.layers)
+        if a.window and not any(kind.window for kind in pattern):
+            raise ConfigError(
+                f"model.architecture.window={a.window}: none of the {a.layers} layers of family="
+                f"{a.family} has a window. Leave it out, or choose another family."
+            )
+        latent = family.latent(fields)
         return ModelSpec(
             family=a.family,
             vocab=vocab_size,
             layers=a.layers,
             width=a.width,
             heads=a.heads,
-            kv_heads=a.kv_heads,
+            kv_heads=a.heads if latent else a.kv_heads,
             head_dim=a.head_dim,
             mlp=a.mlp,
             tied=a.tied,
-            rope_theta=a.rope_theta,
-            attention_bias=a.family == "qwen2",
-            qk_norm=a.family in ("qwen3", "qwen3_moe"),
+            pattern=pattern,
+            latent=latent,
+            scales=family.scales(fields),
+            activation=family.activation,
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            norm_eps=family.norm_eps,
+            qk_norm=family.qk_norm,
+            attention_bias=family.biases == "qkv",
+            sinks=family.sinks,
             experts=a.experts,
             experts_per_token=a.experts_per_token if a.experts else 0,
+            router=family.router(fields),
+            expert_biases=family.expert_biases,
+            shared_mlp=family.shared_width(fields),
+            shared_gated=family.shared_gated,
+            dense_mlp=a.mlp if any(kind.stack == DENSE_STACK for kind in pattern) else 0,
         )
 
     @staticmethod
-    def from_hf_config(config: Mapping[str, Any], where: str) -> "ModelSpec":
-        """Return the decoder that a Hugging Face config.json describes. Raises CheckpointError,
-        which names the field that is not supported."""
-        family: Any = config.get("model_type")
-        if family not in get_args(Family):
-            raise CheckpointError(
-                f"{where}: model_type {_show(family)} is not supported. Use a model of "
-                f"{', '.join(get_args(Family))}."
-            )
-        _refuse_unsupported(config, where)
-        whole = functools.partial(_whole, config, where=where)
-        heads, width = whole("num_attention_heads"), whole("hidden_size")
-        routed = family == "qwen3_moe"
-        attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
-        theta, scaling = _rope(config, where)
-        spec = ModelSpec(
-            family=family,
-            vocab=whole("vocab_size"),
-            layers=whole("num_hidden_layers", most=MAX_LAYERS),
-            width=width,
-            heads=heads,
-            kv_heads=whole("num_key_value_heads", default=heads),
-            head_dim=whole("head_dim", default=width // heads),
-            mlp=whole("moe_intermediate_size" if routed else "intermediate_size"),
-            experts=_experts(config, where) if routed else 0,
-            experts_per_token=whole("num_experts_per_tok") if routed else 0,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
-            attention_bias=attention_bias,
-            output_bias=attention_bias and family != "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            max_positions=whole("max_position_embeddings", default=32_768),
-            eos_ids=_ids(config, "eos_token_id", where),
-            bos_id=next(iter(_ids(config, "bos_token_id", where)), None),
-            pad_id=next(iter(_ids(config, "pad_token_id", where)), None),
-        )
-        if spec.heads % spec.kv_heads or spec.head_dim % 2:
-            raise CheckpointError(
-                f"{where}: num_attention_heads ({spec.heads}) must be a multiple of "
-                f"num_key_value_heads ({spec.kv_heads}), and head_dim ({spec.head_dim}) even. "
-                + COPY_AGAIN
-            )
-        return spec
+    def from_fields(fields: Mapping[str, Any]) -> "ModelSpec":
+        """Return the spec whose dataclasses.asdict went over a wire. Raises TypeError or
+        ValueError for other fields."""
+        pattern = tuple(_kind(kind) for kind in fields["pattern"])
+        scales = Scales(**fields["scales"])
+        ends = tuple(fields["eos_ids"])
+        own = None if fields.get("own") is None else OwnCode(**fields["own"])
+        router = Router(**fields["router"])
+        read: dict[str, Any] = {"pattern": pattern, "scales": scales, "eos_ids": ends, "own": own}
+        read["router"] = router
+        read["latent"] = None if fields.get("latent") is None else Latent(**fields["latent"])
+        return ModelSpec(**{**fields, **read})
 
     def is_like(self, other: "ModelSpec") -> bool:
         """Return whether both compute the same function of the same weights; special tokens and
@@ -152,56 +221,6 @@ class ModelSpec:
         """Return the special tokens as config.json and generation_config.json name them."""
         eos: Any = list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None)
         return {"eos_token_id": eos, "bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
-
-    def to_hf_config(self) -> dict[str, Any]:
-        """Return a config.json that transformers loads."""
-        names = {
-            "llama": "LlamaForCausalLM",
-            "qwen2": "Qwen2ForCausalLM",
-            "qwen3": "Qwen3ForCausalLM",
-            "qwen3_moe": "Qwen3MoeForCausalLM",
-        }
-        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.rope_scaling:
-            s = self.rope_scaling
-            rope |= {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_positions,
-            }
-        config: dict[str, Any] = {
-            "architectures": [names[self.family]],
-            "model_type": self.family,
-            "vocab_size": self.vocab,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.width,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp,
-            "tie_word_embeddings": self.tied,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": rope,
-            "rms_norm_eps": self.norm_eps,
-            "attention_bias": self.attention_bias,
-            "max_position_embeddings": self.max_positions,
-            "hidden_act": "silu",
-            **self.token_ids(),
-        }
-        if self.rope_scaling:
-            config["rope_scaling"] = rope
-        if self.experts:
-            config |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.mlp,
-                "norm_topk_prob": True,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        return config
 
 
 def check_positions(spec: ModelSpec, length: int, setting: str, where: str) -> None:
@@ -218,107 +237,43 @@ def check_positions(spec: ModelSpec, length: int, setting: str, where: str) -> N
         )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for a feature that the decoder does not have."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"{where}: hidden_act {_show(config['hidden_act'])} is not supported, only silu."
-        )
-    if config.get("use_sliding_window") or "sliding_attention" in str(config.get("layer_types")):
-        raise CheckpointError(
-            f"{where}: sliding-window attention (use_sliding_window) is not supported. Set it to "
-            "false if the context fits the window."
-        )
-    if config.get("mlp_bias"):
-        raise CheckpointError(f"{where}: mlp_bias is not supported.")
-    if config["model_type"] != "qwen3_moe":
-        return
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise CheckpointError(
-            f"{where}: layers without experts (mlp_only_layers, decoder_sparse_step) are not "
-            "supported in a mixture of experts."
-        )
-    if not config.get("norm_topk_prob"):
-        raise CheckpointError(
-            f"{where}: norm_topk_prob=false is not supported: the weights of a token's experts "
-            "must sum to 1."
-        )
+def _as_hf(a: schema.ArchitectureSection) -> dict[str, Any]:
+    """Return what config.json would say of a configuration's model. Scores are scaled by the head
+    width; families that have other scales take those of a published model."""
+    return {
+        "hidden_size": a.width,
+        "rope_theta": a.rope_theta,
+        "sliding_window": a.window,
+        "use_sliding_window": a.window is not None,
+        "max_window_layers": a.layers if a.family == "qwen2_moe" else 0,  # the first; the last
+        "query_pre_attn_scalar": a.head_dim,
+        "norm_topk_prob": True,
+        "n_routed_experts": a.experts,
+        "moe_intermediate_size": a.mlp,
+        "shared_expert_intermediate_size": a.mlp,
+        "attention_multiplier": a.head_dim**-0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 4 * a.head_dim,
+        "kv_lora_rank": 2 * a.head_dim,
+        "qk_rope_head_dim": (rotated := a.head_dim // 4 * 2),
+        "qk_nope_head_dim": a.head_dim - rotated,
+        "v_head_dim": a.head_dim - rotated,
+    }
 
 
-def _experts(config: Mapping[str, Any], where: str) -> int:
-    """Return the experts in a layer. Raises CheckpointError if a token would use more."""
-    key = "num_local_experts" if "num_experts" not in config else "num_experts"
-    experts, chosen = (_whole(config, name, where=where) for name in (key, "num_experts_per_tok"))
-    if chosen > experts:
-        raise CheckpointError(
-            f"{where}: num_experts_per_tok ({chosen}) is more than {key} ({experts}). {COPY_AGAIN}"
-        )
-    return experts
-
-
-def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Return theta and scaling, from the old or the new form of config.json."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{where}: rope_parameters must be a JSON object. {COPY_AGAIN}")
-    theta = _number(rope if rope.get("rope_theta") else config, "rope_theta", where, 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise CheckpointError(
-            f"{where}: rope scaling {_show(kind)} is not supported, only default and llama3."
-        )
-    return theta, RopeScaling(
-        factor=_number(rope, "factor", where),
-        low_freq_factor=_number(rope, "low_freq_factor", where),
-        high_freq_factor=_number(rope, "high_freq_factor", where),
-        original_max_positions=_whole(rope, "original_max_position_embeddings", where=where),
-    )
-
-
-def _whole(
-    config: Mapping[str, Any],
-    key: str,
-    *,
-    where: str,
-    default: int | None = None,
-    most: int = MAX_SIZE,
-) -> int:
-    """Return a size from a config.json; null counts as missing. Raises CheckpointError."""
-    value: Any = default if config.get(key) is None else config[key]
-    if type(value) is not int or not 1 <= value <= most:
-        raise _wrong(config, key, where, f"a whole number from 1 to {most}")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """Return a positive number from a config.json; null counts as missing. Raises
-    CheckpointError."""
-    value: Any = default if config.get(key) is None else config[key]
-    if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
-        raise _wrong(config, key, where, f"a number above 0 and below {MAX_NUMBER:g}")
-    return float(value)
-
-
-def _ids(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    """Return token ids from a config.json: none, one or several. Raises CheckpointError."""
-    value = config.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
-        raise _wrong(config, key, where, "a token id, a list of them or null")
-    return tuple(ids)
-
-
-def _wrong(config: Mapping[str, Any], key: str, where: str, wanted: str) -> CheckpointError:
-    said = f"{key} = {_show(config[key])}" if key in config else f"{key} is missing; it"
-    return CheckpointError(f"{where}: {said} must be {wanted}. {COPY_AGAIN}")
-
-
-def _show(value: Any) -> str:
-    """Return a JSON value as text, shortened."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _kind(fields: Mapping[str, Any]) -> LayerKind:
+    """Return a kind of layers from its fields."""
+    rope = fields["rope"]
+    if rope is not None:
+        scaling = rope["scaling"]
+        if scaling is not None:
+            factors = {n: tuple(scaling[n]) for n in ("short_factors", "long_factors")}
+            scaling = RopeScaling(**{**scaling, **factors})
+        rope = Rope(**{**rope, "scaling": scaling})
+    return LayerKind(**{**fields, "rope": rope})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,15 +283,29 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
-    fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5
+    fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5; for uniform: the bound
     hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} if stacked over those
     hf_shape: tuple[int, ...] = ()  # shape of one there, as stored (a Linear stores [out, in])
+    hf_rows: tuple[int, int] | None = None
+    """First and last + 1 of the rows that are this weight's; hf_shape counts all. None: all."""
+    hf_columns: tuple[int, int] | None = None
+    """The same of columns, of a matrix with rows; the others are 0 in these rows."""
+    hf_every: tuple[int, int] | None = None
+    """First and step of the numbers in the last dimension of a tensor that holds all experts of a
+    layer as they are stacked here. None: files hold experts one by one, or there are none."""
+    numbers: tuple[int, ...] = ()
+    """The numbers of the layers that are stacked, for names in files."""
 
     @property
     def stacked(self) -> int:
         """Number of leading dimensions that count matrices: layers and experts."""
         names = itertools.takewhile(lambda axis: axis in ("layers", "expert"), self.axes)
         return len(tuple(names))
+
+
+def named(weight: Weight) -> int:
+    """Return how many leading dimensions of a weight are told apart by names in files."""
+    return weight.stacked if weight.hf_every is None else weight.axes.index("expert")
 
 
 def contracted(weight: Weight) -> range:
@@ -349,22 +318,17 @@ def contracted(weight: Weight) -> range:
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:
-    """Return every weight of the decoder, in the tree of the parameters."""
+    """Return every weight of the decoder, in the tree of the parameters: the stacks of layers' by
+    their names (LayerKind.stack), and the rest."""
     d, v = spec.width, spec.vocab
     table: dict[str, Any] = {
         "embed": Weight(
             shape=(v, d), axes=("vocab", "embed"), init="normal", fan_in=d,
             hf="model.embed_tokens.weight", hf_shape=(v, d),
         ),
-        "layers": {
-            name: Weight(
-                shape=(spec.layers, *w.shape), axes=("layers", *w.axes), init=w.init,
-                fan_in=w.fan_in, hf=f"model.layers.{{layer}}.{w.hf}", hf_shape=w.hf_shape,
-            )
-            for name, w in _layer_table(spec).items()
-        },
+        **{stack: _stacked(spec, stack, numbers) for stack, numbers in spec.stacks.items()},
         "final_norm": Weight(
-            shape=(d,), axes=("embed",), init="ones", hf="model.norm.weight", hf_shape=(d,)
+            shape=(d,), axes=("embed",), init=_of_norms(spec), hf="model.norm.weight", hf_shape=(d,)
         ),
     }  # fmt: skip
     if not spec.tied:
@@ -372,91 +336,262 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
             shape=(d, v), axes=("embed", "vocab"), init="normal", fan_in=d,
             hf="lm_head.weight", hf_shape=(v, d),
         )  # fmt: skip
-    return table
+    return table if spec.own is None else table | _outer_table(spec, spec.own)
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a part of the tree of parameters is a stack of layers' weights."""
+    return name.endswith("layers")
+
+
+def stacks_in(tree: Mapping[str, Any]) -> list[str]:
+    """Return the names of the stacks of layers' weights in a tree of parameters, or in a table."""
+    return [name for name in tree if is_stack(name)]
 
 
 def num_weights(spec: ModelSpec) -> int:
     """Return how many numbers the decoder's weights have."""
-    table = weight_table(spec)
-    weights = [*table.pop("layers").values(), *table.values()]
-    return sum(math.prod(weight.shape) for weight in weights)
+    return num_in(weight_table(spec))
 
 
-def _layer_table(spec: ModelSpec) -> dict[str, Weight]:
-    """Return the weights of one layer."""
-    d, f, h, n, k = spec.width, spec.mlp, spec.heads, spec.kv_heads, spec.head_dim
+def num_in(table: dict[str, Any]) -> int:
+    """Return how many numbers the weights of a table have."""
+    stacked = [w for stack in stacks_in(table) for w in table[stack].values()]
+    rest = [weight for name, weight in table.items() if not is_stack(name)]
+    return sum(math.prod(weight.shape) for weight in [*stacked, *rest])
 
-    def norm(size: int, axis: str, hf: str) -> Weight:
-        return Weight(shape=(size,), axes=(axis,), init="ones", hf=hf, hf_shape=(size,))
 
-    def project(heads: int, axis: str, hf: str) -> Weight:
+def _stacked(spec: ModelSpec, stack: str, numbers: tuple[int, ...]) -> dict[str, Weight]:
+    """Return the weights of a stack of the layers with these numbers."""
+    return {
+        name: dataclasses.replace(
+            w,
+            shape=(len(numbers), *w.shape),
+            axes=("layers", *w.axes),
+            hf=f"model.layers.{{layer}}.{w.hf}",
+            numbers=numbers,
+        )
+        for name, w in layer_table(spec, stack).items()
+    }
+
+
+def layer_table(spec: ModelSpec, stack: str = "layers") -> dict[str, Weight]:
+    """Return the weights of one layer of a stack."""
+    if spec.own is not None:
+        return {name: _of_own(name, w) for name, w in class_of(spec.own).weights(spec).items()}
+    if spec.experts and stack != DENSE_STACK:
+        inner = _expert_table(spec) | _router_table(spec)
+        if spec.shared_mlp:
+            inner |= _mlp_table(spec, spec.shared_mlp, "shared_")
+    else:
+        inner = _mlp_table(spec, spec.dense_mlp if stack == DENSE_STACK else spec.mlp)
+    return _attention_table(spec) | _norm_table(spec) | inner
+
+
+def _of_own(name: str, weight: Weight) -> Weight:
+    """Return a weight of a user's own layer with its name in files: a matrix is stored as
+    [outputs, inputs], anything else flat."""
+    size = math.prod(weight.shape)
+    matrix = weight.init == "normal"
+    stored = (size // weight.fan_in, weight.fan_in) if matrix else (size,)
+    return dataclasses.replace(weight, hf=f"{name}.weight", hf_shape=stored)
+
+
+def _outer_table(spec: ModelSpec, own: OwnCode) -> dict[str, Weight]:
+    """Return what a user's own decoder has outside its layers; stored flat."""
+    return {
+        name: dataclasses.replace(w, hf=f"model.{name}.weight", hf_shape=(math.prod(w.shape),))
+        for name, w in class_of(own).outer_weights(spec).items()
+    }
+
+
+def _of_norms(spec: ModelSpec) -> Init:
+    return "zeros" if spec.norm_offset else "ones"
+
+
+def _module(spec: ModelSpec, weight: str) -> str:
+    """Return the name of a layer's module in files of the spec's family."""
+    return FAMILIES[spec.family].module(weight)
+
+
+def _norm_table(spec: ModelSpec) -> dict[str, Weight]:
+    """Return the norms of one layer."""
+    d, k = spec.width, spec.head_dim
+
+    def norm(name: str, axes: tuple[str, ...], *shape: int) -> Weight:
         return Weight(
-            shape=(d, heads, k), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
-            hf=f"self_attn.{hf}.weight", hf_shape=(heads * k, d),
+            shape=shape, axes=axes, init=_of_norms(spec),
+            hf=f"{_module(spec, name)}.weight", hf_shape=(math.prod(shape),),
         )  # fmt: skip
 
-    def bias(heads: int, axis: str, hf: str) -> Weight:
-        return Weight(
-            shape=(heads, k), axes=(axis, "head_dim"), init="zeros",
-            hf=f"self_attn.{hf}.bias", hf_shape=(heads * k,),
-        )  # fmt: skip
+    places = {"before": ("",), "both": ("", "_out"), "after": ("_out",)}[spec.norms]
+    names = [f"{part}{place}_norm" for part in ("attn", "mlp") for place in places]
+    table = {name: norm(name, ("embed",), d) for name in names}
+    if spec.qk_norm == "head":
+        table |= {name: norm(name, ("head_dim",), k) for name in ("q_norm", "k_norm")}
+    if spec.qk_norm == "whole":
+        table["q_norm"] = norm("q_norm", ("heads", "head_dim"), spec.heads, k)
+        table["k_norm"] = norm("k_norm", ("kv_heads", "head_dim"), spec.kv_heads, k)
+    return table
 
-    table = {
-        "attn_norm": norm(d, "embed", "input_layernorm.weight"),
-        "q": project(h, "heads", "q_proj"),
-        "k": project(n, "kv_heads", "k_proj"),
-        "v": project(n, "kv_heads", "v_proj"),
-        "o": Weight(
-            shape=(h, k, d), axes=("heads", "head_dim", "embed"), init="normal", fan_in=h * k,
-            hf="self_attn.o_proj.weight", hf_shape=(d, h * k),
-        ),
-        "mlp_norm": norm(d, "embed", "post_attention_layernorm.weight"),
-        "gate": Weight(
-            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
-            hf="mlp.gate_proj.weight", hf_shape=(f, d),
-        ),
-        "up": Weight(
-            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
-            hf="mlp.up_proj.weight", hf_shape=(f, d),
-        ),
-        "down": Weight(
-            shape=(f, d), axes=("mlp", "embed"), init="normal", fan_in=f,
-            hf="mlp.down_proj.weight", hf_shape=(d, f),
-        ),
-    }  # fmt: skip
-    if spec.experts:
-        table |= _expert_table(spec)
-    if spec.attention_bias:
-        table |= {
-            "q_bias": bias(h, "heads", "q_proj"),
-            "k_bias": bias(n, "kv_heads", "k_proj"),
-            "v_bias": bias(n, "kv_heads", "v_proj"),
-        }
+
+def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
+    """Return one layer's projections of attention, and their biases."""
+    if spec.latent:
+        return latent_table(spec, spec.latent)
+    d, h, n, k = spec.width, spec.heads, spec.kv_heads, spec.head_dim
+    heads = {"q": (h, "heads"), "k": (n, "kv_heads"), "v": (n, "kv_heads")}
+    table: dict[str, Weight] = {}
+    first = 0
+    joined = FAMILIES[spec.family].joins
+    for name, (count, axis) in heads.items():
+        rows = (first, first + count * k) if joined else None
+        module = "self_attn.qkv_proj" if joined else _module(spec, name)
+        stored = (h + 2 * n) * k if joined else count * k
+        table[name] = Weight(
+            shape=(d, count, k), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
+            hf=f"{module}.weight", hf_shape=(stored, d), hf_rows=rows,
+        )  # fmt: skip
+        if spec.attention_bias:
+            table[name + "_bias"] = Weight(
+                shape=(count, k), axes=(axis, "head_dim"), init="zeros",
+                hf=f"{module}.bias", hf_shape=(stored,), hf_rows=rows,
+            )  # fmt: skip
+        first += count * k
+    table["o"] = Weight(
+        shape=(h, k, d), axes=("heads", "head_dim", "embed"), init="normal", fan_in=h * k,
+        hf=f"{_module(spec, 'o')}.weight", hf_shape=(d, h * k),
+    )  # fmt: skip
+    if spec.sinks:
+        table["sinks"] = Weight(
+            shape=(h,), axes=("heads",), init="zeros", hf=_module(spec, "sinks"), hf_shape=(h,)
+        )
     if spec.output_bias:
         table["o_bias"] = Weight(
-            shape=(d,), axes=("embed",), init="zeros", hf="self_attn.o_proj.bias", hf_shape=(d,)
-        )
-    if spec.qk_norm:
-        table |= {
-            "q_norm": norm(k, "head_dim", "self_attn.q_norm.weight"),
-            "k_norm": norm(k, "head_dim", "self_attn.k_norm.weight"),
+            shape=(d,), axes=("embed",), init="zeros",
+            hf=f"{_module(spec, 'o')}.bias", hf_shape=(d,),
+        )  # fmt: skip
+    return table
+
+
+def latent_table(spec: ModelSpec, latent: Latent) -> dict[str, Weight]:
+    """Return one layer's projections of latent attention, and the norms between them."""
+    d, h, k, value = spec.width, spec.heads, spec.head_dim, latent.value
+
+    def matrix(name: str, axes: tuple[str, ...], *shape: int, inputs: int) -> Weight:
+        outputs = math.prod(shape) // inputs
+        return Weight(
+            shape=shape, axes=axes, init="normal", fan_in=inputs,
+            hf=f"{_module(spec, name)}.weight", hf_shape=(outputs, inputs),
+        )  # fmt: skip
+
+    def norm(name: str, width: int) -> Weight:
+        return Weight(
+            shape=(width,), axes=("latent",), init="ones",
+            hf=f"{_module(spec, name)}.weight", hf_shape=(width,),
+        )  # fmt: skip
+
+    of_head, rank, low = ("heads", "head_dim"), latent.rank, latent.query_rank
+    queries = {"q": matrix("q", ("embed", *of_head), d, h, k, inputs=d)}
+    if low:
+        queries = {
+            "q_a": matrix("q_a", ("embed", "latent"), d, low, inputs=d),
+            "q_a_norm": norm("q_a_norm", low),
+            "q_b": matrix("q_b", ("latent", *of_head), low, h, k, inputs=low),
         }
+    wide = k - latent.rotated + value
+    return {
+        **queries,
+        "kv_a": matrix("kv_a", ("embed", "latent"), d, rank + latent.rotated, inputs=d),
+        "kv_a_norm": norm("kv_a_norm", rank),
+        "kv_b": matrix("kv_b", ("latent", *of_head), rank, h, wide, inputs=rank),
+        "o": matrix("o", (*of_head, "embed"), h, value, d, inputs=h * value),
+    }
+
+
+def _mlp_table(spec: ModelSpec, f: int, prefix: str = "") -> dict[str, Weight]:
+    """Return one layer's MLP of this inner width; prefix: before the names of its matrices."""
+    d = spec.width
+    table: dict[str, Weight] = {}
+    joined = FAMILIES[spec.family].joins
+    for i, name in enumerate(("gate", "up")):
+        module = "mlp.gate_up_proj" if joined else _module(spec, prefix + name)
+        table[prefix + name] = Weight(
+            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
+            hf=f"{module}.weight", hf_shape=(2 * f if joined else f, d),
+            hf_rows=(i * f, i * f + f) if joined else None,
+        )  # fmt: skip
+    table[prefix + "down"] = Weight(
+        shape=(f, d), axes=("mlp", "embed"), init="normal", fan_in=f,
+        hf=f"{_module(spec, prefix + 'down')}.weight", hf_shape=(d, f),
+    )  # fmt: skip
     return table
 
 
 def _expert_table(spec: ModelSpec) -> dict[str, Weight]:
-    """Return one layer's router and experts, which replace its MLP."""
+    """Return one layer's experts, which replace its MLP."""
     d, f, e = spec.width, spec.mlp, spec.experts
+    if FAMILIES[spec.family].stacks_experts:
+        return _stacked_experts(spec)
     shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
-    experts = {
+    return {
         name: Weight(
             shape=shape, axes=EXPERT_AXES[name], init="normal", fan_in=shape[1],
-            hf=f"mlp.experts.{{expert}}.{name}_proj.weight", hf_shape=(shape[2], shape[1]),
+            hf=f"{_module(spec, 'expert_' + name)}.weight", hf_shape=(shape[2], shape[1]),
         )
         for name, shape in shapes.items()
     }  # fmt: skip
-    router = Weight(
-        shape=(d, e), axes=("embed", "router"), init="normal", fan_in=d,
-        hf="mlp.gate.weight", hf_shape=(e, d),
-    )  # fmt: skip
-    return {**experts, "router": router}
+
+
+def _stacked_experts(spec: ModelSpec) -> dict[str, Weight]:
+    """Return one layer's experts of files that hold all of them in one tensor, in which gate and
+    up take turns, and their biases."""
+    d, f, e = spec.width, spec.mlp, spec.experts
+    sizes = {"gate": (d, f, (0, 2)), "up": (d, f, (1, 2)), "down": (f, d, (0, 1))}
+    table: dict[str, Weight] = {}
+    for name, (inputs, outputs, every) in sizes.items():
+        axes, stored = EXPERT_AXES[name], outputs * every[1]
+        module = "mlp.experts.down_proj" if name == "down" else "mlp.experts.gate_up_proj"
+        table[name] = Weight(
+            shape=(e, inputs, outputs), axes=axes, init="normal", fan_in=inputs,
+            hf=module, hf_shape=(e, inputs, stored), hf_every=every,
+        )  # fmt: skip
+        if spec.expert_biases:
+            table[name + BIAS] = Weight(
+                shape=(e, outputs), axes=(axes[0], axes[2]), init="zeros",
+                hf=f"{module}_bias", hf_shape=(e, stored), hf_every=every,
+            )  # fmt: skip
+    return table
+
+
+def _router_table(spec: ModelSpec) -> dict[str, Weight]:
+    """Return what routes a layer's tokens to its experts."""
+    d, e = spec.width, spec.experts
+    table = {
+        "router": Weight(
+            shape=(d, e), axes=("embed", "router"), init="normal", fan_in=d,
+            hf=f"{_module(spec, 'router')}.weight", hf_shape=(e, d),
+        )
+    }  # fmt: skip
+    if spec.router.bias:
+        table["router" + BIAS] = Weight(
+            shape=(e,), axes=("router",), init="zeros",
+            hf=f"{_module(spec, 'router')}.bias", hf_shape=(e,),
+        )  # fmt: skip
+    if spec.router.corrected:
+        table["correction"] = Weight(
+            shape=(e,), axes=("router",), init="zeros", hf=_module(spec, "correction"),
+            hf_shape=(e,),
+        )  # fmt: skip
+    if spec.shared_gated:
+        table["shared_router"] = Weight(
+            shape=(d, 1), axes=("embed", "router"), init="normal", fan_in=d,
+            hf=f"{_module(spec, 'shared_router')}.weight", hf_shape=(1, d),
+        )  # fmt: skip
+    return table
+
+
+def is_routing(name: str) -> bool:
+    """Return whether a weight of a layer is a router's matrix, which stays as it is where others
+    are quantised or adapted."""
+    return name in ("router", "shared_router")

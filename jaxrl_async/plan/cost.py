@@ -1,9 +1,9 @@
 """Counts what a compiled program costs, from its text: products, bytes, cycles, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels say nothing of their cost in the text; splash attention's is counted here from the
-shapes of its arguments (ragged attention's depends on the lengths at run time: plan.py takes the
-mean).
+Pallas kernels say nothing of their cost in the text; splash attention's and that of the experts'
+products is counted here from the shapes of their arguments (ragged attention's depends on the
+lengths at run time: plan.py takes the mean).
 """
 
 import math
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxrl_async.plan.hlo import Instruction, Program, arrays_of, bytes_of, walk
+from jaxrl_async.plan.hlo import ITEM_BYTES, Instruction, Program, arrays_of, bytes_of, walk
 
 COLLECTIVES = (
     "all-gather",
@@ -32,6 +32,8 @@ IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Matrix products of [t, T, K] in each of splash attention's kernels; causal: half of each."""
+GROUPED = ("ragged-dot", "tgmm")
+"""How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class Kernel:
     name: str
     times: float
     flops: float  # 0 where it depends on more than shapes
+    num_bytes: float = 0.0  # to and from HBM, of the experts' products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
     multiplies = _with_products(program)
     flops = num_bytes = cycles = product_cycles = 0.0
     talks: dict[str, tuple[Instruction, float, str]] = {}
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for name, count in times.items():
         shapes = {i.name: i.shape for i in program.computations[name]}
         for i in program.computations[name]:
@@ -93,15 +96,20 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
                 if key not in talks or talks[key][1] < count:
                     talks[key] = (i, count, kind)
             if kernel := _kernel_name(i):
+                flops_of, bytes_moved = _grouped(kernel, i, mesh.get("expert", 1))
                 kernels[kernel][0] += count
-                kernels[kernel][1] += count * _splash_flops(kernel, i)
+                kernels[kernel][1] += count * (flops_of + _splash_flops(kernel, i))
+                kernels[kernel][2] += count * bytes_moved
     return Cost(
         flops=flops,
         num_bytes=num_bytes,
         cycles=cycles,
         product_cycles=product_cycles,
         collectives=_summed(list(talks.values()), mesh),
-        kernels=tuple(Kernel(name=k, times=n, flops=f) for k, (n, f) in sorted(kernels.items())),
+        kernels=tuple(
+            Kernel(name=k, times=n, flops=f, num_bytes=b)
+            for k, (n, f, b) in sorted(kernels.items())
+        ),
     )
 
 
@@ -294,6 +302,28 @@ def _splash_flops(name: str, i: Instruction) -> float:
     wide = [d for kind, d in arrays_of(given[1]) if len(d) >= 3 and kind in ("bf16", "f32")]
     queries, keys = (*wide, (0, 0, 0), (0, 0, 0))[:2]
     return products * math.prod(queries) * keys[-2]
+
+
+def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:
+    """Return the FLOPs and bytes of a product of rows with their experts' matrices (model/grouped).
+
+    Rows [n, D] and [n, F], matrices [E, D, F], in any order. Of the rows, those for the experts of
+    other devices are only there for the shape: with `ways` devices as many as that on average.
+    Experts are taken to be chosen evenly: few rows need few experts' matrices.
+    """
+    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    if not name.startswith(GROUPED) or not given:
+        return 0.0, 0.0
+    arrays = [(k, d) for k, d in (*i.arrays, *arrays_of(given[1])) if k in ("bf16", "f32")]
+    matrices = next((a for a in arrays if len(a[1]) == 3), None)
+    if matrices is None:
+        return 0.0, 0.0
+    kind, (experts, *sides) = matrices
+    rows = [(k, d) for k, d in arrays if len(d) == 2]
+    n = rows[0][1][0] / ways
+    used = experts * (1 - (1 - 1 / experts) ** n)
+    moved = sum(ITEM_BYTES[k] * n * d[1] for k, d in rows)
+    return 2 * n * math.prod(sides), moved + ITEM_BYTES[kind] * used * math.prod(sides)
 
 
 # ---- collectives

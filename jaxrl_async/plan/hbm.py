@@ -1,7 +1,7 @@
 """HBM of one device by kind, on either side: what always is there, and what a program adds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrl_async.plan.compiled import Compiled
 
@@ -31,7 +31,7 @@ class Memory:
 
 
 ARGUMENTS = {
-    "gradient": ("parameters", "gradients", "reference"),
+    "gradient": ("parameters", "gradients", "reference", "frozen base"),
     "update": ("parameters", "gradients", "optimiser"),
     "cast": ("parameters", "weights in transfer"),
     "prepare": ("next weights", "weights"),
@@ -41,6 +41,10 @@ ARGUMENTS = {
 }
 """Kinds that are arguments or results of a program, so that the compiler's number includes them.
 All others come on top of it."""
+MOMENTARY = (
+    "activations and temporaries", "gradients", "weights in transfer", "next weights", "prefilled",
+)  # fmt: skip
+"""Kinds that are there only while their side works."""
 
 
 def trainer_memory(
@@ -51,6 +55,7 @@ def trainer_memory(
     optimizer: float,
     reference: float,
     resting: float = 0.0,
+    base: float = 0.0,
     transfer: float,
     usable: float,
 ) -> Memory:
@@ -64,6 +69,7 @@ def trainer_memory(
         params, gradients, optimizer: bytes of the training state.
         reference: bytes of a reference that the gradient runs.
         resting: bytes of a reference that only a pass before the gradient runs.
+        base: bytes of the frozen weights that an adapter changes.
         transfer: bytes of the weights in transfer.
         usable: bytes that programs may have.
     """
@@ -71,7 +77,7 @@ def trainer_memory(
     code = sum(p.code_bytes for p in programs)
     resident = {
         "parameters": params, "optimiser": optimizer, "reference": reference,
-        "resting reference": resting,
+        "resting reference": resting, "frozen base": base,
         "weights in transfer": transfer, "code": code,
     }  # fmt: skip
     moments = {
@@ -86,26 +92,47 @@ def sampler_memory(
     programs: Sequence[Compiled],
     *,
     weights: float,
+    sent: float,
     pages: float,
     state: float,
+    opponents: float = 0.0,
     usable: float,
 ) -> Memory:
     """Return a sampler's memory at its peak.
 
     The next weights arrive while the present ones are in use; at the swap they are unpacked in
-    their place.
+    their place. An adapter is unpacked beside the one in use; what it changes is unpacked once,
+    before there is a KV cache.
+
+    Args:
+        programs: the sampler's, compiled.
+        weights: bytes that it draws from.
+        sent: bytes that each version brings: as many, or those of an adapter.
+        pages, state: bytes of the KV cache, and of the rest of the decode state.
+        opponents: bytes of the weights and KV caches that fill seats of games.
+        usable: bytes that programs may have.
     """
+    adapts = sent < weights
     by_name = {p.name: p for p in programs}
     code = sum(p.code_bytes for p in programs)
     resident = {
-        "weights": weights, "next weights": weights, "KV cache": pages, "logits": state,
-        "code": code,
+        "weights": weights, "next weights": 2 * sent if adapts else sent, "KV cache": pages,
+        "logits": state, "opponents": opponents, "code": code,
     }  # fmt: skip
     moments: dict[str, dict[str, float]] = {"prepare": {}, "decode": {}, "prefill": {}}
+    if adapts:
+        moments["prepare"] = {"next weights": weights, "KV cache": 0.0, "logits": 0.0}
     moments["prefill"]["prefilled"] = by_name["prefill"].output_bytes
     if "reshard" in by_name:
         moments["reshard"] = {}
     return _worst(resident, moments, by_name, usable)
+
+
+def together_on_a_chip(own: Memory, other: Memory, whose: str) -> Memory:
+    """Return a side's memory at its peak on chips that the other side has, too; whose: the other's
+    name. They work in turns, and each keeps what it needs for the next."""
+    kept = {f"{whose}: {kind}": v for kind, v in other.kinds.items() if kind not in MOMENTARY}
+    return replace(own, kinds={**own.kinds, **kept})
 
 
 def _worst(

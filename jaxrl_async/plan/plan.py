@@ -8,28 +8,33 @@ import jax.numpy as jnp
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
+from jaxrl_async.config.seats_section import frozen_models, resident_snapshots
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
-from jaxrl_async.model.spec import ModelSpec, num_weights
+from jaxrl_async.model.cache import is_ragged
+from jaxrl_async.model.lora import lora_of, trained_table
+from jaxrl_async.model.spec import ModelSpec, num_in
 from jaxrl_async.plan.chips import Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
-from jaxrl_async.plan.hbm import Memory, sampler_memory, trainer_memory
+from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
 from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import (
     Held,
+    base_on_trainer,
     bytes_per_device,
     check,
     holds_reference,
     lowered,
-    parameters,
     pass_columns_of,
+    reference,
     runs_reference,
     spec_of,
+    trained,
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.trainer.flops import flops_of_lengths
+from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
@@ -117,7 +122,8 @@ class Together:
     transfer_s: float
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
-    outcome: SimulationResult
+    outcome: SimulationResult | None  # simulated; None: both sides work in turns, on the same chips
+    in_turns_tokens_per_s: float  # answers' tokens, if they did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +178,14 @@ def make_plan(
     lengths: Histogram,
 ) -> Plan:
     """Make the plan from the compiled programs."""
-    load = load_of(config, held, lengths)
+    load = load_of(config, spec, held, lengths)
     trainer = trainer_side(config, spec, places, programs, held)
     sampler = sampler_side(config, places, programs, held, load)
+    if places.slices.colocated:
+        trainer, sampler = (
+            replace(trainer, memory=together_on_a_chip(trainer.memory, sampler.memory, "sampler")),
+            replace(sampler, memory=together_on_a_chip(sampler.memory, trainer.memory, "trainer")),
+        )
     accepted = all(p.fits for p in programs)
     return Plan(
         name=config.run.name,
@@ -204,9 +215,10 @@ def together(
     lengths: Histogram,
 ) -> Together:
     """Estimate both sides at the mean lengths, and simulate the run."""
+    colocated = places.slices.colocated
     decode = decode_of(config, spec, sampler, held, load, lengths)
     learning = learning_of(config, spec, places, trainer, lengths)
-    copy_bytes = sampler.memory.kinds["weights"] * places.slices.sampler.size
+    copy_bytes = bytes_per_device(held.sent) * places.slices.sampler.size
     transfer_s, tree = transfer_of(config, places, copy_bytes)
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
     pipeline = replace(pipeline, tree=tree)
@@ -214,9 +226,13 @@ def together(
         learning=learning,
         decode=decode,
         transfer_s=transfer_s,
-        splits=best_splits(places, trainer.memory, learning, decode),
+        splits=() if colocated else best_splits(places, trainer.memory, learning, decode),
         pipeline=pipeline,
-        outcome=simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
+        outcome=None
+        if colocated
+        else simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
+        in_turns_tokens_per_s=1
+        / (1 / learning.tokens_per_s + 1 / (decode.tokens_per_s * places.num_samplers)),
     )
 
 
@@ -226,31 +242,42 @@ def trainer_side(
     """Return the trainer's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "trainer")
     mesh, where = places.slices.trainer, places.trainer
-    params = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
-    wide = bytes_per_device(parameters(spec, mesh, TRAINER_RULES, jnp.float32))
+    params = bytes_per_device(trained(config, spec, mesh))
+    wide = bytes_per_device(trained(config, spec, mesh, jnp.float32))
+    older = bytes_per_device(reference(config, spec, mesh))
     beside = optimizer_bytes(config.trainer, config.model.param_dtype) / 4
     memory = trainer_memory(
         own,
         params=params,
         gradients=wide,
         optimizer=0.0 if "optimizer" in config.trainer.offload else beside * wide,
-        reference=params if runs_reference(config) else 0.0,
-        resting=params if holds_reference(config) and not runs_reference(config) else 0.0,
-        transfer=bytes_per_device(held.weights),
+        reference=older if runs_reference(config) else 0.0,
+        resting=older if holds_reference(config) and not runs_reference(config) else 0.0,
+        base=bytes_per_device(base_on_trainer(config, spec, mesh)),
+        transfer=bytes_per_device(held.sent),
         usable=where.chip.usable_bytes,
     )
     timings = {p.name: timing(p, where) for p in own if p.fits}
     return Side(where=where, programs=own, timings=timings, memory=memory)
 
 
-def load_of(config: schema.Config, held: Held, lengths: Histogram) -> DecodeLoad:
+def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogram) -> DecodeLoad:
     """Return the load at the mean context, with as many rows as slots and pages allow."""
     kv = held.kv
     context = min(mean_context(lengths, prompt_tokens(config)), config.sampler.max_length)
     token_bytes = bytes_per_device(held.state.kv) / (kv.pages * kv.page_tokens)
     with_pages = int(kv.pages * kv.page_tokens / (context + kv.page_tokens))
     rows = max(1, min(kv.slots, with_pages))
-    return DecodeLoad(rows=rows, context=context, read_bytes=rows * context * token_bytes)
+    read = read_tokens(spec, kv.page_tokens, context) if is_ragged(held.state.kv) else context
+    return DecodeLoad(rows=rows, context=context, read_bytes=rows * read * token_bytes)
+
+
+def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
+    """Return how many tokens' KV a row reads in a step, the mean over the layers: of one with a
+    window the pages that hold it. Memory is another matter: a page has the tokens of all layers."""
+    windows = [kind.window for kind in spec.kinds]
+    held = {w: (-(-(w - 1) // page_tokens) + 1) * page_tokens if w else context for w in windows}
+    return sum(min(context, held[w]) for w in windows) / len(windows)
 
 
 def sampler_side(
@@ -263,6 +290,9 @@ def sampler_side(
     """Return a sampler's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "sampler")
     where = places.sampler
+    # Frozen models are taken to be as large as the policy: they are not read here.
+    beside = resident_snapshots(config.seats) + len(frozen_models(config.seats))
+    each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
     read = {"decode": load.read_bytes * config.sampler.block}
     return Side(
         where=where,
@@ -273,8 +303,10 @@ def sampler_side(
         memory=sampler_memory(
             own,
             weights=bytes_per_device(held.weights),
+            sent=bytes_per_device(held.sent),
             pages=bytes_per_device(held.state.kv),
             state=bytes_per_device((held.state.logits, held.state.slot_params)),
+            opponents=beside * each,
             usable=where.chip.usable_bytes,
         ),
     )
@@ -335,8 +367,9 @@ def learning_of(
         + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
         + side.timings["cast"].estimate_s
     )
-    flops = model_flops(spec, full, config.row_length)
-    flops *= 4 / 3 if runs_reference(config) else 1
+    squares = full * attended_length(spec, config.row_length)
+    flops = learning_flops(spec, full, squares, lora_of(spec, config.model.lora))
+    flops += flops_of_lengths(spec, full, squares) if runs_reference(config) else 0
     return Learning(
         tokens=tokens,
         micro_batches=micro_batches,
@@ -350,14 +383,6 @@ def rows_of(config: schema.Config, places: Places) -> int:
     """Return the rows of a micro-batch, as the trainer rounds them."""
     shards = num_shards(places.slices.trainer, TRAINER_RULES, "batch")
     return rows_per_micro_batch(config.trainer.micro_batch_tokens, config.row_length, shards)
-
-
-def model_flops(spec: ModelSpec, tokens: float, length: float) -> float:
-    """Return the FLOPs of learning from tokens in sequences of one length: three forward passes.
-
-    Rematerialisation does not count.
-    """
-    return 3 * flops_of_lengths(spec, tokens, tokens * length)
 
 
 def pipeline_of(
@@ -396,7 +421,7 @@ def pipeline_of(
     )
 
 
-SHARED = ("parameters", "optimiser", "gradients", "reference")
+SHARED = ("parameters", "optimiser", "gradients", "reference", "frozen base")
 """Kinds of memory that are sharded over the trainer's chips."""
 
 
@@ -491,9 +516,11 @@ def tree_s(tree: TransferTree, samplers: int) -> float:
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
-    """Parameters and the optimizer's state; prompts and groups under way are little beside them."""
+    """What is learnt and the optimizer's state; prompts and groups under way are little beside
+    them."""
     dtype = jnp.dtype(config.model.param_dtype)
-    return float(num_weights(spec) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
+    table = trained_table(spec, lora_of(spec, config.model.lora))
+    return float(num_in(table) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ that a run calls. No weights are loaded or made."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,19 +16,17 @@ from jaxrl_async.algorithms.objective import Coefficients, pass_columns
 from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import (
-    SAMPLER_RULES,
-    TRAINER_RULES,
-    shapes_on,
-    shardings,
-)
-from jaxrl_async.model.hf import load_spec
-from jaxrl_async.model.quantize import table_of
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shapes_on, shardings
+from jaxrl_async.model.dropout import Noise
+from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
+from jaxrl_async.model.lora import beside, lora_of, trained_table
+from jaxrl_async.model.own_spec import own_spec
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.places import Places
+from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
-from jaxrl_async.run.builders.samplers import make_push
+from jaxrl_async.run.builders.samplers import make_push, sent_once, sent_weights
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, PrefillArgs
@@ -37,6 +34,7 @@ from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
+from jaxrl_async.trainer.pair_credit import pair_columns
 from jaxrl_async.trainer.update import Frozen, Update
 
 
@@ -57,7 +55,8 @@ class Lowered:
 class Held:
     """What a sampler holds, as shapes with shardings, and how many tokens a prefill takes."""
 
-    weights: Any
+    weights: Any  # that it draws from: all, an adapter's beside them
+    sent: Any  # that each version brings: the same, or an adapter alone
     state: DecodeState
     kv: MemoryPlan
     chunk_tokens: int  # of the prefill's program
@@ -70,10 +69,6 @@ def check(config: schema.Config) -> None:
             f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
             "samplers. Set run.job=rl."
         )
-    if config.mesh.colocated:
-        raise ConfigError(
-            "a plan is for a trainer and samplers on separate chips. Set mesh.colocated=false."
-        )
     if config.teacher.source != "none" and config.teacher.form == "loss":
         raise ConfigError(
             "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
@@ -85,14 +80,15 @@ def check(config: schema.Config) -> None:
 def spec_of(config: schema.Config) -> ModelSpec:
     """Return the model that the configuration names. Raises CheckpointError, ConfigError."""
     if config.model.path is not None:
-        return load_spec(Path(config.model.path))
+        return decoder_of(config.model.path, config.model.decoder)
     vocab = config.model.architecture.vocab
     if vocab is None:
         raise ConfigError(
             "a plan loads no tokenizer, so it needs model.path or the size of the vocabulary: set "
             "model.architecture.vocab."
         )
-    return ModelSpec.from_architecture(config.model.architecture, vocab)
+    shape, own = config.model.architecture, config.model.decoder
+    return own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
 
 
 # ---- both sides
@@ -117,8 +113,7 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
     push = make_push(
         config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
     )
-    mesh = places.slices.trainer
-    return push.lower(parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype))
+    return push.lower(trained(config, spec, places.slices.trainer))
 
 
 # ---- the trainer
@@ -133,12 +128,17 @@ def trainer_programs(
     """
     mesh = places.slices.trainer
     step = make_step(config, spec, places.slices, config.run.steps)
-    params = parameters(spec, mesh, TRAINER_RULES, config.model.param_dtype)
+    params = trained(config, spec, mesh)
     scalar = partial(_array, mesh, ())
     context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    frozen = Frozen(reference=params if runs_reference(config) else None)
+    drops = config.model.lora.rank and config.model.lora.dropout
+    frozen = Frozen(
+        reference=reference(config, spec, mesh) if runs_reference(config) else None,
+        base=base_on_trainer(config, spec, mesh),
+        noise=Noise(scalar(jnp.int32), scalar(jnp.int32)) if drops else None,
+    )
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
     programs = step.lower(params, micro_batch(config, spec, step), context, frozen)
@@ -153,22 +153,22 @@ def trainer_programs(
 
 def holds_reference(config: schema.Config) -> bool:
     """Return whether the reference lies on the trainer's devices."""
-    return config.algorithm.kl_coefficient > 0 and "reference" not in config.trainer.offload
+    return config.refers and "reference" not in config.trainer.offload
 
 
 def pass_columns_of(config: schema.Config) -> frozenset[str]:
     """Return the columns that passes make before the updates, as the Learner's."""
-    return pass_columns(
+    columns = pass_columns(
         config.algorithm,
-        refers=config.algorithm.kl_coefficient > 0,
+        refers=config.refers,
         offloads="reference" in config.trainer.offload,
     )
+    return columns | pair_columns(config.pairs)
 
 
 def runs_reference(config: schema.Config) -> bool:
     """Return whether the gradient runs the reference."""
-    refers = config.algorithm.kl_coefficient > 0
-    return refers and "reference_logprobs" not in pass_columns_of(config)
+    return config.refers and "reference_logprobs" not in pass_columns_of(config)
 
 
 def micro_batch(
@@ -211,10 +211,11 @@ def sampler_programs(
     The block has all slots at work and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype), mesh=mesh)
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
-    params = _arrived(spec, mesh, pushed["cast"].out_info)
+    sent, once = arrived(config, spec, mesh)
+    params = sent if once is None else beside(once, sent)
     chunk = prefill_shapes(config, engine.spec)
     context_pages = _pages(config.sampler.max_length, plan.page_tokens)
     programs = engine.lower(
@@ -242,7 +243,7 @@ def sampler_programs(
     ]
     tokens = chunk.token_ids.size
     state = engine.state_shapes()
-    return lowered, Held(weights=params, state=state, kv=plan, chunk_tokens=tokens)
+    return lowered, Held(weights=params, sent=sent, state=state, kv=plan, chunk_tokens=tokens)
 
 
 def truncates(section: schema.SamplerSection) -> bool:
@@ -289,21 +290,50 @@ def _pages(tokens: int, page_tokens: int) -> int:
 # ---- shapes
 
 
-def parameters(spec: ModelSpec, mesh: Mesh, rules: Any, dtype: Any) -> Any:
-    """Return the shapes of the weights, with their shardings."""
-    table = weight_table(spec)
+def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = None) -> Any:
+    """Return the shapes of what is learnt on the trainer's mesh, all weights or an adapter.
+
+    dtype: None: model.param_dtype.
+    """
+    table = trained_table(spec, lora_of(spec, config.model.lora))
+    return _on_trainer(table, mesh, dtype or config.model.param_dtype)
+
+
+def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
+    """Return the shapes of what an adapter changes, as the trainer holds it, maybe quantised; None:
+    nothing is frozen."""
+    if not config.model.lora.rank:
+        return None
+    form = form_of(config.model.lora)
+    check_groups(spec, form, mesh, "mesh.trainer")
+    shapes = base_shapes(spec, form, jnp.dtype(config.model.param_dtype))
+    where = shardings(base_table(weight_table(spec), form), mesh, TRAINER_RULES)
+    return shapes_on(shapes, where)
+
+
+def reference(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
+    """Return the shapes of the reference: an older adapter, or whole weights."""
+    if config.reference.path is None:
+        return trained(config, spec, mesh)
+    return _on_trainer(weight_table(spec), mesh, config.model.param_dtype)
+
+
+def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
         table,
-        shardings(table, mesh, rules),
+        shardings(table, mesh, TRAINER_RULES),
         is_leaf=lambda w: isinstance(w, Weight),
     )
 
 
-def _arrived(spec: ModelSpec, mesh: Mesh, sent: Any) -> Any:
-    """Return the shapes of the weights that a push sends, with their shardings in a sampler."""
-    table = table_of(weight_table(spec), sent)
-    return shapes_on(sent, shardings(table, mesh, SAMPLER_RULES))
+def arrived(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
+    """Return the shapes of what a version brings to a sampler, and of what comes once under it;
+    None: all comes with every version. Raises ConfigError."""
+    check_groups(spec, form_of(config.model.lora), mesh, "mesh.sampler")
+    sent = sent_weights(config.weights, config.model, spec)
+    once = sent_once(config.weights, config.model, spec)
+    return sent.on(mesh, SAMPLER_RULES), None if once is None else once.on(mesh, SAMPLER_RULES)
 
 
 def bytes_per_device(tree: Any) -> float:

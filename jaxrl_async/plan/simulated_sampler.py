@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_async.plan.pipeline import Histogram
+from jaxrl_async.plan.pipeline import Histogram, Pipeline
+from jaxrl_async.sampler.batch.shapes import decode_rows
 
 Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -109,10 +110,51 @@ class SimulatedSampler:
         self.held, self.queue = 0, deque()
         return groups, lost
 
+    def idle_until(self, now: float) -> float:
+        """Return the seconds until now without anything to decode."""
+        return self.idle_s + (0.0 if self.idle_since is None else now - self.idle_since)
+
+    def ends_idling(self, now: float) -> None:
+        """Take note that it is idle no more, if it was."""
+        self.idle_s, self.idle_since = self.idle_until(now), None
+
     @property
     def drawn_tokens(self) -> int:
         """Tokens drawn of the sequences that it holds, or that wait here."""
         return int(self.seqs[DRAWN, : self.held].sum()) + drawn_of(self.queue)
+
+
+class BlockTimes:
+    """How long a sampler's blocks take."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._side, self._prompt_tokens = pipeline.samplers, pipeline.prompt_tokens
+        self._step_s: dict[int, float] = {}  # by rows
+
+    def block(self, prefilled: int, steps: int, drawn: Longs) -> float:
+        """Return the seconds of a block.
+
+        Args:
+            prefilled: Tokens that are prefilled before it.
+            steps: Decode steps; 0: nothing decodes.
+            drawn: [rows] tokens that each sequence with a row has drawn before it.
+        """
+        side, rows = self._side, len(drawn)
+        taken_s = side.block_s
+        if prefilled:
+            taken_s += side.prefill_s + prefilled * side.prefill_token_s
+        if steps:
+            context = int(drawn.sum()) + rows * (self._prompt_tokens + steps // 2)
+            taken_s += steps * (self._step(rows) + context * side.context_token_s)
+        return taken_s
+
+    def _step(self, running: int) -> float:
+        """Return the seconds of a decode step without those for its context."""
+        side = self._side
+        rows = decode_rows(running, side.slots)
+        if rows not in self._step_s:
+            self._step_s[rows] = float(np.interp(rows, side.rows, side.step_s))
+        return self._step_s[rows]
 
 
 def drawn_of(waiting: "deque[Longs] | list[Longs]") -> int:

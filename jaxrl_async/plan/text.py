@@ -29,7 +29,10 @@ def choice_text(plan: Plan) -> str:
     """Say which split is written out."""
     chips = f"{plan.trainer.where.num_chips} + {plan.num_samplers * plan.sampler.where.num_chips}"
     assert plan.together is not None, "it fits"
-    rate = plan.together.outcome.trained_tokens_per_s
+    outcome = plan.together.outcome
+    if outcome is None:
+        return f"as configured: {plan.trainer.where.num_chips} chips, for both sides"
+    rate = outcome.trained_tokens_per_s
     return f"the best split that fits: {chips} chips, simulated {rate:,.0f} answer tokens/s"
 
 
@@ -57,7 +60,8 @@ def _together_json(whole: Together) -> dict[str, Any]:
         "decode": {**decode.pop("load"), **decode, "bandwidth_share": whole.decode.bandwidth_share},
         "transfer_s": whole.transfer_s,
         "splits": [asdict(s) for s in whole.splits],
-        "simulated": asdict(whole.outcome),
+        "simulated": None if whole.outcome is None else asdict(whole.outcome),
+        "in_turns_tokens_per_s": whole.in_turns_tokens_per_s,
     }
 
 
@@ -130,7 +134,7 @@ def _refused(plan: Plan) -> list[str]:
 
 
 def _whole(plan: Plan, whole: Together) -> list[str]:
-    learning, decode, outcome = whole.learning, whole.decode, whole.outcome
+    learning, decode = whole.learning, whole.decode
     gradient = plan.trainer.timings["gradient"]
     of_gradient, of_decode = (
         ", ".join(f"{name} {share:.0%}" for name, share in account.items())
@@ -147,14 +151,28 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
         f"            a step's time: {of_decode}",
         f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole.pipeline.tree)}",
+        _rate(whole),
+        f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
+    ]
+    if whole.splits:
+        lines += _splits(whole, plan.trainer.where.num_chips)
+    return [*lines, *(f"  {note}" for note in plan.notes)]
+
+
+def _rate(whole: Together) -> str:
+    """Say how fast both sides are together."""
+    outcome = whole.outcome
+    if outcome is None:
+        return (
+            f"  in turns  {whole.in_turns_tokens_per_s:,.0f} answer tokens/s: both sides compute "
+            "on the same chips"
+        )
+    return (
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
         f"trainer {1 - outcome.trainer_busy_share:.0%}, samplers "
         f"{outcome.sampler_idle_share:.0%}; staleness {outcome.staleness_mean:.2f} mean, "
-        f"{outcome.staleness_max} at most",
-        f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
-    ]
-    lines += _splits(whole, plan.trainer.where.num_chips)
-    return [*lines, *(f"  {note}" for note in plan.notes)]
+        f"{outcome.staleness_max} at most"
+    )
 
 
 def _way(tree: TransferTree | None) -> str:

@@ -1,8 +1,10 @@
 """Estimates how long a compiled program takes. Pure functions.
 
     compute       the compiler's own cycles, times the chip's clock
-    kernels       Pallas kernels, which it does not time: their FLOPs at half the peak (splash),
-                  the bytes of the KV cache at four fifths of HBM's bandwidth (ragged)
+    kernels       attention's, which it does not time: their FLOPs at half the peak (splash), the
+                  bytes of the KV cache at four fifths of HBM's bandwidth (ragged)
+    experts       their products, which it does not time either, count with compute: FLOPs at half
+                  the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
     exposed       all-reduces and all-to-alls, which the program waits for
 
@@ -21,6 +23,8 @@ SPLASH_SHARE = 0.5
 """Assumed share of the peak that splash attention reaches."""
 RAGGED_SHARE = 0.8
 """Assumed share of HBM's bandwidth that ragged paged attention reaches."""
+GROUPED_SHARE = 0.5
+"""Assumed share of the peak that the experts' products reach."""
 HOP_S = 1e-6
 """Latency from one chip to the next, seconds; a collective goes half around the ring."""
 EXPOSED = ("all-reduce", "all-to-all")
@@ -105,21 +109,32 @@ def decode_account(
 def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
     """Estimate a program on its slice; cache_bytes: KV that its ragged kernels read in all."""
     chip, cost = where.chip, done.cost
-    flops = sum(k.flops for k in cost.kernels)
+    attention = [k for k in cost.kernels if not k.num_bytes]
+    grouped_s = sum(
+        max(
+            k.flops / chip.peak_flops / GROUPED_SHARE,
+            k.num_bytes / chip.hbm_bytes_per_s / RAGGED_SHARE,
+        )
+        for k in cost.kernels
+        if k.num_bytes
+    )
+    num_bytes = cost.num_bytes + sum(k.num_bytes for k in cost.kernels)
+    flops = cost.flops + sum(k.flops for k in cost.kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
     talk = sum(seconds.values())
     read_s = cache_bytes / chip.hbm_bytes_per_s
     return Timing(
-        compute_s=cost.cycles / chip.clock_hz,
-        products_s=cost.product_cycles / chip.clock_hz,
-        peak_s=(cost.flops + flops) / chip.peak_flops,
-        kernels_s=flops / chip.peak_flops / SPLASH_SHARE + read_s / RAGGED_SHARE,
+        compute_s=cost.cycles / chip.clock_hz + grouped_s,
+        products_s=cost.product_cycles / chip.clock_hz + grouped_s,
+        peak_s=flops / chip.peak_flops,
+        kernels_s=sum(k.flops for k in attention) / chip.peak_flops / SPLASH_SHARE
+        + read_s / RAGGED_SHARE,
         hidden_s=talk - exposed,
         exposed_s=exposed,
         roofline_s=max(
-            (cost.flops + flops) / chip.peak_flops,
-            cost.num_bytes / chip.hbm_bytes_per_s + read_s,
+            flops / chip.peak_flops,
+            num_bytes / chip.hbm_bytes_per_s + read_s,
             talk,
         ),
     )

@@ -1,20 +1,28 @@
 """Environments answer the policy's turns. One is made for each episode and used once."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
-from jaxrl_async.ports import Clock, Env, Reply, SavesState
-from jaxrl_async.types import Completion, Prompt
+from jaxrl_async.ports import Clock, Concludes, Env, Opens, Plays, Reply, SavesState
+from jaxrl_async.types import Completion, IntArray, Prompt, Score
+
+T = TypeVar("T")
+CLOSE_S = 10.0
+"""Longest time for an environment's `close`, seconds; it is then left alone."""
 
 MakeEnv = Callable[[Prompt], Env]
 """Makes the environment of one episode."""
+
+
+log = logging.getLogger(__name__)
 
 
 class SingleTurn:
@@ -41,6 +49,7 @@ class GuardedEnvs:
         *,
         timeout_s: float,
         vocab_size: int,
+        max_length: int | None = None,
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -50,17 +59,21 @@ class GuardedEnvs:
             make_env: Makes the environment of one episode.
             timeout_s: Longest time for one reply, seconds.
             vocab_size: Token ids of replies must be smaller.
+            max_length: Openings that are so long leave no room for an answer; they are counted,
+                and told of once for each prompt. None: not looked at.
             count: Called with the name of each fault (metrics/fault_counts.py).
             clock: For `oldest_s`.
         """
         self.make_env = make_env  # may be replaced before the run starts
         self._timeout_s, self._vocab_size = timeout_s, vocab_size
+        self._max_length, self._told_of = max_length, set[int]()
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
         """Make the environment of one episode. Raises RolloutError if it cannot be made."""
         with _blamed(prompt, "cannot be made: its constructor"):
-            return _Guarded(self.make_env(prompt), self, prompt)
+            env = self.make_env(prompt)
+            return env if isinstance(env, Plays) else _Guarded(env, self, prompt)
 
     def oldest_s(self) -> float:
         """Return the age of the oldest pending reply, seconds; 0 if there is none."""
@@ -73,25 +86,75 @@ class GuardedEnvs:
         environment raises.
         """
         with _blamed(prompt):
-            reply = await self._in_time(env, prompt, completion)
-        problem = _problem(reply, self._vocab_size)
+            reply = await self._in_time(env.step(prompt, completion), prompt, "one reply")
+        self._refuse(prompt, _problem(reply, self._vocab_size))
+        return reply
+
+    async def opening(self, env: Opens, prompt: Prompt) -> IntArray:
+        """Ask `env` for the beginning of its episode and check it. Raises as `reply` does."""
+        with _blamed(prompt):
+            tokens = await self._in_time(env.open(prompt), prompt, "the opening")
+        problem = _problem_of_tokens(tokens, self._vocab_size, "an opening")
+        self._refuse(prompt, problem or ("" if len(tokens) else "an opening without tokens."))
+        self._note_length(prompt, len(tokens))
+        return np.asarray(tokens, np.int32)
+
+    async def verdict(self, env: Concludes, prompt: Prompt) -> Score | None:
+        """Ask `env` what its whole episode earned. Raises as `reply` does."""
+        with _blamed(prompt):
+            score = await self._in_time(env.verdict(), prompt, "the score")
+        wrong = score is not None and not isinstance(score, Score)
+        self._refuse(prompt, f"{score!r:.60} as its score. It must give a Score." if wrong else "")
+        return score
+
+    async def close(self, env: Concludes, prompt: Prompt) -> None:
+        """Let `env` give back what it holds; what goes wrong is counted and logged."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await env.close()
+        except BaseException as error:
+            if is_the_runs_own_end(error):
+                raise
+            self._count("failed_closes")
+            log.warning(
+                "prompt %d: the environment's close() failed: %s: %s",
+                prompt.prompt_id,
+                type(error).__name__,
+                error,
+            )
+
+    def _note_length(self, prompt: Prompt, length: int) -> None:
+        """Count an opening without room for an answer; tell of the prompt's first one."""
+        if self._max_length is None or length < self._max_length:
+            return
+        self._count("long_openings")
+        if prompt.prompt_id not in self._told_of:
+            self._told_of.add(prompt.prompt_id)
+            log.warning(
+                "prompt %d: its opening has %d tokens, which leaves no room for an answer in %d: "
+                "the episode ends there, cut off. Shorten the record, or raise sampler.max_length.",
+                prompt.prompt_id,
+                length,
+                self._max_length,
+            )
+
+    def _refuse(self, prompt: Prompt, problem: str) -> None:
         if problem:
             self._count("refused_replies")
             raise RolloutError(f"prompt {prompt.prompt_id}: the environment gave {problem}")
-        return reply
 
-    async def _in_time(self, env: Env, prompt: Prompt, completion: Completion) -> Any:
+    async def _in_time(self, work: Awaitable[T], prompt: Prompt, what: str) -> T:
         try:
             with self._calls.one():
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    return await env.step(prompt, completion)
+                    return await work
         except TimeoutError:
             self._count("env_timeouts")
             if not limit.expired():
                 raise
             raise RolloutTimeout(
                 f"prompt {prompt.prompt_id}: the environment took more than {self._timeout_s:g} s "
-                "for one reply. Make it quicker or raise faults.env_timeout_s."
+                f"for {what}. Make it quicker or raise faults.env_timeout_s."
             ) from None
 
 
@@ -103,6 +166,11 @@ class _Guarded:
         if isinstance(env, SavesState):
             self.state = lambda: _called(prompt, "state()", env.state)
             self.restore = lambda state: _called(prompt, "restore()", env.restore, state)
+        if isinstance(env, Opens):
+            self.open = lambda prompt: guard.opening(env, prompt)
+        if isinstance(env, Concludes):
+            self.verdict = lambda: guard.verdict(env, prompt)
+            self.close = lambda: guard.close(env, prompt)
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """Return the environment's own reply, checked."""
@@ -154,13 +222,27 @@ def _problem(reply: Any, vocab_size: int) -> str:
     """Describe what is wrong with a reply and what it must be; "" if it is valid."""
     if not isinstance(reply, Reply):
         return f"{reply!r:.60} ({type(reply).__name__}). It must give a Reply."
+    if problem := _problem_of_tokens(reply.token_ids, vocab_size, "token_ids"):
+        return problem
+    if reply.opening is not None:
+        if problem := _problem_of_tokens(reply.opening, vocab_size, "an opening"):
+            return problem
+        if not len(reply.opening) or len(reply.token_ids):
+            return "an opening without tokens, or token_ids beside it. Give one of them."
+    for name, flag in (("done", reply.done), ("cut_off", reply.cut_off)):
+        if not isinstance(flag, bool | np.bool_):
+            return f"{name}={flag!r:.60} ({type(flag).__name__}). It must be True or False."
+    return ""
+
+
+def _problem_of_tokens(given: Any, vocab_size: int, what: str) -> str:
     try:
-        tokens = np.asarray(reply.token_ids)
+        tokens = np.asarray(given)
     except ValueError:
-        return "token_ids of rows of different lengths. They must be one row of token ids."
+        return f"{what} of rows of different lengths. They must be one row of token ids."
     if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
         return (
-            f"token_ids of shape {tokens.shape} and type {tokens.dtype}. They must be token ids: "
+            f"{what} of shape {tokens.shape} and type {tokens.dtype}. They must be token ids: "
             "one row of integers."
         )
     if strange := [int(i) for i in tokens if not 0 <= i < vocab_size]:
@@ -168,6 +250,4 @@ def _problem(reply: Any, vocab_size: int) -> str:
             f"the token ids {strange[:8]}, {len(strange)} of {tokens.size}, which are not in the "
             f"vocabulary of {vocab_size}. Make them with the policy's own tokenizer."
         )
-    if not isinstance(reply.done, bool | np.bool_):
-        return f"done={reply.done!r:.60} ({type(reply.done).__name__}). It must be True or False."
     return ""

@@ -3,34 +3,41 @@
     prompt ──Request──> Generate ──Completion──> Env ──Reply──> longer request ── ... ──> Episode
 
 A sequence only grows: drawn tokens and replies are kept token for token, and the next turn
-continues where the last one ended.
+continues where the last one ended. Where the environment has rewritten history, the next turn
+begins a context of its own.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Env, Generate, SavesState
+from jaxrl_async.ports import Concludes, Env, Generate, Opens, Plays, Reply, SavesState
+from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
+from jaxrl_async.rollout.quota import Quota, first_ended
+from jaxrl_async.rollout.urgency import BY_ARRIVAL, TurnPriority
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
     Episode,
     ExpertIds,
+    FloatArray,
     IntArray,
     KeptTokens,
     Partial,
     Prompt,
     Request,
     SamplingParams,
+    Score,
     StopReason,
 )
 
-T = TypeVar("T")
+NOTHING: IntArray = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,7 @@ class EpisodeLimits:
     max_length: int  # of the whole sequence, prompt and replies included
     keep_mask: bool = False  # completions must bring every drawn token's sampling mask
     keep_routing: bool = False  # completions must bring every token's experts
+    priority: TurnPriority = BY_ARRIVAL  # of the requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,9 @@ class Turn:
 
     completion: Completion
     reply: IntArray  # [reply] int32
+    opening: IntArray | None = None  # as Reply.opening: of the context that begins after this turn
+    reward: float = 0.0  # as Reply.reward
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +72,12 @@ class EpisodeProgress:
     waiting: "asyncio.Future[Completion] | None" = None  # the policy's next turn
     turns: list[Turn] = field(default_factory=list)
     stop: StopReason | None = None  # set once the episode is over
-    env_state: Any = None  # a ports.SavesState environment's state after the last reply
+    env_state: Any = None  # a ports.SavesState environment's state after opening and last reply
+    opening: IntArray | None = (
+        None  # that the environment wrote; None: the prompt's tokens, or not yet
+    )
+    verdict: Score | None = None  # of a ports.Concludes environment, once the episode is over
+    left_out: bool = False  # it failed or was not needed: its group goes on without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +89,115 @@ class SavedEpisode:
     completion: Completion | None = None  # the next turn, drawn but not yet answered
     partial: Partial | None = None  # the next turn, while it is being drawn
     env_state: Any = None  # as in EpisodeProgress
+    opening: IntArray | None = None
+    verdict: Score | None = None
+    left_out: bool = False  # as in EpisodeProgress
+
+
+def assemble_contexts(
+    prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason, verdict: Score | None = None
+) -> Episode:
+    """Return all turns as one episode, a context behind the other, with what they earned.
+
+    Args:
+        prompt_ids: [prompt] int32, what the first turn continues.
+        turns: in order.
+        stop: why the last one ended.
+        verdict: what the whole episode earned beside its turns.
+    """
+    episodes, begin = [], 0
+    for end, turn in enumerate(turns, 1):
+        if turn.opening is not None or end == len(turns):
+            episodes.append(assemble_episode(prompt_ids, turns[begin:end], stop))
+            begin = end
+            prompt_ids = prompt_ids if turn.opening is None else turn.opening
+    episode = episodes[0] if len(episodes) == 1 else joined_contexts(episodes)
+    return replace(episode, score=_score(episode, turns, verdict))
+
+
+def unplayed_episode(
+    opening: IntArray, limits: EpisodeLimits, verdict: Score | None = None
+) -> Episode:
+    """Return the episode of an opening, [opening] int32, that leaves no room for an answer: its
+    first max_length tokens, of which none is drawn, cut off (StopReason.LENGTH).
+
+    verdict: what it earned all the same.
+    """
+    tokens = np.asarray(opening[: limits.max_length], np.int32)
+    episode = assemble_episode(tokens, (), StopReason.LENGTH)
+    return replace(episode, score=verdict)
+
+
+def _score(episode: Episode, turns: Sequence[Turn], verdict: Score | None) -> Score | None:
+    """Return what an environment gave; None: it judges nothing.
+
+    The last turn's reward and the verdict are of the episode; an earlier turn's is credited to the
+    last token that it drew.
+    """
+    if verdict is None and not any(turn.reward or turn.parts for turn in turns):
+        return None
+    parts = Counter[str]()
+    for given in (*turns, *(() if verdict is None else (verdict,))):
+        for name, value in given.parts.items():
+            parts[name] += value
+    ends = np.cumsum([len(turn.completion.token_ids) for turn in turns]) - 1
+    earlier: FloatArray = np.zeros(len(episode.token_ids), np.float32)
+    reward = turns[-1].reward + (0.0 if verdict is None else verdict.reward)
+    places, named = np.flatnonzero(episode.drawn), 0.0
+    for turn, end in zip(turns[:-1], ends, strict=False):
+        if len(turn.completion.token_ids):
+            earlier[places[end]] += turn.reward
+            named += turn.reward if turn.parts else 0.0
+        else:
+            reward += turn.reward
+    return Score(
+        reward=float(reward),
+        parts=dict(parts),
+        token_rewards=earlier if earlier.any() else None,
+        named_of_tokens=float(named),
+    )
+
+
+def joined_contexts(episodes: Sequence[Episode]) -> Episode:
+    """Return episodes of one context each as one episode, with the last one's stop.
+
+    Sampling masks and expert ids are there only if every context with drawn tokens has them.
+    """
+    drawing = [e for e in episodes if e.num_drawn]
+    masks = [e.kept for e in drawing if e.kept is not None]
+    routes = [e.expert_ids for e in episodes if e.expert_ids is not None]
+    whole = replace(
+        episodes[-1],
+        token_ids=np.concatenate([e.token_ids for e in episodes]),
+        drawn=np.concatenate([e.drawn for e in episodes]),
+        logprobs=np.concatenate([e.logprobs for e in episodes]),
+        versions=np.concatenate([e.versions for e in episodes]),
+        num_turns=sum(e.num_turns for e in episodes),
+        kept=None,
+        expert_ids=np.concatenate(routes) if len(routes) == len(episodes) else None,
+        starts=tuple(int(s) for s in np.cumsum([0, *(len(e.token_ids) for e in episodes[:-1])])),
+    )
+    return replace(whole, kept=_joined_kept(masks)) if len(masks) == len(drawing) else whole
+
+
+def current_context(prompt_ids: IntArray, turns: Sequence[Turn]) -> IntArray:
+    """Return what the policy's next turn continues, [length] int32."""
+    parts = [prompt_ids]
+    for turn in turns:
+        if turn.opening is None:
+            parts += [turn.completion.token_ids, turn.reply]
+        else:
+            parts = [turn.opening]
+    return np.concatenate(parts).astype(np.int32)
+
+
+def _branch(prompt_ids: IntArray, turns: Sequence[Turn]) -> int:
+    """Return the next turn's Request.branch; 0 where there is one context."""
+    if all(turn.opening is None for turn in turns):
+        return 0
+    seen = [current_context(prompt_ids, turns[:end]) for end in range(len(turns) + 1)]
+    drawn = [turn.completion.token_ids for turn in turns]
+    return branch_after(list(zip(seen, drawn, strict=False)), seen[-1])
 
 
 def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason) -> Episode:
@@ -104,7 +229,12 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
 def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
     """Join the sampling masks of all drawn tokens; None if a completion has none."""
     masks = [c.kept for c in completions if c.kept is not None]
-    if not masks or len(masks) < len(completions):
+    return _joined_kept(masks) if len(masks) == len(completions) else None
+
+
+def _joined_kept(masks: Sequence[KeptTokens]) -> KeptTokens | None:
+    """Join sampling masks one behind the other; None: there are none."""
+    if not masks:
         return None
     counts = np.concatenate([np.diff(m.starts) for m in masks])
     return KeptTokens(
@@ -136,14 +266,21 @@ def request_id(label: str, member: int, turn: int) -> str:
 
 
 def make_request(
-    label: str, prompt: Prompt, member: int, turn: int, token_ids: IntArray, limits: EpisodeLimits
+    label: str,
+    prompt: Prompt,
+    member: int,
+    turn: int,
+    token_ids: IntArray,
+    limits: EpisodeLimits,
+    branch: int = 0,
 ) -> Request:
     """Make the request for one turn.
 
     Randomness is keyed by the prompt's position in the stream, the member, and each token's
     position in the sequence, so that no turn reuses an earlier turn's random numbers. The request
     asks for at most what is left of max_length; an answer cut there ends with StopReason.LENGTH.
-    Raises RolloutError if nothing is left.
+    Raises RolloutError if nothing is left. branch: of its context, and of earlier requests with
+    the same tokens.
     """
     if len(token_ids) >= limits.max_length:
         raise RolloutError(
@@ -158,6 +295,8 @@ def make_request(
         sampling=limits.sampling,
         stop_token_ids=limits.stop_token_ids,
         key=(prompt.position, member),
+        branch=branch,
+        priority=limits.priority.of(prompt, turn),
         extras=limits.keep_mask,
     )
 
@@ -189,9 +328,15 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
 def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEpisode:
     """Convert an unfinished episode to data; `partial` is what is drawn of its next turn so far."""
     turns, waiting, completion = tuple(progress.turns), progress.waiting, None
+    opening = progress.opening
+    if progress.left_out and not isinstance(progress.env, Plays):  # its others start over, too
+        return SavedEpisode(left_out=True)
     if progress.stop is not None:
-        return SavedEpisode(turns=turns, stop=progress.stop)
-    if turns and not isinstance(progress.env, SavesState):
+        return SavedEpisode(
+            turns=turns, stop=progress.stop, opening=opening, verdict=progress.verdict
+        )
+    begun = bool(turns) or opening is not None
+    if isinstance(progress.env, Plays) or (begun and progress.env_state is None):
         return SavedEpisode()  # its environment cannot be restored: the episode starts over
     if waiting is not None and waiting.done() and not waiting.cancelled():
         completion = None if waiting.exception() else waiting.result()
@@ -200,6 +345,7 @@ def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEp
         completion=completion,
         partial=None if completion is not None else partial,
         env_state=progress.env_state,
+        opening=opening,
     )
 
 
@@ -217,6 +363,9 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
         turns=list(saved.turns),
         stop=saved.stop,
         env_state=saved.env_state,
+        opening=saved.opening,
+        verdict=saved.verdict,
+        left_out=saved.left_out,
     )
 
 
@@ -228,6 +377,21 @@ def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> Epi
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         waiting.set_exception(error)
         return EpisodeProgress(env=SingleTurn(prompt), waiting=waiting)
+
+
+def next_request(
+    label: str,
+    prompt: Prompt,
+    member: int,
+    opening: IntArray | None,
+    turns: Sequence[Turn],
+    limits: EpisodeLimits,
+) -> Request:
+    """Make the request for the turn after these; opening: see EpisodeProgress."""
+    first = prompt.token_ids if opening is None else opening
+    branch = _branch(first, turns)
+    tokens = current_context(first, turns)
+    return make_request(label, prompt, member, len(turns), tokens, limits, branch)
 
 
 def resumed_request(
@@ -242,16 +406,15 @@ def resumed_request(
 
     seed: the sampler's; None: this sampler cannot continue a partial turn.
     """
-    if saved.stop is not None or saved.completion is not None:
+    if saved.left_out or saved.stop is not None or saved.completion is not None:
         return None
-    so_far = assemble_episode(prompt.token_ids, saved.turns, StopReason.EOS).token_ids
-    request = make_request(label, prompt, member, len(saved.turns), so_far, limits)
+    request = next_request(label, prompt, member, saved.opening, saved.turns, limits)
     partial = saved.partial
     fits = (
         partial is not None
         and partial.seed == seed
         and len(partial.token_ids) < request.max_new_tokens
-        and np.array_equal(partial.request.token_ids, so_far)
+        and np.array_equal(partial.request.token_ids, request.token_ids)
         and (not request.extras or partial.full_logprobs is not None)
         and (not limits.keep_routing or partial.expert_ids is not None)
     )
@@ -266,7 +429,8 @@ def begin_groups(
 ) -> list[tuple[EpisodeProgress, ...]]:
     """Queue the next turn of every episode of these groups in one call; return their progress.
 
-    An episode whose environment cannot be made fails when it is played.
+    An episode whose environment cannot be made fails when it is played. One whose environment
+    writes its own opening asks when that is there.
 
     Args:
         generate: The sampler.
@@ -281,6 +445,8 @@ def begin_groups(
     for label, prompt, episodes in groups:
         members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
+            if isinstance(member.env, Plays) or _must_open(member):
+                continue  # it asks when it wants to, or once its environment has opened
             request = resumed_request(saved, label, prompt, m, limits, generate.seed)
             if request is not None and member.waiting is None:
                 requests.append(request)
@@ -297,6 +463,13 @@ def cancel(progress: EpisodeProgress) -> None:
         progress.waiting.cancel()
 
 
+def _must_open(progress: EpisodeProgress) -> bool:
+    """Return whether the environment has yet to write the beginning of its episode."""
+    begun = progress.opening is not None or progress.turns or progress.waiting is not None
+    over = progress.stop is not None or progress.left_out
+    return not over and not begun and isinstance(progress.env, Opens)
+
+
 async def play_episode(
     generate: Generate,
     prompt: Prompt,
@@ -306,8 +479,8 @@ async def play_episode(
     member: int,
     limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
-) -> Episode:
-    """Play one member until its episode ends.
+) -> tuple[Episode, ...]:
+    """Play one member until its episode ends; a game gives several, one for each seat.
 
     consumes      the completion that `progress` waits for, then one per turn
     waits for     the sampler, and the environment
@@ -315,45 +488,96 @@ async def play_episode(
     on failure    the environment's exception; RolloutError if it makes no progress, or if the
                   sampler does not return what is to be kept
 
-    A turn that was cut off (length, cancelled) ends the episode: half a turn gets no reply. So does
+    An environment that plays itself (ports.Plays) is left to it.
+
+    An opening without room for an answer is the whole episode (`unplayed_episode`). A turn that was
+    cut off (length, cancelled) ends the episode: half a turn gets no reply. So does
     a reply that leaves no room for a further token; it is dropped, since nothing is learnt from it.
+    An environment that concludes is closed in any case.
     """
-    clock = asyncio.get_running_loop().time
-    turns, env = progress.turns, progress.env
-    length = len(prompt.token_ids)
-    length += sum(len(t.completion.token_ids) + len(t.reply) for t in turns)
-    while progress.stop is None:
-        assert progress.waiting is not None, "the next turn has been requested"
-        completion = await progress.waiting
-        check_kept(completion, limits, length)
-        length += len(completion.token_ids)
-        reply: IntArray = np.zeros(0, np.int32)
-        done = completion.stop is not StopReason.EOS
-        if not done:
-            started = clock()
-            answer = await env.step(prompt, completion)
-            spent_s(clock() - started)
-            reply, done = np.asarray(answer.token_ids, np.int32), answer.done
-            progress.env_state = snapshot(env)
-        room = limits.max_length - length - len(reply)
-        if room < 0 or (room == 0 and not done):
-            turns.append(Turn(completion=completion, reply=reply[:0]))
-            progress.stop = completion.stop if done else StopReason.LENGTH
-            break
-        turns.append(Turn(completion=completion, reply=reply))
-        if done:
-            progress.stop = completion.stop
-            break
-        if not len(reply) and not len(completion.token_ids):
-            raise RolloutError(
-                f"prompt {prompt.prompt_id}: neither the policy nor the environment adds a token. "
-                "Let the environment set done."
-            )
-        length += len(reply)
-        so_far = assemble_episode(prompt.token_ids, turns, completion.stop).token_ids
-        request = make_request(label, prompt, member, len(turns), so_far, limits)
+    if isinstance(progress.env, Plays):
+        played = await progress.env.play(
+            generate, prompt, label=label, member=member, limits=limits, spent_s=spent_s
+        )
+        return (played,) if isinstance(played, Episode) else played
+    env, clock = progress.env, asyncio.get_running_loop().time
+
+    def ask() -> None:
+        request = next_request(label, prompt, member, progress.opening, progress.turns, limits)
         progress.waiting = generate.submit_many([request])[0]
-    return assemble_episode(prompt.token_ids, turns, progress.stop)
+
+    try:
+        if _must_open(progress):
+            assert isinstance(env, Opens)
+            started = clock()
+            opening = await env.open(prompt)
+            if len(opening) >= limits.max_length:
+                progress.verdict = await env.verdict() if isinstance(env, Concludes) else None
+                progress.stop = StopReason.LENGTH
+            progress.opening = opening
+            spent_s(clock() - started)
+            if progress.stop is None:
+                progress.env_state = snapshot(env)
+                ask()
+        while progress.stop is None:
+            assert progress.waiting is not None, "the next turn has been requested"
+            completion = await progress.waiting
+            started = clock()
+            await _play_turn(prompt, progress, completion, limits)
+            spent_s(clock() - started)
+            if progress.stop is None:
+                ask()
+    finally:
+        if isinstance(env, Concludes):
+            await env.close()
+    first = prompt.token_ids if progress.opening is None else progress.opening
+    if not progress.turns:
+        return (unplayed_episode(first, limits, progress.verdict),)
+    return (assemble_contexts(first, progress.turns, progress.stop, progress.verdict),)
+
+
+async def _play_turn(
+    prompt: Prompt, progress: EpisodeProgress, completion: Completion, limits: EpisodeLimits
+) -> None:
+    """Get the reply to a turn, and append both; set `stop` and `verdict` if the episode is over.
+
+    What a resumed run would have to do again is not in `progress` before it is done.
+    """
+    env = progress.env
+    first = prompt.token_ids if progress.opening is None else progress.opening
+    length = len(current_context(first, progress.turns))
+    check_kept(completion, limits, length)
+    length += len(completion.token_ids)
+    reply, state = Reply(token_ids=NOTHING, done=True), progress.env_state
+    if completion.stop is StopReason.EOS:
+        reply = await env.step(prompt, completion)
+        state = snapshot(env)
+    tokens = np.asarray(reply.token_ids, np.int32)
+    next_length = length + len(tokens) if reply.opening is None else len(reply.opening)
+    room = limits.max_length - next_length
+    turn = Turn(
+        completion=completion,
+        reply=tokens,
+        opening=None if reply.opening is None else np.asarray(reply.opening, np.int32),
+        reward=float(reply.reward),
+        parts=reply.parts,
+    )
+    ended = StopReason.LENGTH if reply.cut_off else completion.stop
+    stop = ended if reply.done else None
+    if room < 0 or (room == 0 and not reply.done):
+        turn = replace(turn, reply=NOTHING)
+        stop = ended if reply.done else StopReason.LENGTH
+    if stop is not None:
+        turn = replace(turn, opening=None)
+        verdict = await env.verdict() if isinstance(env, Concludes) else None
+        progress.verdict = verdict
+    elif not len(turn.reply) and not len(completion.token_ids) and turn.opening is None:
+        raise RolloutError(
+            f"prompt {prompt.prompt_id}: neither the policy nor the environment adds a token. "
+            "Let the environment set done."
+        )
+    progress.turns.append(turn)
+    progress.waiting, progress.stop, progress.env_state = None, stop, state
 
 
 async def play_group(
@@ -363,26 +587,56 @@ async def play_group(
     *,
     label: str,
     limits: EpisodeLimits,
+    quota: Quota | None = None,
+    left_out: Callable[[int, BaseException | None], None] = lambda member, error: None,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Episode, ...]:
-    """Play all members of a group until their episodes end.
+    """Play the members of a group until enough of their episodes have ended; return those, in the
+    order of the members.
 
-    The first failure cancels the other members and is raised.
+    A failure with which the quota cannot be reached cancels the other members and is raised.
+
+    Args:
+        generate: The sampler.
+        prompt: The group's.
+        members: All that were begun.
+        label: The group's part of its requests' ids.
+        limits: How answers are drawn and when they end.
+        quota: How many must end; None: all of them.
+        left_out: Called with each member that the group goes on without, and what it raised; None:
+            it was not needed, and is about to be cancelled.
+        spent_s: Called with the seconds that each reply took.
     """
-    return await all_or_none(
-        play_episode(
-            generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s
-        )
-        for m, member in enumerate(members)
+    playing = [(m, member) for m, member in enumerate(members) if not member.left_out]
+
+    def leave_out(place: int, error: BaseException | None) -> None:
+        m, member = playing[place]
+        member.left_out = True
+        left_out(m, error)
+
+    ended = await first_ended(
+        [
+            play_episode(
+                generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s
+            )
+            for m, member in playing
+        ],
+        quota or Quota(wanted=len(members), least=len(members)),
+        leave_out,
     )
+    return tuple(episode for episodes in ended for episode in episodes)
 
 
-async def all_or_none(work: Iterable[Coroutine[None, None, T]]) -> tuple[T, ...]:
-    """Return all results in order, or raise the first exception after ending all other work."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return tuple(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def drawn_so_far(progress: EpisodeProgress, partials: Iterable[Partial]) -> IntArray:
+    """Return the versions of the tokens that an unfinished episode has drawn, [drawn] int32.
+
+    partials: what is drawn of its turns that are being drawn now.
+    """
+    versions = [p.versions for p in partials]
+    waiting = progress.waiting
+    if isinstance(progress.env, Plays):
+        versions.append(progress.env.drawn_versions())
+    elif not versions and waiting is not None and waiting.done() and not waiting.cancelled():
+        versions += [] if waiting.exception() else [waiting.result().versions]
+    versions += [turn.completion.versions for turn in progress.turns]
+    return np.concatenate([NOTHING, *versions]).astype(np.int32)

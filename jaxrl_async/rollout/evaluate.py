@@ -1,23 +1,29 @@
 """Evaluate the policy: one answer to each held-out prompt, greedy by default. Needs no JAX."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Generate, Scorer
+from jaxrl_async.errors import EndpointMisset, RolloutError, RolloutTimeout
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.ports import Generate, Opens, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
+    EpisodeProgress,
     SavedEpisode,
-    all_or_none,
     begin_groups,
     cancel,
     play_group,
 )
+from jaxrl_async.rollout.quota import all_or_none
+from jaxrl_async.rollout.urgency import TurnPriority
 from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
+
+log = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
 SCORED_AT_ONCE = 16
@@ -35,6 +41,19 @@ class EvalSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEffort:
+    """How held-out episodes are played that are more than one answer to a prompt of tokens."""
+
+    at_once: int = 64  # episodes whose environment opens them, or that play themselves; in order
+    retries: int = 0  # of an episode that fails; not of one that was too slow
+    backoff_s: float = 1.0  # wait before the first retry, seconds; doubles with each further one
+    count: Callable[[str], None] = lambda name: None  # called with the name of each fault
+
+
+ONE_TRY = EvalEffort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """The policy's results on the held-out prompts."""
 
@@ -44,6 +63,7 @@ class EvalResult:
     mean_length_tokens: float  # drawn, mean over answers
     truncated_share: float  # share of answers cut off by a length bound
     samples: tuple[EvalSample, ...]
+    seats: Mapping[str, float] = field(default_factory=dict)  # mean reward of each seat of a game
 
 
 async def evaluate(
@@ -58,11 +78,15 @@ async def evaluate(
     make_env: MakeEnv = SingleTurn,
     decode: Callable[[IntArray], str] | None = None,
     num_samples: int = 8,
+    level: int = 0,
+    effort: EvalEffort = ONE_TRY,
 ) -> EvalResult:
-    """Play every prompt once and score it; all first turns are queued in one call.
+    """Play every prompt once and score it; all first turns of prompts of tokens are queued in one
+    call.
 
-    Request ids are "eval/INDEX/m0/t0". Raises RolloutError without prompts, and whatever the
-    environment or the scorer raises: an evaluation with holes would not be comparable.
+    Request ids are "eval/INDEX/m0/t0", of a retry "eval/INDEX.RETRY/m0/t0"; `level` is the first
+    part of their priority. Raises RolloutError without prompts, and whatever the environment or
+    the scorer raises in the end: an evaluation with holes would not be comparable.
     """
     if not prompts:
         raise RolloutError(
@@ -73,24 +97,62 @@ async def evaluate(
         stop_token_ids=stop_token_ids,
         max_new_tokens=max_new_tokens,
         max_length=max_length,
+        priority=TurnPriority(first=level, later=level),
     )
     groups = [(f"eval/{i}", p, (SavedEpisode(),)) for i, p in enumerate(prompts)]
     begun = begin_groups(generate, make_env, groups, limits)
     busy = asyncio.Semaphore(SCORED_AT_ONCE)
+    places = asyncio.Semaphore(effort.at_once)
 
-    async def one(index: int) -> tuple[Episode, Score]:
-        label, prompt, _ = groups[index]
-        episodes = await play_group(generate, prompt, begun[index], label=label, limits=limits)
+    async def attempt(index: int, label: str) -> tuple[Episode, ...]:
+        members, prompt = begun[index], prompts[index]
+        if not _begins_late(members):
+            return await play_group(generate, prompt, members, label=label, limits=limits)
+        async with places:
+            return await play_group(generate, prompt, members, label=label, limits=limits)
+
+    async def played_by(index: int) -> tuple[Episode, ...]:
+        label, prompt, fresh = groups[index]
+        for failures in range(effort.retries):
+            try:
+                return await attempt(index, label)
+            except (RolloutTimeout, EndpointMisset):
+                raise
+            except RolloutError as error:
+                wait_s = backoff_s(effort.backoff_s, failures)
+                effort.count("eval_retries")
+                log.warning("%s is played again in %.1f s: %s", label, wait_s, error)
+            await asyncio.sleep(wait_s)
+            label = f"eval/{index}.{failures + 1}"
+            for member in begun[index]:
+                cancel(member)
+            (begun[index],) = begin_groups(generate, make_env, [(label, prompt, fresh)], limits)
+        return await attempt(index, label)
+
+    async def one(index: int) -> list[tuple[Prompt, Episode, Score]]:
+        episodes = await played_by(index)
         async with busy:
-            (score,) = await scorer(episodes, prompt)
-        return episodes[0], score
+            scores = await scorer(episodes, prompts[index])
+        return [(prompts[index], *one) for one in zip(episodes, scores, strict=True)]
 
     try:
         played = await all_or_none(one(i) for i in range(len(prompts)))
     finally:
         for (member,) in begun:
             cancel(member)
-    return eval_result(prompts, played, decode=decode, num_samples=num_samples)
+    flat = [one for of_prompt in played for one in of_prompt]
+    result = eval_result(
+        [prompt for prompt, _, _ in flat],
+        [(episode, score) for _, episode, score in flat],
+        decode=decode,
+        num_samples=num_samples,
+    )
+    return replace(result, num_prompts=len(prompts))
+
+
+def _begins_late(members: Sequence[EpisodeProgress]) -> bool:
+    """Return whether these begin when they are played, not with a request that is queued."""
+    return any(isinstance(member.env, Opens | Plays) for member in members)
 
 
 def eval_result(
@@ -101,7 +163,7 @@ def eval_result(
     num_samples: int = 8,
 ) -> EvalResult:
     """Average over the answers, and decode the first `num_samples` of them."""
-    rewards = np.array([score.reward for _, score in played], np.float64)
+    rewards = np.array([score.total for _, score in played], np.float64)
     lengths = np.array([episode.num_drawn for episode, _ in played], np.float64)
     truncated = [episode.stop is StopReason.LENGTH for episode, _ in played]
     return EvalResult(
@@ -115,11 +177,21 @@ def eval_result(
                 prompt=prompt.text,
                 completion=decode(episode.token_ids[episode.drawn]) if decode else "",
                 reference=prompt.reference,
-                reward=score.reward,
+                reward=score.total,
             )
             for prompt, (episode, score) in list(zip(prompts, played, strict=True))[:num_samples]
         ),
+        seats=seat_rewards(played),
     )
+
+
+def seat_rewards(played: Iterable[tuple[Episode, Score]]) -> dict[str, float]:
+    """Return the mean reward of each seat of games, by its name; empty for other episodes."""
+    rewards: dict[str, list[float]] = {}
+    for episode, score in played:
+        if episode.seat:
+            rewards.setdefault(episode.seat, []).append(score.total)
+    return {seat: float(np.mean(of_seat)) for seat, of_seat in sorted(rewards.items())}
 
 
 def accuracy(scores: Sequence[Score]) -> float | None:

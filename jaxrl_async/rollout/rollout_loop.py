@@ -6,10 +6,12 @@
         │          all its requests at once)                                                 v
         └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
-The gate bounds how many groups are played at once; the loop has no bound of its own.
+The gate bounds how many groups are played at once; the loop has no bound of its own. It also says
+when what is being drawn has become too old: such a group is cancelled at once.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from jaxrl_async.errors import Closed, JaxrlError, RolloutError, is_the_runs_own_end
-from jaxrl_async.ports import Gate, Generate, Scorer
+from jaxrl_async.algorithms.forks import without_forks
+from jaxrl_async.errors import Closed, EndpointMisset, JaxrlError, RolloutError, is_the_runs_own_end
+from jaxrl_async.ports import Gate, Generate, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
@@ -27,13 +30,19 @@ from jaxrl_async.rollout.episode import (
     Turn,
     begin_groups,
     cancel,
+    drawn_so_far,
     play_group,
     request_id,
     saved_episode,
 )
+from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
+from jaxrl_async.rollout.quota import Quota
 from jaxrl_async.types import (
+    CancelledGroup,
     Drop,
+    Episode,
     EpisodeGroup,
+    IntArray,
     Partial,
     Prompt,
     Ticket,
@@ -43,6 +52,9 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
 """Longest wait in one call of the gate, seconds: a cancelled loop may take so long to end."""
+UNSAVED = "a run resumed from here draws their turns from the start"
+UNSEEN = "what has become too old among them is dropped once it is drawn"
+"""What follows where the sampler does not say what it has drawn."""
 PROGRESS_S = 30.0
 """Longest wait for the loop to report the running groups, seconds."""
 
@@ -59,6 +71,19 @@ class Playing:
     def label(self) -> str:
         """The group's part of its requests' ids."""
         return f"g{self.ticket.group}"
+
+    def drawn(self, partials: Sequence[Partial]) -> list[IntArray]:
+        """Return the versions of the tokens that each member has drawn so far, [drawn] int32.
+
+        partials: what is drawn of this group's requests that are being drawn now.
+        """
+        versions = []
+        for m, member in enumerate(self.members):
+            turn = request_id(self.label, m, len(member.turns))
+            own = f"{self.label}/m{m}" if isinstance(member.env, Plays) else turn
+            mine = [p for p in partials if f"{p.request.request_id}/".startswith(f"{own}/")]
+            versions.append(drawn_so_far(member, mine))
+        return versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +105,14 @@ class RolloutStats:
 
     groups: int  # handed to the gate
     failures: int  # given back to the gate
+    restarts: int  # of a checkpoint, played by programs: begun anew
+    lost_members: int  # failed, and their groups went on without them
+    cancelled_members: int  # begun beyond group_size, and not among the first to end
+    cancelled_turn_tokens: int  # drawn by those in turns that had ended
+    forks: int  # continuations drawn from pivots
+    lost_forks: int  # that failed, and their groups went on without them
+    fork_tokens: int  # drawn by continuations
+    shared_tokens: int  # of the answers before their pivots, which continuations did not draw
     active: int  # being played now
     env_s: float  # seconds that environments took, over all episodes
     score_s: float  # seconds that scorers took, over all groups
@@ -90,8 +123,11 @@ class RolloutStats:
 class RolloutSettings:
     """How groups are played, and when playing is given up."""
 
-    group_size: int
+    group_size: int  # members that make a whole group
     limits: EpisodeLimits
+    oversample: int = 0  # members begun beyond those; the first group_size that end are kept
+    least_members: int | None = None  # with which a group goes on if others failed; None: all
+    pivots: PivotPlan | None = None  # continuations of its episodes of one turn; None: none
     max_failures: int = 8  # groups that fail in a row and end the run
 
 
@@ -108,20 +144,37 @@ class RolloutLoop:
         settings: RolloutSettings,
         make_env: MakeEnv = SingleTurn,
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
+        begins: Callable[[Ticket, Prompt], None] = lambda ticket, prompt: None,
     ) -> None:
-        """observe: called with each scored group before it goes to the gate, whatever follows."""
+        """Play nothing yet.
+
+        Args:
+            prompts: what groups are of.
+            generate: the sampler.
+            scorer: judges groups.
+            gate: admits groups, and takes them.
+            settings: how groups are played.
+            make_env: makes the environment of an episode.
+            observe: called with each scored group before it goes to the gate, whatever follows.
+            begins: called before a group's environments are made, in a resumed run again.
+        """
         self._prompts = prompts
         self._generate = generate
         self._scorer = scorer
         self._gate = gate
         self._settings = settings
-        self._make_env, self._observe = make_env, observe
+        self._make_env, self._observe, self._begins = make_env, observe, begins
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._first_cause: BaseException | None = None  # of the failures in a row
         self._failures_in_a_row = 0
-        self._groups = self._failures = self._active = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # that play these
+        self._aged = asyncio.Event()  # `_oldest` has risen
+        self._oldest = 0  # version of the oldest tokens that may still be trained on
+        self._groups = self._failures = self._active = self._restarts = 0
+        self._lost_members = self._cancelled_members = self._cancelled_turn_tokens = 0
+        self._forks = self._lost_forks = self._fork_tokens = self._shared_tokens = 0
         self._env_s = self._score_s = self._gate_wait_s = 0.0
 
     def stats(self) -> RolloutStats:
@@ -129,6 +182,14 @@ class RolloutLoop:
         return RolloutStats(
             groups=self._groups,
             failures=self._failures,
+            restarts=self._restarts,
+            lost_members=self._lost_members,
+            cancelled_members=self._cancelled_members,
+            cancelled_turn_tokens=self._cancelled_turn_tokens,
+            forks=self._forks,
+            lost_forks=self._lost_forks,
+            fork_tokens=self._fork_tokens,
+            shared_tokens=self._shared_tokens,
             active=self._active,
             env_s=self._env_s,
             score_s=self._score_s,
@@ -148,15 +209,21 @@ class RolloutLoop:
         produces      one task per group, whose first turns are all queued in one call per burst
         on failure    RolloutError after `max_failures` failed groups in a row, with the first
                       cause; Closed ends it quietly; nothing stays in flight, also when cancelled
+
+        Beside them one task cancels what the gate says has become too old.
         """
         running: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self._gate.watch(self._note_age, self._note_stop)
         try:
             async with asyncio.TaskGroup() as tasks:
+                running.add(tasks.create_task(self._cancel_old_groups()))
                 burst = self._begin(self._restored) if self._restored else []
+                self._note_restarts(burst)
                 while burst or (burst := await self._next_burst()):
                     for group in burst:
                         task = tasks.create_task(self._play(group))
+                        self._tasks[group.ticket.group] = task
                         running.add(task)
                         task.add_done_callback(running.discard)
                         task.add_done_callback(partial(_cancel, group))
@@ -168,13 +235,87 @@ class RolloutLoop:
         finally:
             self._loop = None
 
+    # ---- what becomes too old while it is drawn
+
+    def _note_age(self, oldest: int) -> None:
+        """Have the groups with older tokens than this version cancelled. From any thread."""
+
+        def note() -> None:
+            self._oldest = max(self._oldest, oldest)
+            self._aged.set()
+
+        self._soon(note)
+
+    def _note_stop(self, number: int) -> None:
+        """Cancel this group, as a replay says. From any thread."""
+
+        def stop() -> None:
+            playing = self._playing.get(number)
+            if playing is not None and number in self._tasks:
+                self._cancel_group(playing, playing.ticket.version, ())
+
+        self._soon(stop)
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Call a function on the loop's thread, unless the loop has ended."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(call)
+
+    async def _cancel_old_groups(self) -> None:
+        """Cancel each group with a token that is too old to be trained on, as soon as it is.
+
+        consumes      the gate's word that `_oldest` has risen
+        waits for     the sampler's report, which says what is drawn of the turns under way
+        produces      gate.cancel for each such group; its requests are cancelled
+        on failure    a sampler that does not report: what it draws now is not looked at
+        """
+        while True:
+            await self._aged.wait()
+            self._aged.clear()
+            oldest = self._oldest
+            if all(p.ticket.version >= oldest for p in self._playing.values()):
+                continue  # no token is older than its group's ticket
+            drawn = await asyncio.to_thread(self._drawn, UNSEEN)
+            by_label: dict[str, list[Partial]] = {}
+            for request, partial_ in drawn.items():
+                by_label.setdefault(request.partition("/")[0], []).append(partial_)
+            for playing in [p for n, p in self._playing.items() if n in self._tasks]:
+                versions = playing.drawn(by_label.get(playing.label, ()))
+                first = min((int(v.min()) for v in versions if len(v)), default=oldest)
+                if first < oldest:
+                    self._cancel_group(playing, first, tuple(len(v) for v in versions))
+
+    def _cancel_group(self, playing: Playing, oldest: int, lengths: tuple[int, ...]) -> None:
+        """Give up a group that is too old.
+
+        Args:
+            playing: the group.
+            oldest: version of its oldest token.
+            lengths: drawn tokens of each member.
+        """
+        number = playing.ticket.group
+        del self._playing[number]
+        self._gate.cancel(
+            CancelledGroup(
+                ticket=playing.ticket,
+                prompt_id=playing.prompt.prompt_id,
+                oldest=oldest,
+                lengths=lengths,
+            )
+        )
+        self._tasks[number].cancel()
+
+    # ---- as data
+
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
         """Return all groups that are being played as data. Callable from any other thread.
 
         The sampler is read first: what it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
-        drawn, loop = self._drawn(), self._loop
+        drawn, loop = self._drawn(UNSAVED), self._loop
         if loop is None:
             return self._saved(drawn)
         saved: Future[tuple[SavedGroup, ...]] = Future()
@@ -191,16 +332,18 @@ class RolloutLoop:
 
     def snapshot(self) -> tuple[SavedGroup, ...]:
         """Return what `progress` does, on the loop's own thread."""
-        return self._saved(self._drawn())
+        return self._saved(self._drawn(UNSAVED))
 
-    def _drawn(self) -> dict[str, Partial]:
+    def _drawn(self, without: str) -> dict[str, Partial]:
+        """Return what is drawn of the turns under way by request id; nothing if the sampler does
+        not say so. without: what that leads to, for people."""
         try:
             return {p.request.request_id: p for p in self._generate.progress()}
         except Exception as error:
             log.warning(
-                "the sampler does not report its running requests (%s): a run resumed from here "
-                "draws their turns from the start",
+                "the sampler does not report its running requests (%s): %s",
                 _text_of(error),
+                without,
             )
             return {}
 
@@ -219,6 +362,8 @@ class RolloutLoop:
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
         """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
+        for group in groups:
+            self._begins(group.ticket, group.prompt)
         asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
             begun = begin_groups(self._generate, self._make_env, asked, self._settings.limits)
@@ -230,6 +375,18 @@ class RolloutLoop:
         ]
         self._playing |= {group.ticket.group: group for group in burst}
         return burst
+
+    def _note_restarts(self, burst: Sequence[Playing]) -> None:
+        """Count and log the restored groups that programs and games play: nothing of them is
+        saved."""
+        groups = [g for g in burst if any(isinstance(m.env, Plays) for m in g.members)]
+        self._restarts += len(groups)
+        if groups:
+            log.warning(
+                "%d groups with open sessions or games begin anew, with the same randomness: a "
+                "program or game that does the same again draws the same from the same weights",
+                len(groups),
+            )
 
     async def _next_burst(self) -> list[Playing]:
         """Wait for tickets; queue the first turns of all their groups at once. Empty: the gate is
@@ -243,7 +400,7 @@ class RolloutLoop:
                 return []
             finally:
                 self._gate_wait_s += time.monotonic() - started
-        fresh = (SavedEpisode(),) * self._settings.group_size
+        fresh = (SavedEpisode(),) * (self._settings.group_size + self._settings.oversample)
         return self._begin(
             [
                 SavedGroup(ticket=ticket, prompt=self._next_prompt(), episodes=fresh)
@@ -266,12 +423,14 @@ class RolloutLoop:
         waits for     the sampler, the environments, the scorer
         produces      an EpisodeGroup into the gate
         on failure    the ticket is given back (Drop.FAILED) and counted; too many in a row end the
-                      run
+                      run, and a scorer that is misset at once
         """
         self._active += 1
         try:
             group = await self._make_group(playing)
-            self._observe(group)
+            if not self._is_playing(playing):
+                return
+            self._observe(without_forks(group))
             self._gate.put(group)
             del self._playing[playing.ticket.group]
             self._groups += 1
@@ -279,25 +438,43 @@ class RolloutLoop:
         except Closed:
             return
         except (Exception, asyncio.CancelledError) as error:
-            if is_the_runs_own_end(error):
+            if not self._is_playing(playing):
+                return
+            if is_the_runs_own_end(error) or isinstance(error, EndpointMisset):
                 raise
             self._forgive(playing.ticket, playing.prompt, error)
         finally:
             self._active -= 1
+            self._tasks.pop(playing.ticket.group, None)
+
+    def _is_playing(self, playing: Playing) -> bool:
+        """Return whether this group was not cancelled meanwhile, its ticket given back."""
+        return playing.ticket.group in self._playing
 
     async def _make_group(self, playing: Playing) -> EpisodeGroup:
-        prompt = playing.prompt
+        prompt, settings = playing.prompt, self._settings
+
+        def left_out(member: int, error: BaseException | None) -> None:
+            self._count_left_out(playing, member, error)
+
         episodes = await play_group(
             self._generate,
             prompt,
             playing.members,
             label=playing.label,
-            limits=self._settings.limits,
+            limits=settings.limits,
+            quota=Quota.of(
+                len(playing.members), group_size=settings.group_size, least=settings.least_members
+            ),
+            left_out=left_out,
             spent_s=self._count_env,
         )
+        continued = await self._continued(playing, episodes)
+        judged = (*episodes, *(c.whole for c in continued))
+        episodes = (*episodes, *(c.episode for c in continued))
         started = time.monotonic()
         try:
-            scores = tuple(await self._scorer(episodes, prompt))
+            scores = tuple(await self._scorer(judged, prompt))
         finally:
             self._score_s += time.monotonic() - started
         if len(scores) != len(episodes):
@@ -306,6 +483,42 @@ class RolloutLoop:
                 f"{len(episodes)} episodes. It must give one each, in order."
             )
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=playing.ticket)
+
+    async def _continued(self, playing: Playing, episodes: Sequence[Episode]) -> list[Continuation]:
+        """Draw the continuations of a group's episodes from their pivots, and count them."""
+        plan, limits = self._settings.pivots, self._settings.limits
+        if plan is None:
+            return []
+        numbers = [m for m, member in enumerate(playing.members) if not member.left_out]
+        forks = planned_forks(
+            plan,
+            playing.prompt,
+            list(zip(numbers, episodes, strict=True)),
+            label=playing.label,
+            limits=limits,
+        )
+        done = await drawn_forks(self._generate, forks, episodes, limits)
+        self._forks += len(done)
+        self._lost_forks += len(forks) - len(done)
+        for one in done:
+            drawn = one.episode.num_drawn
+            self._fork_tokens += drawn
+            self._shared_tokens += one.whole.num_drawn - drawn
+        return done
+
+    def _count_left_out(self, playing: Playing, m: int, error: BaseException | None) -> None:
+        if error is None:
+            self._cancelled_members += 1
+            self._cancelled_turn_tokens += len(drawn_so_far(playing.members[m], ()))
+            return
+        self._lost_members += 1
+        log.warning(
+            "group %d, prompt %d goes on without its member %d, which failed: %s",
+            playing.ticket.group,
+            playing.prompt.prompt_id,
+            m,
+            _text_of(error),
+        )
 
     def _count_env(self, seconds: float) -> None:
         self._env_s += seconds

@@ -20,23 +20,25 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
-from jaxrl_async.run.builders.initial_policy import make_policy
+from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
 from jaxrl_async.run.builders.inputs import check_inputs
-from jaxrl_async.run.builders.learning import make_learner, warm_started
+from jaxrl_async.run.builders.learning import base_of, make_learner, warm_started
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
 from jaxrl_async.run.builders.rollouts import make_rollout_side, open_records
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
+from jaxrl_async.run.builders.serving import RunServing, run_chat_format, served_by_run
 from jaxrl_async.run.builders.training import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
 from jaxrl_async.run.checkpoint.store import open_checkpoints
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Watchdog
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.trainer.trainer import Trainer
+from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 Claim = Callable[[Config], tuple[Config, Paths]]
@@ -58,7 +60,9 @@ class Parts:
     buffer: ReplayBuffer
     schedule: RunSchedule
     watchdog: Watchdog
+    serving: RunServing
     plays: bool  # whether this process has rollouts
+    base_path: str | None  # the directory of the policy at the start; None: random weights
 
     @property
     def sampler(self) -> Router:
@@ -72,8 +76,8 @@ class Parts:
 
     def save_policy(self) -> Path:
         """Write the newest weights as a Hugging Face directory; return its path."""
-        self.policy.with_params(self.trainer.learner.params).save_pretrained(self.paths.policy)
-        return self.paths.policy
+        policy = self.policy.with_trained(self.trainer.learner.params)
+        return write_policy(policy, self.paths, self.base_path)
 
 
 def assemble(
@@ -101,23 +105,34 @@ def assemble(
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)
     slices, tokenizer = inputs.slices, inputs.tokenizer
-    policy = make_policy(config, inputs.spec, tokenizer, slices)
+    policy = make_policy(config, inputs.spec, tokenizer, slices, paths.base)
     if not config.run.resume and pairs is not None:
         policy, warm_metrics = warm_started(
             config, policy, slices, pairs, paths, continued, console, stop, lockstep
         )
+    policy = with_adapter_of(config, policy, slices, paths.base)
     stop.answer = "stopping after this step and saving"
-    learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask)
+    learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(config, checkpoints, learner, inputs.prompts, lockstep)
     records = open_records(
         config, paths, start, inputs.recorded, lockstep, closing, continued=continued
     )
     if warm_metrics:
         records.recorder.log(0, warm_metrics)
+    weights = VersionedParams(version=start.version, params=learner.params)
     side = make_rollout_side(
-        config, inputs, records, learner, start, lockstep, stop, paths.root, closing
+        config, inputs, records, weights, lockstep, stop, paths.root, closing, base_of(policy)
     )
-    observer = make_observer(config.metrics, side, lockstep)
+    closing.callback(inputs.opponents.close)
+    inputs.opponents.begin(
+        paths, start.version, policy.with_trained(learner.params), slices, inputs.locks.sampler
+    )
+    serving = inputs.serving
+    closing.callback(serving.close)
+    if serving.needed and lockstep.plays:
+        chat = run_chat_format(config, tokenizer)
+        serving.open(served_by_run(config, side.sampling.router, tokenizer, chat))
+    observer = make_observer(config.metrics, side, lockstep, serving)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
     trainer = make_trainer(config, learner, side, outlets)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
@@ -132,5 +147,7 @@ def assemble(
         buffer=side.buffer,
         schedule=records.schedule,
         watchdog=make_watchdog(config.faults, side, trainer, paths),
+        serving=serving,
         plays=lockstep.plays,
+        base_path=config.model.path,
     )

@@ -13,8 +13,13 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.report import WARM_START
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.quantize import is_quantized
 
 log = logging.getLogger(__name__)
+
+GIVEN = ".given"
+"""Folder in run.dir, see given_folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,17 @@ class Paths:
         return self.root / "policy"
 
     @property
+    def adapter(self) -> Path:
+        """The final adapter alone, as PEFT reads it."""
+        return self.root / "adapter"
+
+    @property
+    def base(self) -> Path:
+        """The frozen weights that an adapter changes, if no directory of the user's holds them: a
+        Hugging Face directory."""
+        return self.root / "base"
+
+    @property
     def reward_model(self) -> Path:
         """The reward model that run.job=reward_model trained: a Hugging Face directory."""
         return self.root / "reward_model"
@@ -82,6 +98,39 @@ class Paths:
     def report(self) -> Path:
         """The run on one HTML page."""
         return self.root / "report.html"
+
+
+def given_folder(run: RunSection) -> Path:
+    """Return the folder of what a Python program gave for this run and that is kept as files."""
+    return Path(run.dir) / GIVEN / run.name
+
+
+def write_policy(policy: Policy, paths: Paths, base: str | None) -> Path:
+    """Write a policy's weights as a Hugging Face directory, an adapter's changes added; return its
+    path. The adapter alone is written beside it, as PEFT reads it.
+
+    base: the directory of the weights that the adapter changes; None: those in the run's folder.
+    """
+    policy.save_pretrained(paths.policy)
+    if policy.lora is not None:
+        whole = base or str(paths.base)
+        policy.save_adapter(paths.adapter, whole)
+        log_merged(paths.policy, whole, policy)
+        log.info("%s is the adapter alone, as PEFT reads it", paths.adapter)
+    return paths.policy
+
+
+def log_merged(folder: Path, base: str, policy: Policy) -> None:
+    """Log what an adapter's policy in `folder` is made of; base: the directory that it changes."""
+    if is_quantized(policy.params):
+        log.info(
+            "%s is the dequantised base with the adapter's change added: what was trained, and off "
+            "the weights in %s by their rounding",
+            folder,
+            base,
+        )
+    else:
+        log.info("%s is %s with the adapter's change added", folder, base)
 
 
 def write_config(config: Config, paths: Paths) -> None:
@@ -212,7 +261,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def inside(root: Path, path: Path) -> bool:
+def is_inside(root: Path, path: Path) -> bool:
     """Return whether a path is in `root` once all links are followed; `root` may be one itself."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
@@ -222,7 +271,7 @@ def check_links(root: Path) -> None:
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
-            if path.is_symlink() and not inside(root, path):
+            if path.is_symlink() and not is_inside(root, path):
                 raise ConfigError(
                     f"{path} is a link that leads out of the run's folder: the run would read or "
                     f"write {os.path.realpath(path)}. Replace it by what it leads to, or choose "

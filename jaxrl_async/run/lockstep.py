@@ -9,31 +9,37 @@ If the samplers are processes of their own, the first process alone has rollouts
 The trainer's mesh spans all processes, so that each must run its programs in the same order: every
 decision of the trainer's thread is made from values that are equal everywhere. A process that
 fails alone leaves the others waiting; it ends at once, and JAX's coordinator ends them.
+
+A colocated sampler decodes on the devices that carry the messages. Its programs are its process's
+own and end whatever the others do, so that nothing can wait in a circle; but a message that waits
+for another process would keep them waiting. Hence the processes meet on the host first.
 """
 
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import jax
 import numpy as np
+from jax._src import distributed  # barriers have no public name; orbax uses them from there, too
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.errors import Closed, DataError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock
+from jaxrl_async.errors import Closed, DataError, MeshError
 from jaxrl_async.ports import Clock, GroupSource
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import Draw, EpisodeGroup
+from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 
 SMALLEST = 1024
 """Bytes of the smallest message; longer ones are padded to powers of two (one program each)."""
+
+MEETING_S = 3600
+"""Longest wait for the other processes before a message, seconds."""
 
 ROUND_S = 1.0
 """Longest wait for groups before the processes ask whether one of them is to stop, seconds."""
@@ -46,9 +52,15 @@ class Lockstep:
     nothing is sent and JAX is not touched.
     """
 
-    def __init__(self, *, first_plays: bool = False) -> None:
-        """first_plays: only the first process plays rollouts."""
+    def __init__(self, *, first_plays: bool = False, colocated: bool = False) -> None:
+        """Ask JAX which process this is.
+
+        Args:
+            first_plays: Only the first process plays rollouts.
+            colocated: Each decodes on the devices that carry the messages.
+        """
         index, count = 0, 1
+        self._meet: Callable[[], None] = _no_meeting
         if jax.distributed.is_initialized():
             index, count = jax.process_index(), jax.process_count()
         self._place(index, count, first_plays=first_plays)
@@ -58,6 +70,8 @@ class Lockstep:
             self._by_process = NamedSharding(mesh, PartitionSpec("process"))
             everywhere = NamedSharding(mesh, PartitionSpec())
             self._share = jax.jit(lambda x: x, out_shardings=everywhere)
+            if colocated:
+                self._meet = HostMeeting(distributed_meetings())
 
     def _place(self, index: int, count: int, *, first_plays: bool) -> None:
         self.index, self.count = index, count
@@ -71,10 +85,6 @@ class Lockstep:
     def agreed_stop(self, stop: Stop) -> "StopRequests":
         """Return a stop that all processes make in the same step."""
         return stop if self.count == 1 else SharedStop(stop, self)
-
-    def saving_lock(self) -> AbstractContextManager[Any]:
-        """Return a lock between decoding and the messages that orbax sends to other processes."""
-        return NO_DEVICE_LOCK if self.count == 1 else DeviceLock()
 
     def buffer_ledger(self, ledger: Ledger) -> Ledger:
         """Return the ledger that this process's buffer writes: the run's, or one that keeps its
@@ -105,6 +115,7 @@ class Lockstep:
         """Return every process's message, in the order of the processes."""
         if self.count == 1:
             return [message]
+        self._meet()
         lengths = [int(n) for n in self._gathered(np.array([len(message)], np.int32))[:, 0]]
         size = max(SMALLEST, 1 << (max(lengths) - 1).bit_length())
         padded = np.frombuffer(message.ljust(size, b"\0"), np.uint8)
@@ -117,16 +128,53 @@ class Lockstep:
         return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return the means over all processes, each with its weight."""
+        """Return the means over all processes, each with its weight; one of weight 0 need not know
+        a value."""
         weighted = self.gather_json([dict(values), weight])
         total = sum(w for _, w in weighted)
-        return {key: math.fsum(v[key] * w for v, w in weighted) / total for key in values}
+        names = next((v for v, w in weighted if w), values)
+        return {key: math.fsum(v[key] * w for v, w in weighted if w) / total for key in names}
 
     def _gathered(self, row: np.ndarray) -> np.ndarray:
         """[n] of each process -> [processes, n]."""
         shape = (self.count, *row.shape)
         rows = jax.make_array_from_process_local_data(self._by_process, row[None], shape)
         return np.asarray(self._share(rows))
+
+
+class Meetings(Protocol):
+    """What is used of jax.distributed's client."""
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Return once all processes have called this. Raises JaxRuntimeError."""
+        ...
+
+
+def distributed_meetings() -> Meetings:
+    """Return the client of this JAX world."""
+    return cast(Meetings, distributed.global_state.client)
+
+
+class HostMeeting:
+    """Waits, on the host alone, until all processes have come. All must call it equally often."""
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings, self._number = meetings, 0
+
+    def __call__(self) -> None:
+        """Wait for all. Raises MeshError if one does not come."""
+        self._number += 1
+        try:
+            self._meetings.wait_at_barrier(f"lockstep/{self._number}", MEETING_S * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            raise MeshError(
+                f"another process did not come to exchange what it has within {MEETING_S} s, or is "
+                f"gone: {str(error).splitlines()[0]}. Look at its output, and resume the run."
+            ) from error
+
+
+def _no_meeting() -> None:
+    """Do nothing: devices that wait for the others have nothing else to do."""
 
 
 class StopRequests(Protocol):
@@ -278,7 +326,7 @@ class SharedSource:
         self._write(lines)
         waited_s = self._clock() - start
         players = shares[: self._lockstep.players]
-        return replace(merged([share["draw"] for share in players]), waited_s=waited_s)
+        return replace(merged_draws([share["draw"] for share in players]), waited_s=waited_s)
 
     def _try(self, version: int) -> Draw | None:
         try:
@@ -346,7 +394,7 @@ def read_message(message: bytes) -> Any:
         ) from error
 
 
-def merged(draws: list[Draw]) -> Draw:
+def merged_draws(draws: list[Draw]) -> Draw:
     """Merge one step's draws of all processes: in turns, as one process would order them."""
     count = len(draws)
     numbered = [
@@ -360,9 +408,17 @@ def merged(draws: list[Draw]) -> Draw:
         groups=tuple(g for turn in zip(*(n[0] for n in numbered), strict=True) for g in turn),
         dropped=tuple(d for n in numbered for d in n[1]),
         waited_s=max(draw.waited_s for draw in draws),
+        cancelled=tuple(
+            replace(group, ticket=_global_ticket(group.ticket, count, i))
+            for i, draw in enumerate(draws)
+            for group in draw.cancelled
+        ),
     )
 
 
 def _renumbered(group: EpisodeGroup, count: int, process: int) -> EpisodeGroup:
-    number = group.ticket.group * count + process
-    return replace(group, ticket=replace(group.ticket, group=number))
+    return replace(group, ticket=_global_ticket(group.ticket, count, process))
+
+
+def _global_ticket(ticket: Ticket, count: int, process: int) -> Ticket:
+    return replace(ticket, group=ticket.group * count + process)

@@ -16,8 +16,9 @@
 
 What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router and Sampler,
 Recording or Replay, Curriculum, Recorder, Tokenizer, FaultCounts, and the locks of shared devices.
-Parts stop in the order of the data: buffer (no thread waits for groups or tickets any more),
-channel (nor for weights), rollouts, sampler. The other jobs have one thread: offline.py.
+Sessions end first, so that agents are told why. Parts stop in the order of the data: buffer (no
+thread waits for groups or tickets any more), channel (nor for weights), rollouts, sampler. The
+other jobs have one thread: offline.py.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ import jax
 
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
-from jaxrl_async.errors import Closed, ConfigError, Stopped
-from jaxrl_async.metrics.console import Console
+from jaxrl_async.errors import Closed, ConfigError, Stopped, StopTraining
+from jaxrl_async.metrics.charts import accuracy_points, points
+from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
@@ -82,17 +84,25 @@ class Failure:
         return target
 
 
-def train(config: Config) -> None:
-    """Run a configuration to its end; the results are in its run folder.
+def train(config: Config, on_step: OnStep | None = None) -> Path:
+    """Run a configuration to its end; return its folder, which holds the results.
 
     On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
     kinds.
+
+    Args:
+        config: the whole configuration.
+        on_step: called after each update, which goes on once it returns; StopTraining ends the run,
+            any other exception fails it.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)
-    lockstep = Lockstep(first_plays=config.mesh.remote)
+    lockstep = Lockstep(
+        first_plays=config.mesh.remote,
+        colocated=config.mesh.colocated and config.run.job == "rl",
+    )
     config = look_together(config, lockstep)
     check_paths(config)
     paths = Paths(Path(config.run.dir) / config.run.name)
@@ -100,7 +110,8 @@ def train(config: Config) -> None:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
-        console = closing.enter_context(Console(config.run.steps, stream=quiet))
+        told = None if on_step is None else _stopping(on_step, stop)
+        console = closing.enter_context(Console(config.run.steps, stream=quiet, on_step=told))
         claim = functools.partial(claim_together, closing, lockstep)
         console.phase("preparing")
         work = run_rl if config.run.job == "rl" else offline.run
@@ -111,7 +122,7 @@ def train(config: Config) -> None:
         except Stopped as error:
             early = str(error)
         if not lockstep.writes:
-            return
+            return paths.root
         report = write_report(paths.root)
     results: dict[str, Path] = (
         {}
@@ -127,6 +138,19 @@ def train(config: Config) -> None:
             *(f"{what:<{width}}  {where}" for what, where in results.items()),
         ]
     )
+    return paths.root
+
+
+def _stopping(on_step: OnStep, stop: Stop) -> OnStep:
+    """Return `on_step` with StopTraining made a stop of the run."""
+
+    def told(step: int, values: Mapping[str, float]) -> None:
+        try:
+            on_step(step, values)
+        except StopTraining as error:
+            stop.request(str(error) or "the caller")
+
+    return told
 
 
 def look_together(config: Config, lockstep: Lockstep) -> Config:
@@ -199,7 +223,7 @@ def achievements(metrics: Path) -> list[str]:
     lines = read_lines(metrics)
     achieved: list[str] = []
     for key in ("accuracy", "loss", "reward"):
-        values = [(x["step"], x[f"eval/{key}"]) for x in lines if f"eval/{key}" in x]
+        values = accuracy_points(lines) if key == "accuracy" else points(lines, f"eval/{key}")
         if values and not (key == "reward" and achieved):
             (first, start), (last, end) = values[0], values[-1]
             achieved.append(f"held-out {key} {start:.3f} at step {first}, {end:.3f} at step {last}")
@@ -241,6 +265,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         stopping.callback(parts.buffer.close)
         stopping.callback(parts.watchdog.stop)
         stopping.callback(parts.schedule.close)
+        stopping.callback(parts.serving.end_sessions)
         if parts.plays:
             parts.sampler.start()
         for thread in threads:

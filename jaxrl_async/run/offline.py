@@ -25,28 +25,44 @@ from jaxrl_async.algorithms.preference_losses import (
 )
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.examples import ExampleSplit, ExampleStream, demonstrations, preferences
+from jaxrl_async.data.examples import (
+    ExampleSplit,
+    ExampleStream,
+    demonstrations,
+    own_demonstrations,
+    preferences,
+)
 from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.model.heads import save_head, with_head
+from jaxrl_async.model.frozen_base import merged_by_layer
+from jaxrl_async.model.heads import HEAD, save_head, warn_of_readers, with_head
+from jaxrl_async.model.lora import merged
 from jaxrl_async.model.policy import Policy, speaking
+from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
 from jaxrl_async.run.assemble import Claim
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
-from jaxrl_async.run.builders.initial_policy import check_model, make_policy, make_tokenizer
-from jaxrl_async.run.builders.learning import learning, warm_started
+from jaxrl_async.run.builders.initial_policy import (
+    check_model,
+    make_policy,
+    make_tokenizer,
+    with_adapter_of,
+)
+from jaxrl_async.run.builders.learning import base_of, learning, warm_started
+from jaxrl_async.run.builders.playing import find_task, imitated
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, open_checkpoints
-from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
 from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.kl_baseline import BaselinePass
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
@@ -81,7 +97,8 @@ class OfflineJob:
     step: Update[Any]
     pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
     complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds what the weights say of it
-    params: Params  # at the start
+    params: Params  # what is trained, at the start
+    base: Params | None = None  # what an adapter changes; None: all weights are trained
     split: ExampleSplit[Any]
     batch_size: int
     reference: Callable[[], Params] | None = None  # makes the frozen weights; None: none needed
@@ -106,8 +123,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     whole = config
     config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
-    tokenizer, slices = make_tokenizer(config.data, config.model), make_slices(config.mesh)
-    split = SPLITS[config.run.job](config, tokenizer)
+    task, slices = find_task(config), make_slices(config.mesh)
+    tokenizer = make_tokenizer(config.data, config.model, task)
+    split = _split(config, tokenizer, task)
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
@@ -119,11 +137,12 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         checkpoints = closing.enter_context(open_checkpoints(config.checkpoint, paths))
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)
-        policy = make_policy(config, spec, tokenizer, slices)
+        policy = make_policy(config, spec, tokenizer, slices, paths.base)
         if not config.run.resume and pairs is not None:
             policy, warmed = warm_started(
                 config, policy, slices, pairs, paths, resume_asked, console, stop, lockstep
             )
+        policy = with_adapter_of(config, policy, slices, paths.base)
         stop.answer = "stopping after this step and saving"
         job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
@@ -153,16 +172,25 @@ def sft(
     return OfflineJob(
         step=supervised_update(
             policy.spec,
-            learning(config, slices),
+            learning(config, slices, policy.lora),
             learning_rate=config.algorithm.learning_rate,
             total_steps=config.run.steps,
         ),
         pack=functools.partial(pack_pairs, row_length=config.row_length),
-        params=policy.params,
+        params=policy.trained,
+        base=base_of(policy),
         split=split,
         batch_size=config.sft.batch_size,
-        write=functools.partial(_write_policy, policy, paths.policy),
+        write=functools.partial(_write_policy, policy, paths, config.model.path),
     )
+
+
+def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any]:
+    """Return what the job learns from: the task's conversations, or the data's examples."""
+    if config.task is None:
+        return SPLITS[config.run.job](config, tokenizer)
+    own = imitated(config, task, tokenizer)  # a rule leaves task to sft
+    return own_demonstrations(own, tokenizer, config.row_length)
 
 
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
@@ -173,7 +201,7 @@ def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
     """Make the job that learns a policy from better and worse answers: dpo and its kin."""
-    section, settings = config.preference, learning(config, slices)
+    section, settings = config.preference, learning(config, slices, policy.lora)
     loss = preference_loss.resolve(section.loss)
     step = preference_update(
         policy.spec,
@@ -195,11 +223,12 @@ def preference(
         step=step,
         pack=packed,
         complete=BaselinePass(step),
-        params=policy.params,
+        params=policy.trained,
+        base=base_of(policy),
         split=split,
         batch_size=section.batch_size,
         reference=reference if needs_reference(loss) else None,
-        write=functools.partial(_write_policy, policy, paths.policy),
+        write=functools.partial(_write_policy, policy, paths, config.model.path),
     )
 
 
@@ -212,16 +241,23 @@ def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
     """Make the job that learns a scalar head that scores better answers higher."""
+    warn_of_readers(policy.spec, "reward")  # before the training, too
     step = reward_update(
         policy.spec,
-        learning(config, slices),
+        learning(config, slices, policy.lora),
         learning_rate=config.algorithm.learning_rate,
         total_steps=config.run.steps,
         margin=config.preference.margin,
     )
 
+    whole = with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed))
+
     def write(params: Params) -> Path:
         assert policy.tokenizer is not None
+        if policy.lora is not None:
+            merge = merged_by_layer if is_quantized(whole) else merged
+            params = merge(policy.spec, policy.lora, whole, params)
+            log_merged(paths.reward_model, config.model.path or str(paths.base), policy)
         save_head(paths.reward_model, speaking(policy.spec, policy.tokenizer), params)
         policy.tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
@@ -229,7 +265,8 @@ def reward_model(
     return OfflineJob(
         step=step,
         pack=functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows),
-        params=with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed)),
+        params=whole if policy.lora is None else {**policy.adapter, HEAD: whole[HEAD]},
+        base=base_of(policy),
         split=split,
         batch_size=config.preference.batch_size,
         write=write,
@@ -254,9 +291,8 @@ def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSpli
     return preferences(config.data, tokenizer, config.run.seed, config.row_length, halves=halves)
 
 
-def _write_policy(policy: Policy, folder: Path, params: Params) -> Path:
-    policy.with_params(params).save_pretrained(folder)
-    return folder
+def _write_policy(policy: Policy, paths: Paths, base: str | None, params: Params) -> Path:
+    return write_policy(policy.with_trained(params), paths, base)
 
 
 # ---- the loop
@@ -296,7 +332,7 @@ class OfflineRun:
         """outlet: takes each version's report."""
         self._config, self._job, self._progress = config, job, progress
         self._checkpoints, self._outlet, self._stop = checkpoints, outlet, stop
-        self._frozen = Frozen(reference=progress.reference)
+        self._frozen = Frozen(reference=progress.reference, base=job.base)
         self._rates = _rates(config)
         self._held_out = job.pack(job.split.held_out)
 

@@ -4,27 +4,29 @@ watchdog."""
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrl_async.config.schema import MetricsSection
+from jaxrl_async.data.curriculum import combined_measures
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.evaluate import EvalResult, evaluate
+from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
+from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.sampler.router.router import Router
-from jaxrl_async.types import EpisodeGroup, Prompt
+from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,18 @@ def make_recorder(
 # ---- one step's report
 
 
+class Seated(Protocol):
+    """Who filled the seats of games in the policy's place."""
+
+    def measures(self) -> dict[str, float]:
+        """Return the metrics of the last version's games."""
+        ...
+
+    def names(self, group: EpisodeGroup) -> dict[str, str]:
+        """Return who sat where in a group's games; empty: no game, or the policy everywhere."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReporter:
     """Reports each step: a line in metrics.jsonl, the screen, and sometimes sample episodes."""
@@ -84,39 +98,83 @@ class StepReporter:
     tokenizer: Tokenizer
     prompts: PromptStream | OrderedPrompts
     samples_every: int  # updates; 0: none
+    lockstep: Lockstep
+    opponents: Seated
 
     def report(
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
     ) -> None:
         """Report the step that made this version. groups: trained on in it."""
         values = self.observer.complete(values)
+        values |= self._of_prompts(groups)
+        values |= self.opponents.measures() if groups else {}
         if not self.recorder.writes:
             return
-        if groups:
-            values |= self.prompts.measures(1 + max(g.ticket.group for g in groups))
         self.recorder.log(version, values)
         if groups and self.samples_every and version % self.samples_every == 0:
-            self.recorder.samples(version, sample_records(groups[:2], self.tokenizer))
+            self.recorder.samples(version, self._samples(groups[:2]))
         self.console.phase("training")
         self.console.step(version, values)
 
+    def _samples(self, groups: Sequence[EpisodeGroup]) -> list[dict[str, Any]]:
+        """Return sample episodes; those of games say who sat where."""
+        return [
+            {**record, **({"opponents": seated} if (seated := self.opponents.names(group)) else {})}
+            for group in groups
+            for record in sample_records([group], self.tokenizer)
+        ]
+
+    def _of_prompts(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+        """Return metrics of the prompts of all processes with rollouts; these exchange them."""
+        lockstep = self.lockstep
+        numbers = [g.ticket.group for g in groups]
+        own = [n // lockstep.players for n in numbers if n % lockstep.players == lockstep.player]
+        if not own or not lockstep.plays:
+            return {}
+        measures = self.prompts.measures(1 + max(own))
+        if lockstep.players == 1 or not measures:
+            return measures
+        return combined_measures(lockstep.gather_json(measures))
+
 
 def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the first two episodes of some groups, for people."""
+    """Return the first two episodes of some groups, for people.
+
+    An episode of several turns, and one whose environment wrote its opening, is shown whole with
+    its special tokens: what is not drawn is there, too.
+    """
     return [
         {
-            "prompt": group.prompt.text,
-            "completion": tokenizer.decode(episode.token_ids[episode.drawn]),
+            **_shown_texts(group.prompt, episode, tokenizer),
             "reference": group.prompt.reference,
-            "reward": score.reward,
+            "reward": score.total,
             "parts": dict(score.parts),
             "length": episode.num_drawn,
+            "turns": episode.num_turns,
             "stop": episode.stop.value,
             "group": group.ticket.group,
+            **({"seat": episode.seat} if episode.seat else {}),
         }
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
     ]
+
+
+def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the prompt and the completion of a sample; contexts are lines apart."""
+    if episode.num_turns == 1 and len(prompt.token_ids):
+        drawn = episode.token_ids[episode.drawn]
+        return {"prompt": prompt.text, "completion": tokenizer.decode(drawn)}
+    ends = (*episode.starts[1:], len(episode.token_ids))
+    contexts = [
+        episode.token_ids[begin:end] for begin, end in zip(episode.starts, ends, strict=True)
+    ]
+    begun = int(episode.drawn.argmax()) if episode.num_drawn else len(contexts[0])
+    parts = [contexts[0][begun:], *contexts[1:]]
+    return {
+        "prompt": tokenizer.decode_all(contexts[0][:begun]),
+        "completion": "\n\n".join(map(tokenizer.decode_all, parts)),
+    }
 
 
 # ---- the evaluation
@@ -144,35 +202,55 @@ class Evaluation:
     limits: EpisodeLimits
     lockstep: Lockstep
     faults: FaultCounts
+    gives_up: Callable[[], bool]  # asked while answers are waited for; True leaves it out
+    effort: EvalEffort = ONE_TRY
+    # the part CORRECT, once an answer had it: without it all are wrong from then on
+    known: set[str] = field(default_factory=set)
 
     def run(self) -> Mapping[str, float]:
         """Measure reward, and accuracy if the reward says what is right, with the live weights.
 
-        If the scorer or an environment fails for good, nothing but the time is reported: with
-        holes the numbers could not be compared.
+        If the scorer or an environment fails for good, or if it is given up, nothing but the time
+        is reported: with holes the numbers could not be compared.
         """
         start = time.perf_counter()
         result: EvalResult | None = NOT_ASKED
         try:
             if self.lockstep.plays:
-                result = asyncio.run(self._answered())
+                result = asyncio.run(self._answered_unless_given_up())
+        except EndpointMisset:
+            raise
         except RolloutError as error:
             result = None
             self.faults.add("failed_evaluations")
             log.warning("an evaluation is left out: %s", error)
         if not all(self.lockstep.gather_json(result is not None)) or result is None:
             return {"time/eval_s": time.perf_counter() - start}
-        graded = any(self.lockstep.gather_json(result.accuracy is not None))
+        if any(self.lockstep.gather_json(result.accuracy is not None)):
+            self.known.add(CORRECT)
         metrics = {
-            **({"eval/accuracy": result.accuracy or 0.0} if graded else {}),
+            **({"eval/accuracy": result.accuracy or 0.0} if CORRECT in self.known else {}),
             "eval/reward": result.mean_reward,
             "eval/length_mean": result.mean_length_tokens,
             "eval/truncated_share": result.truncated_share,
+            **{f"eval/seat_{seat}": reward for seat, reward in result.seats.items()},
         }
         return {
             **self.lockstep.mean(metrics, result.num_prompts),
             "time/eval_s": time.perf_counter() - start,
         }
+
+    async def _answered_unless_given_up(self) -> EvalResult | None:
+        """Return what is measured; None: it was given up."""
+        answered = asyncio.ensure_future(self._answered())
+        while not (answered.done() or self.gives_up()):
+            await asyncio.wait((answered,), timeout=LOOK_S)
+        if answered.done():
+            return await answered
+        answered.cancel()
+        await asyncio.gather(answered, return_exceptions=True)
+        log.warning("an evaluation is left out: a stop was asked for before all was answered")
+        return None
 
     async def _answered(self) -> EvalResult:
         return await evaluate(
@@ -184,4 +262,6 @@ class Evaluation:
             max_new_tokens=self.limits.max_new_tokens,
             max_length=self.limits.max_length,
             make_env=self.make_env,
+            level=self.limits.priority.first,
+            effort=self.effort,
         )

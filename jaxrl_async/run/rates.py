@@ -3,6 +3,7 @@ waited."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,14 @@ from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.weights.exchange import ChannelStats
 from jaxrl_async.weights.remote.traffic import Traffic
+
+
+class PivotCounts(NamedTuple):
+    """Continuations drawn from pivots, as in RolloutStats."""
+
+    forks: int = 0
+    tokens: int = 0
+    shared_tokens: int = 0
 
 
 class Counters(NamedTuple):
@@ -24,6 +33,12 @@ class Counters(NamedTuple):
     gate_wait_s: float
     living: int  # samplers at work
     faults: Mapping[str, int]  # by name, as FaultCounts counts them
+    cancelled_members: int = 0  # as in RolloutStats
+    cancelled_turn_tokens: int = 0
+    pivots: PivotCounts = PivotCounts()
+    endpoint: Mapping[str, int] = MappingProxyType({})  # by name, as EndpointCounts; empty: none
+    judge: Mapping[str, float] = MappingProxyType({})  # by name, as JudgeMeter; empty: no judge
+    process: Mapping[str, float] = MappingProxyType({})  # by name, as ProcessTally; empty: none
 
 
 class Observer:
@@ -62,6 +77,11 @@ class Observer:
 
 
 ADDED = (
+    "rollout/cancelled_members",
+    "rollout/cancelled_tokens",
+    "rollout/forks",
+    "rollout/fork_tokens",
+    "rollout/shared_tokens",
     "sampler/failed",
     "sampler/preempted",
     "sampler/restarted",
@@ -74,9 +94,16 @@ ADDED = (
     "weights/transfers",
     "weights/sent_bytes",
     "weights/passed_bytes",
+    "weights/base_bytes",
     "weights/repeats",
     "buffer/active",
     "buffer/ready",
+    "judge/calls",
+    "judge/cached",
+    "judge/prompt_tokens",
+    "judge/completion_tokens",
+    "judge/call_s",
+    "process/steps",
 )
 LARGEST = (
     "weights/transfer_s",
@@ -94,7 +121,8 @@ def combined_rates(of_processes: Sequence[Mapping[str, float]]) -> dict[str, flo
     for key in sorted({key for rates in of_processes for key in rates}):
         values = [rates[key] for rates in of_processes if key in rates]
         total = max(values) if key in LARGEST else sum(values)
-        combined[key] = total if key in ADDED or key in LARGEST else total / len(values)
+        is_total = key in ADDED or key in LARGEST or key.startswith("endpoint/")
+        combined[key] = total if is_total else total / len(values)
     return combined
 
 
@@ -110,6 +138,8 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         "sampler/idle_share": 1.0 - busy,
         "sampler/slot_occupancy": used / slot_steps if slot_steps else 0.0,
         **kv_use(was, sampler),
+        **cancellations(before, after),
+        **continuations(before.pivots, after.pivots),
         "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
         "throughput/generated_tokens_per_s": tokens / wall_s,
         **(transfer(sampler, after.channel) if sampler.swaps else {}),
@@ -117,8 +147,25 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         "buffer/active": float(after.buffer.active),
         "buffer/ready": float(after.buffer.ready),
         "sampler/living": float(after.living),
-        **{f"faults/{k}": float(n - before.faults.get(k, 0)) for k, n in after.faults.items()},
+        **_since("faults", before.faults, after.faults),
+        **_since("endpoint", before.endpoint, after.endpoint),
+        **_since("judge", before.judge, after.judge),
+        **process_rewards(before.process, after.process),
     }
+
+
+def _since(space: str, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return what was counted between two readings."""
+    return {f"{space}/{name}": float(n - before.get(name, 0)) for name, n in after.items()}
+
+
+def process_rewards(was: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return how many steps of answers were rewarded between two readings, and with how much."""
+    if not now:
+        return {}
+    steps = now["steps"] - was.get("steps", 0.0)
+    mean = {"process/step_reward": (now["total"] - was.get("total", 0.0)) / steps} if steps else {}
+    return {"process/steps": steps, **mean}
 
 
 def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
@@ -134,6 +181,30 @@ def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
         **{f"sampler/{name}": float(getattr(now, name) - getattr(was, name)) for name in counted},
         "sampler/kv_page_share": now.used_page_share,
         "sampler/in_flight": float(now.in_flight),
+    }
+
+
+def cancellations(before: Counters, after: Counters) -> dict[str, float]:
+    """Return what was begun and not needed between two readings; empty if nothing was."""
+    tokens = after.sampler.cancelled_tokens - before.sampler.cancelled_tokens
+    tokens += after.cancelled_turn_tokens - before.cancelled_turn_tokens
+    members = after.cancelled_members - before.cancelled_members
+    if not tokens and not members:
+        return {}
+    return {
+        "rollout/cancelled_members": float(members),
+        "rollout/cancelled_tokens": float(tokens),
+    }
+
+
+def continuations(was: PivotCounts, now: PivotCounts) -> dict[str, float]:
+    """Return what was drawn from pivots between two readings; empty if nothing ever was."""
+    if not now.forks:
+        return {}
+    return {
+        "rollout/forks": float(now.forks - was.forks),
+        "rollout/fork_tokens": float(now.tokens - was.tokens),
+        "rollout/shared_tokens": float(now.shared_tokens - was.shared_tokens),
     }
 
 
@@ -159,6 +230,7 @@ def remote_transfers(was: Traffic, now: Traffic) -> dict[str, float]:
         "weights/transfers": float(now.transfers - was.transfers),
         "weights/sent_bytes": float(now.sent_bytes - was.sent_bytes),
         "weights/passed_bytes": float(now.passed_bytes - was.passed_bytes),
+        "weights/base_bytes": float(now.base_bytes - was.base_bytes),
         **({"weights/gb_per_s": fetched_bytes / 1e9 / transfer_s} if transfer_s > 0 else {}),
         "weights/repeats": float(now.repeats - was.repeats),
         "sampler/joins": float(now.joins - was.joins),

@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -53,6 +54,10 @@ def end_on_ctrl_c() -> None:
         os._exit(EXIT_CODE)
 
     signal.signal(signal.SIGINT, end)
+
+
+LOOK_S = 0.1
+"""How often `acting_on` looks for a stop, seconds."""
 
 
 class Stop:
@@ -116,6 +121,24 @@ class Stop:
     def preempted(self) -> bool:
         """Whether it was by SIGTERM: the machine is needed for something else soon."""
         return self.reason == "SIGTERM"
+
+    @contextmanager
+    def acting_on(self, act: Callable[[], object]) -> Iterator[None]:
+        """Call a function, once and on a thread of its own, if a stop is asked for inside the
+        `with`: for a block that waits for something else."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(LOOK_S):
+                if self.is_set():
+                    act()
+                    return
+
+        threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def request(self, reason: str) -> None:
         """Ask for a stop after the current step; the first reason is kept."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jaxrl_async.algorithms.answer_pairs import pairs_loss
 from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
@@ -16,6 +17,7 @@ from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
+from jaxrl_async.tasks.named_tasks import check_task_name
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,9 +29,13 @@ def check_names(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     if config.run.job == "preference":
         preference_loss.resolve(config.preference.loss)
+    if config.task is not None and not is_absent(config.task):
+        check_task_name(config.task)
     if config.run.job != "rl":
         return
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
+    if config.pairs.loss is not None and not is_absent(config.pairs.loss):
+        pairs_loss(config.pairs.loss)
     for choice in each_of(config.reward.function):
         if name_of(choice) != "none" and not is_absent(choice):
             find_reward(name_of(choice))
@@ -66,7 +72,7 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "teacher.path", config.teacher.path
         yield "critic.path", config.critic.path
         yield "reward.model", config.reward.model
-        if config.algorithm.kl_coefficient > 0:
+        if config.refers:
             yield "reference.path", config.reference.path
 
 
@@ -75,6 +81,8 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
     if config.data.source == "jsonl":
         yield "data.jsonl.path", config.data.jsonl.path
         yield "data.jsonl.eval_path", config.data.jsonl.eval_path
+    if config.data.chat_format.endswith(".jinja"):
+        yield "data.chat_format", config.data.chat_format
     if config.warm_start.steps:
         yield "warm_start.path", config.warm_start.path
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.prompts import FittingPairs, warm_start_pairs
+from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
@@ -107,10 +108,10 @@ class WarmUpdates:
         log.info("the warm start continues after update %d", self._made)
 
 
-def warm_pairs(config: Config, tokenizer: Tokenizer) -> FittingPairs:
+def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = None) -> FittingPairs:
     """Return endless worked answers, as the warm start and a policy's supervised part learn them.
 
-    Raises ConfigError, DataError.
+    own: a task's records, in place of those of the settings. Raises ConfigError, DataError.
     """
     return warm_start_pairs(
         config.data,
@@ -118,6 +119,7 @@ def warm_pairs(config: Config, tokenizer: Tokenizer) -> FittingPairs:
         tokenizer,
         seed=config.run.seed,
         max_length=config.row_length,
+        own=own,
     )
 
 

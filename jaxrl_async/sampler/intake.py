@@ -7,6 +7,7 @@ from typing import Protocol
 
 from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.outcomes import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams
@@ -94,13 +95,13 @@ class Receiver:
             self._inbox.run_commands()
             return NotYet.NOT_YET
         incoming = self._inbox.take(None if due is None else due.requests)
-        batch.queue.extend(incoming)
+        batch.enqueue(incoming)
         self._inbox.run_commands()
         cancelled = _cancelled(batch)
         if due is not None:
             cancelled = [s for s in cancelled if s.request.request_id in due.cancelled]
         for sequence in cancelled:
-            batch.cancel(sequence)
+            give_up(batch, sequence)
         update = None
         if due is not None:
             update, self._arrived = self._arrived, None

@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from jaxrl_async.errors import Closed, RolloutError
 
@@ -49,20 +50,39 @@ class Lifetime:
         self.thread: threading.Thread | None = None
         self._part, self._step, self._name = weakref.ref(part), step, name
         self._kind, self._pid = type(part).__name__, os.getpid()
+        self._roused: Any = None  # the part, from a call of its users until the thread has seen it
 
     def start(self) -> None:
         """Start the thread unless it was started or closed before."""
         with self.lock:
             if self.thread is not None or self.closed:
                 return
-            self.thread = threading.Thread(
-                target=_serve,
-                args=(self._part, self.wake, self._step),
-                name=self._name,
-                daemon=True,
-            )
-            _close_at_exit(self._part())
+            self.thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._roused = self._part()
+            _close_at_exit(self._roused)
             self.thread.start()
+
+    def rouse(self) -> None:
+        """End the thread's sleep for work that is there now. Until the thread has seen it, the part
+        lives on, also if its last user goes at once."""
+        self._roused = self._part()
+        self.wake.set()
+
+    def _serve(self) -> None:
+        """Run the thread: call `step(part)` again and again, until it returns None or nothing
+        refers to the part any more. `wake` ends the sleep between two steps."""
+        part, self._roused = self._part(), None
+        while part is not None:
+            sleep_s = self._step(part)
+            if sleep_s is None:
+                return
+            if sleep_s:
+                part = None
+                while not self.wake.wait(min(sleep_s, FORGOTTEN_S)) and math.isinf(sleep_s):
+                    if self._part() is None:
+                        return
+                self.wake.clear()
+                part, self._roused = self._part(), None
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Close, and wait for the thread to end, unless this is the thread. Return False if it has
@@ -74,6 +94,12 @@ class Lifetime:
             return True
         self.thread.join(timeout_s)
         return not self.thread.is_alive()
+
+    def detach(self) -> None:
+        """Close without waiting for the thread, which is dead or hung: it ends if it wakes up."""
+        with self.lock:
+            self.closed = True
+        self.wake.set()
 
     def fail(self, error: BaseException) -> None:
         """Close because of this error, which ended the thread."""
@@ -118,6 +144,55 @@ class Lifetime:
             )
 
 
+class Living:
+    """A part that has a Lifetime. A context manager: leaving it closes it."""
+
+    lifetime: Lifetime
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that ended the thread."""
+        return self.lifetime.error
+
+    def start(self) -> None:
+        """Start the thread; the first request does it, too."""
+        self.lifetime.start()
+
+    def close(self) -> None:
+        """Stop; requests that are not done fail with Closed. Idempotent."""
+        raise NotImplementedError
+
+    def check_waits(self) -> None:
+        """Raise RolloutError where waiting for this part would never end: on its own thread, or in
+        a forked process."""
+        self.lifetime.check_waits()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def close_side_by_side(parts: Sequence[Any], limit_s: float) -> None:
+    """Call `close()` of all parts at once, each on a thread of its own; wait limit_s seconds for
+    all of them together, and log how many are left to themselves then."""
+    threads = []
+    for part in parts:
+        thread = threading.Thread(target=part.close, name="close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            part.close()
+        else:
+            threads.append(thread)
+    end_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    if left := sum(thread.is_alive() for thread in threads):
+        log.warning("%d of %d were not closed within %g s", left, len(threads), limit_s)
+
+
 def _close_at_exit(part: Any) -> None:
     """Have `part.close()` called when the program ends; do not keep the part alive."""
     if not _OPEN:
@@ -133,22 +208,3 @@ def _close_all() -> None:
             part.close()
         except Exception as error:
             log.error("%s was not closed at the end: %s", type(part).__name__, error)
-
-
-def _serve(
-    held: "weakref.ref[Any]", wake: threading.Event, step: Callable[[Any], float | None]
-) -> None:
-    """Run the thread of a part: call `step(part)` again and again, until it returns None or nothing
-    refers to the part any more. `wake` ends the sleep between two steps."""
-    part = held()
-    while part is not None:
-        sleep_s = step(part)
-        if sleep_s is None:
-            return
-        if sleep_s:
-            part = None
-            while not wake.wait(min(sleep_s, FORGOTTEN_S)) and math.isinf(sleep_s):
-                if held() is None:
-                    return
-            wake.clear()
-            part = held()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
 
 MAX_STOP_TOKENS = 8
@@ -35,7 +36,7 @@ class Room:
     max_new_tokens: int | None = None
     vocab: int | None = None
     seed: int | None = None
-    kv_shape: tuple[int, int, int] | None = None  # layers, kv_heads, head_dim
+    kv_shape: tuple[int, int, int, int] | None = None  # layers and ModelSpec.cached_shape
     kv_dtype: str | None = None
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
 
@@ -44,19 +45,36 @@ class RequestCheck:
     """Checks requests where they come in, whichever sampler will serve them, and gives those
     without a key a fresh one."""
 
-    def __init__(self, room: Room, fresh_keys: Iterator[int]) -> None:
-        """fresh_keys: numbers for requests that come without a key."""
+    def __init__(
+        self, room: Room, fresh_keys: Iterator[int], adapters: AdapterPlaces | None = None
+    ) -> None:
+        """Make the check.
+
+        Args:
+            room: the sampler's limits.
+            fresh_keys: numbers for requests that come without a key.
+            adapters: that requests may name; None: they may name none.
+        """
         self.room, self._keys = room, fresh_keys
+        self._adapters = AdapterPlaces() if adapters is None else adapters
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as a sampler will serve them. Raises RolloutError for one that cannot
         be served, which names the field."""
-        return [
-            checked_partial(r, self.room)
-            if isinstance(r, Partial)
-            else self._keyed(checked_request(r, self.room))
-            for r in requests
-        ]
+        return [self._checked(r) for r in requests]
+
+    def _checked(self, given: Request | Partial) -> Request | Partial:
+        if isinstance(given, Partial):
+            saved = checked_partial(given, self.room)
+            self.check_adapter(saved.request)
+            return saved
+        request = self._keyed(checked_request(given, self.room))
+        self.check_adapter(request)
+        return request
+
+    def check_adapter(self, request: Request) -> None:
+        """Raise RolloutError unless the request's adapter takes new requests now."""
+        self._adapters.check(request.adapter, f"request {request.request_id!r}")
 
     def _keyed(self, request: Request) -> Request:
         """Give a request without a key a fresh one."""
@@ -83,6 +101,8 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         _refuse(request, "request_id", request.request_id, "text")
     if not isinstance(request.extras, bool | np.bool_):
         _refuse(request, "extras", request.extras, "True or False")
+    if not isinstance(request.adapter, str):
+        _refuse(request, "adapter", request.adapter, "text")
     token_ids = _prompt(request, room)
     forced = request.forced_length
     _check_room(request, len(token_ids), room, answer_fits=answer_fits)
@@ -92,8 +112,13 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         max_new_tokens=int(request.max_new_tokens),
         sampling=_sampling(request),
         stop_token_ids=_stop_ids(request, room),
-        key=None if request.key is None else _key(request),
+        key=None
+        if request.key is None
+        else _two_whole(
+            request, "key", request.key, "two whole numbers of 32 bits, or None for a fresh one"
+        ),
         branch=_whole(request, "branch", request.branch, 0, INT32_END),
+        priority=_two_whole(request, "priority", request.priority, "two whole numbers of 32 bits"),
         forced_length=None if forced is None else int(forced),
         extras=bool(request.extras),
     )
@@ -139,7 +164,7 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
             )
     check_masks(name, saved, request, count)
     _check_kv(name, saved, len(request.token_ids) + count, room)
-    check_experts(name, saved, len(request.token_ids) + count - 1, room)
+    check_expert_ids(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **columns)
 
 
@@ -226,12 +251,11 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
             )
 
 
-def _key(request: Request) -> tuple[int, int]:
-    key: Any = request.key
-    good = isinstance(key, tuple | list) and len(key) == 2 and all(map(_is_whole, key))
-    if not (good and all(-INT32_END <= part < INT32_END for part in key)):
-        _refuse(request, "key", key, "two whole numbers of 32 bits, or None for a fresh one")
-    return int(key[0]), int(key[1])
+def _two_whole(request: Request, field: str, value: Any, wanted: str) -> tuple[int, int]:
+    good = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value))
+    if not (good and all(-INT32_END <= part < INT32_END for part in value)):
+        _refuse(request, field, value, wanted)
+    return int(value[0]), int(value[1])
 
 
 def _stop_ids(request: Request, room: Room) -> tuple[int, ...]:
@@ -322,12 +346,12 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         raise RolloutError(f"{name}: kv is not an array, or has no kv_version. {hint}")
     if room.kv_shape is None:
         return
-    layers, heads, width = room.kv_shape
-    fits = kv.ndim == 5 and kv.shape[:2] == (layers, 2) and kv.shape[3:] == (heads, width)
+    layers, sides, heads, width = room.kv_shape
+    fits = kv.ndim == 5 and kv.shape[:2] == (layers, sides) and kv.shape[3:] == (heads, width)
     if not fits or kv.shape[2] > tokens:
         raise RolloutError(
-            f"{name}: kv has shape {kv.shape}, but this sampler's cache needs ({layers}, 2, up to "
-            f"{tokens}, {heads}, {width}): another model made it. {hint}"
+            f"{name}: kv has shape {kv.shape}, but this sampler's cache needs ({layers}, {sides}, "
+            f"up to {tokens}, {heads}, {width}): another model made it. {hint}"
         )
     if kv.dtype.name != room.kv_dtype:
         raise RolloutError(
@@ -335,7 +359,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         )
 
 
-def check_experts(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def check_expert_ids(name: str, saved: Partial, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.ports import Clock
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
@@ -23,6 +24,8 @@ from jaxrl_async.types import Completion, Partial, Request, StopReason
 log = logging.getLogger(__name__)
 
 CLOSED = "the sampler is closed"
+CLOSED_TOO_EARLY = "the sampler was closed before the request was done"
+"""The message to callers whose request was not done when their sampler was closed."""
 AnyFuture = Any
 """An asyncio.Future or a concurrent.futures.Future."""
 
@@ -48,11 +51,16 @@ class Inbox:
     blocks."""
 
     def __init__(
-        self, lifetime: Lifetime, room: Room, clock: Clock, fresh_keys: Iterator[int]
+        self,
+        lifetime: Lifetime,
+        room: Room,
+        clock: Clock,
+        fresh_keys: Iterator[int],
+        adapters: AdapterPlaces | None = None,
     ) -> None:
-        """fresh_keys: numbers for requests that come without a key."""
+        """fresh_keys, adapters: see RequestCheck."""
         self._lifetime, self._clock = lifetime, clock
-        self._check = RequestCheck(room, fresh_keys)
+        self._check = RequestCheck(room, fresh_keys, adapters)
         self._requests: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
 
@@ -86,8 +94,10 @@ class Inbox:
         self._lifetime.start()
         with self._lifetime.lock:
             self._lifetime.check_open(CLOSED)
+            for one in live:  # again: an adapter that is unloaded since is not waited for
+                self._check.check_adapter(one.request)
             self._requests.extend(live)
-        self._lifetime.wake.set()
+        self._lifetime.rouse()
 
     def run(self, command: Callable[[], Any]) -> Any:
         """Run a command on the sampler's thread between two blocks; return its result or raise what
@@ -98,7 +108,7 @@ class Inbox:
         with self._lifetime.lock:
             self._lifetime.check_open(CLOSED)
             self._commands.append((command, future))
-        self._lifetime.wake.set()
+        self._lifetime.rouse()
         return future.result()
 
     # ---- the sampler's thread

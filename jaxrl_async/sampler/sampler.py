@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Lock
-from typing import Any, Self
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -30,14 +30,24 @@ from jaxrl_async.errors import Closed, ConfigError, RolloutError
 from jaxrl_async.mesh import spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS, NotYet, WeightSource
+from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
+from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.outcomes import ended, request_as_data
+from jaxrl_async.sampler.batch.renewal import new_version
 from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
 from jaxrl_async.sampler.device.arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
-from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.partial import branches
-from jaxrl_async.sampler.requests import CLOSED, Inbox, cancelled_on_error, completion_of, resolve
+from jaxrl_async.sampler.requests import (
+    CLOSED,
+    CLOSED_TOO_EARLY,
+    Inbox,
+    cancelled_on_error,
+    completion_of,
+    resolve,
+)
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
@@ -53,11 +63,9 @@ LOOK_S = 0.002
 """How often a replay checks whether what was recorded has come, seconds."""
 CLOSE_S = 60.0
 """Longest wait for the thread to end, seconds; one that hangs is left alone."""
-CLOSED_TOO_EARLY = "the sampler was closed before the request was done"
-"""The message to callers whose request was not done when the sampler was closed."""
 
 
-class Sampler:
+class Sampler(Living):
     """Continuous batching over slots and pages. Thread safe: submit from anywhere.
 
     A context manager: leaving it closes it. A sampler without references ends once its requests are
@@ -114,18 +122,25 @@ class Sampler:
                 "a sampler whose mesh spans several processes needs followers in the others, which "
                 "do as it does: see sampler/remote/leading.py."
             )
+        if setup.settings.adapters is not None and not isinstance(weights, FixedWeights):
+            raise ConfigError(
+                "a sampler with places for adapters (SamplerSettings.adapters) has a base that "
+                "never changes: leave `weights` out, and load adapters by name."
+            )
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
         self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
         self.loop = DecodeLoop(setup, self.lifetime, weights, version=version, prepared=prepared)
         self._inbox, self.weights = self.loop.inbox, weights
+        self.adapters = SamplerAdapters(
+            setup.spec,
+            setup.settings.adapters,
+            setup.places,
+            self._inbox,
+            self.loop.changes,
+        )
         self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
         weights.attach(self.lifetime.wake)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception that ended the thread."""
-        return self.lifetime.error
 
     @property
     def blamed(self) -> frozenset[str]:
@@ -143,10 +158,6 @@ class Sampler:
 
     # ---- its life
 
-    def start(self) -> None:
-        """Start the thread; the first request does it, too."""
-        self.lifetime.start()
-
     def close(self) -> None:
         """Stop at the next block boundary; requests that are not done fail with Closed.
         Idempotent."""
@@ -159,25 +170,14 @@ class Sampler:
             self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
         self.setup.settings.followers.dismiss()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def check_waits(self) -> None:
-        """Raise RolloutError where waiting for this sampler would never end: on its own thread, or
-        in a forked process."""
-        self.lifetime.check_waits()
-
     def abandon(self) -> None:
         """Detach from the thread, which is dead or hung: ignore anything that it still produces,
         stop weight updates from waiting for it, and let it exit if it wakes up."""
-        with self.lifetime.lock:
-            self.lifetime.closed = True
-        self.lifetime.wake.set()
+        self.lifetime.detach()
         self.weights.leave()
-        self._inbox.fail_commands(self.error or Closed("the sampler was taken out: it hangs"))
+        error = self.error or Closed("the sampler was taken out: it hangs")
+        self._inbox.fail_commands(error)
+        self.loop.changes.fail(error)
 
     def successor(self) -> "Sampler":
         """Return a replacement for this abandoned sampler: the same setup, the newest weights, no
@@ -193,7 +193,8 @@ class Sampler:
             version, prepared = self.version, self.loop.weights.prepared
             update = source.poll(wait=True)
             if update is not None:
-                version, prepared = update.version, self.engine.prepare(update.params)
+                version = update.version
+                prepared = self.engine.prepare(update.params, prepared)
             assert prepared is not None, "what was taken and is not live is staged again"
             successor = Sampler.from_setup(self.setup, prepared, version, source)
             if update is not None:
@@ -311,14 +312,22 @@ class DecodeLoop:
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
         self._clock, self._device_lock = settings.clock, settings.device_lock
-        self.inbox = Inbox(lifetime, setup.room, settings.clock, setup.fresh_keys)
+        self.inbox = Inbox(lifetime, setup.room, settings.clock, setup.fresh_keys, setup.places)
+        check = SwapCheck(setup.spec, settings.dtype, settings.probe, settings.device_lock)
         self.weights = SwappedWeights(
             setup.engine,
-            SwapCheck(setup.spec, settings.dtype, settings.probe, settings.device_lock),
+            check,
             mode=setup.section.on_new_weights,
             device_lock=settings.device_lock,
             version=version,
             prepared=prepared,
+        )
+        self.changes = AdapterChanges(
+            setup.engine,
+            check,
+            setup.places,
+            mode=setup.section.on_new_weights,
+            device_lock=settings.device_lock,
         )
         self._receiver = receiver or settings.followers.led(
             Receiver(settings.name, self.inbox, source, settings.schedule)
@@ -367,7 +376,8 @@ class DecodeLoop:
     def busy(self) -> bool:
         """Whether there is anything to do."""
         work = self.batch is not None and (self.batch.placed or self.batch.queue)
-        return bool(work or self.inbox or self._lifetime.closed or self.weights.waiting)
+        waits = self.weights.waiting or self.changes.waiting
+        return bool(work or self.inbox or self._lifetime.closed or waits)
 
     def open_batch(self) -> Batch:
         """Make the batch, whose KV takes most of the device's memory."""
@@ -380,8 +390,9 @@ class DecodeLoop:
                 prefill_chunk=section.prefill_chunk,
                 prefix_cache=section.prefix_cache,
                 one_version=section.on_new_weights == "restart",
+                adapters=self._setup.places,
             )
-        self.batch.new_version(self.weights.version)
+        new_version(self.batch, self.weights.version)
         return self.batch
 
     # ---- one round
@@ -417,7 +428,23 @@ class DecodeLoop:
             self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
             self._count(batch, cancelled=len(taken.cancelled))
             self._swap(batch, taken.update)
+            self._change_adapters(batch)
             return True
+
+    def _change_adapters(self, batch: Batch) -> None:
+        """Load, swap and unload adapters, if running sequences allow it."""
+        if not self.changes.waiting:
+            return
+        start = self._clock()
+        queued = {live.request.adapter for live in self.inbox.requests()}
+        swaps = self.changes.make(batch, self.weights, queued)
+        if swaps:
+            self._count(batch, swaps=swaps)
+            self._note_pause(self._clock() - start)
+
+    def _note_pause(self, pause_s: float) -> None:
+        longest = max(pause_s, self.stats.max_swap_pause_s)
+        self.stats = replace(self.stats, swap_pause_s=pause_s, max_swap_pause_s=longest)
 
     def _swap(self, batch: Batch, update: VersionedParams | None) -> None:
         """Swap to new weights, or to those that wait, if running sequences allow it. The pause
@@ -428,10 +455,9 @@ class DecodeLoop:
             return
         pause_s = self._clock() - start
         self._count(batch, swaps=1)
+        self._note_pause(pause_s)
         self.stats = replace(
             self.stats,
-            swap_pause_s=pause_s,
-            max_swap_pause_s=max(pause_s, self.stats.max_swap_pause_s),
             probe_error=error,
             max_probe_error=max(error, self.stats.max_probe_error),
         )
@@ -441,7 +467,8 @@ class DecodeLoop:
         """Admit, prefill and start a block; hand out completions while it runs."""
         self._blocks += 1
         with self.changing:
-            batch.admit(only_begun=self.weights.waiting)
+            held = frozenset({""}) if self.weights.waiting else frozenset()
+            batch.admit(held | self.changes.held)
             self._note_starts(batch)
             batch.prefill(self.weights.prepared)
             batch.start_block(self.weights.prepared)
@@ -451,7 +478,7 @@ class DecodeLoop:
         """Take what the block drew, and the sequences that ended out of the batch."""
         with self.changing:
             for sequence in batch.finish_block(block):
-                batch.guarded(sequence, lambda s: self.finished.append((s, batch.end(s))))
+                batch.guarded(sequence, lambda s: self.finished.append((s, ended(batch, s))))
 
     def _note_starts(self, batch: Batch) -> None:
         now = self._clock()
@@ -515,7 +542,7 @@ class DecodeLoop:
                 "submitted to this sampler."
             )
         with self._device_lock:
-            partial = batch.snapshot(sequence, with_kv=with_kv and self._one_process)
+            partial = request_as_data(batch, sequence, with_kv=with_kv and self._one_process)
         if stop:
             output = batch.output(sequence)
             batch.cancel(sequence)
@@ -547,7 +574,7 @@ class DecodeLoop:
         queued, placed = self.inbox.requests(), []
         if self.batch is not None:
             batch = self.batch
-            placed = [batch.snapshot(s, with_kv=False) for s in batch.placed.values()]
+            placed = [request_as_data(batch, s, with_kv=False) for s in batch.placed.values()]
             queued += batch.queue
         seed = self._setup.seed
         return (*placed, *(s.as_partial(s.saved_output, seed) for s in queued))
@@ -572,3 +599,4 @@ class DecodeLoop:
             self.changing.release()
         resolve([(stage.owner, error) for stage in stages])
         self.inbox.fail_commands(error)
+        self.changes.fail(error)

@@ -1,6 +1,8 @@
 """What a sampler is set up with: from a policy and its settings to an engine with limits."""
 
 import itertools
+import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,16 +17,30 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
+from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
+from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.spec import ModelSpec, Params, check_positions, weight_table
+from jaxrl_async.model.sink_pages import has_spare, page_head_dim
+from jaxrl_async.model.spec import (
+    ModelSpec,
+    Params,
+    Weight,
+    check_positions,
+    stacks_in,
+    weight_table,
+)
 from jaxrl_async.ports import UNRECORDED, Clock, Schedule
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.request_checks import INT32_END, Room
 from jaxrl_async.sampler.swap import Probe
+from jaxrl_async.types import IntArray
+
+log = logging.getLogger(__name__)
 
 LONGEST = 2048
 """Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
@@ -37,6 +53,7 @@ class SamplerSettings:
     dtype: Any = jnp.float32  # that it computes in, and of its KV
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only
     one_thread: bool = False  # on a CPU, use one core only: for several samplers side by side
+    adapters: AdapterRoom | None = None  # that requests may name; None: they may name none
     probe: Probe | None = None  # to check new weights on; None: they are not checked
     schedule: Schedule = UNRECORDED  # records, or prescribes, what is taken in between which blocks
     followers: Followers = NO_FOLLOWERS  # the sampler's other processes
@@ -44,10 +61,16 @@ class SamplerSettings:
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
 
+    @property
+    def probe_tokens(self) -> IntArray | None:
+        """Tokens on which new weights are checked; None: they are not."""
+        return None if self.probe is None else self.probe.token_ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSetup:
-    """What a sampler and its successors share. Nothing changes but fresh_keys, which count on."""
+    """What a sampler and its successors share. Nothing changes but fresh_keys, which count on, and
+    the adapters in their places."""
 
     spec: ModelSpec
     section: schema.SamplerSection
@@ -56,6 +79,7 @@ class SamplerSetup:
     room: Room
     seed: int
     settings: SamplerSettings
+    places: AdapterPlaces = field(default_factory=AdapterPlaces)
     fresh_keys: Iterator[int] = field(default_factory=itertools.count)  # no successor repeats one
 
 
@@ -68,10 +92,16 @@ def set_up(
 ) -> tuple[SamplerSetup, Params]:
     """Return the setup of a Sampler and its parameters on the mesh; arguments as Sampler's. Raises
     ConfigError."""
-    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.params)
+    spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.whole)
     setup = build_setup(spec, section, mesh, seed, settings)
+    has_one = any(adapted_names(params[stack]) for stack in stacks_in(params))
+    if settings.adapters is not None and has_one:
+        raise ConfigError(
+            "a sampler with places for adapters (SamplerSettings.adapters) takes a policy without "
+            "one: give the base, and load the adapter by name (Sampler.adapters.load)."
+        )
     if mesh is not None:
-        table = table_of(weight_table(spec), params)
+        table = with_adapter(spec, table_of(weight_table(spec), params), params)
         params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
     return setup, params
 
@@ -87,9 +117,19 @@ def build_setup(
     ConfigError."""
     if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
         raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
-    section = section or roomy_section(spec, settings.dtype)
+    room = settings.adapters
+    section = section or roomy_section(spec, settings.dtype, room, mesh)
     check_positions(spec, section.max_length, "sampler.max_length", "the policy")
-    plan = kv_plan(spec, section, settings.dtype)
+    plan = kv_plan(spec, section, settings.dtype, room, mesh)
+    if room is not None:
+        log.info(
+            "%s: %.1f MiB of KV cache, and %.1f MiB of places for %d adapters up to rank %d",
+            settings.name,
+            plan.kv_bytes / 2**20,
+            plan.places_bytes / 2**20,
+            room.places,
+            room.rank,
+        )
     engine = build_engine(
         spec,
         plan,
@@ -98,6 +138,7 @@ def build_setup(
         dtype=settings.dtype,
         one_thread=settings.one_thread,
         keep_routing=settings.keep_routing,
+        room=room,
     )
     return SamplerSetup(
         spec=spec,
@@ -107,6 +148,7 @@ def build_setup(
         room=room_of(spec, section, seed, settings),
         seed=seed,
         settings=settings,
+        places=AdapterPlaces(0 if room is None else room.places),
     )
 
 
@@ -120,7 +162,7 @@ def room_of(
         max_new_tokens=section.max_new_tokens,
         vocab=spec.vocab,
         seed=seed,
-        kv_shape=(spec.layers, spec.kv_heads, spec.head_dim),
+        kv_shape=(spec.layers, *spec.cached_shape),
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
     )
@@ -139,35 +181,72 @@ def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
     return jax.tree.map(one, params, shardings)
 
 
-def roomy_section(spec: ModelSpec, dtype: Any) -> schema.SamplerSection:
+def roomy_section(
+    spec: ModelSpec, dtype: Any, room: AdapterRoom | None = None, mesh: Mesh | None = None
+) -> schema.SamplerSection:
     """Return the section of a sampler that was given none: sequences as long as the model allows,
-    LONGEST at most, in the KV memory that the defaults of schema.SamplerSection take."""
+    LONGEST at most, in the KV memory that the defaults of schema.SamplerSection take, and the
+    places of adapters beside it; arguments as kv_plan's."""
     usual = schema.SamplerSection()
-    plan = kv_plan(spec, usual, dtype)
+    plan = kv_plan(spec, usual, dtype, room, mesh)
     longest = min(spec.max_positions, LONGEST)
     needed = -(-longest // plan.page_tokens) * plan.page_bytes
     return usual.model_copy(
         update={
             "max_length": longest,
             "max_new_tokens": longest - 1,
-            "kv_memory_mib": max(plan.kv_bytes, needed) / 2**20,
+            "kv_memory_mib": (max(plan.kv_bytes, needed) + plan.places_bytes) / 2**20,
         }
     )
 
 
-def kv_plan(spec: ModelSpec, section: schema.SamplerSection, dtype: Any) -> MemoryPlan:
+def kv_plan(
+    spec: ModelSpec,
+    section: schema.SamplerSection,
+    dtype: Any,
+    room: AdapterRoom | None = None,
+    mesh: Mesh | None = None,
+) -> MemoryPlan:
     """Return how many slots and pages a model has in the memory of this section. Raises
-    ConfigError."""
-    each = spec.kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
+    ConfigError.
+
+    Args:
+        spec: of the model.
+        section: the sampler's.
+        dtype: that it computes in, and of its KV.
+        room: for adapters, whose places take their part of sampler.kv_memory_mib; None: there are
+            none.
+        mesh: of the sampler: places lie several times on some of its devices, and pages of the
+            TPU's kernel hold heads as wide as a register; None: one device.
+    """
+    sides, heads, width = spec.cached_shape
+    if uses_ragged(section.attention, mesh, spec):
+        width = page_head_dim(width)
+    each = sides * heads * width * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
+    of_places = jnp.bfloat16 if section.matmul == "bfloat16" else dtype
     return plan_memory(
-        token_bytes=2 * spec.layers * each,
+        token_bytes=spec.layers * each,
         max_length=section.max_length,
         page_tokens=section.page_tokens,
         slots=section.slots,
         reserve_share=section.reserve,
         budget_bytes=None if mib is None else int(mib * 2**20),
+        places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
     )
+
+
+def _places_bytes(spec: ModelSpec, room: AdapterRoom, dtype: Any, mesh: Mesh | None) -> int:
+    """Return the bytes of a sampler's places for adapters, on all devices together."""
+    table = stack_table(spec, room)
+    weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
+    if mesh is None:
+        numbers = sum(math.prod(w.shape) for w in weights)
+    else:
+        where = jax.tree.leaves(shardings(table, mesh, SAMPLER_RULES))
+        parts = (s.shard_shape(w.shape) for s, w in zip(where, weights, strict=True))
+        numbers = mesh.size * sum(math.prod(shape) for shape in parts)
+    return numbers * int(jnp.dtype(dtype).itemsize)
 
 
 def build_engine(
@@ -179,14 +258,22 @@ def build_engine(
     dtype: Any,
     one_thread: bool = False,
     keep_routing: bool = False,
+    room: AdapterRoom | None = None,
 ) -> Engine:
     """Return the engine of a sampler on this mesh. Raises ConfigError if keep_routing is asked of a
-    dense model."""
+    dense model, adapters of matrices that there are not, or of a mesh of several processes."""
     if keep_routing and not spec.experts:
         raise ConfigError(
             f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
             "tokens are not routed. Leave it out."
         )
+    if room is not None:
+        stack_of(spec, room)  # raises for targets that match nothing
+        if mesh is not None and spans_processes(mesh):
+            raise ConfigError(
+                "SamplerSettings.adapters: a sampler whose mesh spans several processes serves no "
+                "adapters by name. Take a mesh of one process, or merge the adapter."
+            )
     engine_spec = EngineSpec(
         model=spec,
         slots=plan.slots,
@@ -197,17 +284,26 @@ def build_engine(
         block=section.block,
         mesh=mesh,
         dtype=dtype,
-        ragged=uses_ragged(section.attention, mesh),
+        ragged=uses_ragged(section.attention, mesh, spec),
         one_thread=one_thread,
         mixed=section.matmul == "bfloat16",
         keeps_routes=keep_routing,
+        room=room,
     )
     return Engine(engine_spec)
 
 
-def uses_ragged(attention: str, mesh: Mesh | None) -> bool:
-    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention."""
+def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
+    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention; a
+    model's sinks need heads that leave columns for them, and latent attention's heads are wider
+    than the kernel's. Raises ConfigError."""
+    if attention == "ragged" and spec.latent:
+        raise ConfigError(
+            f"sampler.attention=ragged: the kernel has no latent attention, which this "
+            f"{spec.family} model has. Set sampler.attention=gathered."
+        )
     if attention != "auto":
         return attention == "ragged"
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return bool(device.platform == "tpu")
+    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
+    return bool(device.platform == "tpu") and fits

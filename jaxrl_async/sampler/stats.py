@@ -58,6 +58,7 @@ class SamplerStats:
     requests_done: int = _is(COUNTER)
     truncated: int = _is(COUNTER)  # ended by length
     cancelled: int = _is(COUNTER)
+    cancelled_tokens: int = _is(COUNTER)  # drawn by requests that were cancelled later
     failed: int = _is(COUNTER)  # requests that raised on the sampler's thread, each alone
     preempted: int = _is(COUNTER)  # lost their pages for a while: memory was short
     restarted: int = _is(COUNTER)  # began again after a swap

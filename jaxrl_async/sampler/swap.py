@@ -5,6 +5,7 @@ running sequences: they continue on their KV, have it recomputed, begin again (r
 finished first while the new weights wait (drain).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_async.errors import WeightsError
+from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.renewal import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
-from jaxrl_async.types import IntArray, VersionedParams
+from jaxrl_async.types import FloatArray, IntArray, VersionedParams
+
+LogprobsOf = Callable[[IntArray], Any]
+"""Untempered log-probs of all tokens of a sequence but the first, [n - 1] float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +52,36 @@ class SwapCheck:
         self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
         self._device_lock = device_lock
 
-    def error_of(self, update: VersionedParams) -> float:
+    def checked(self, where: str, logprobs: Any) -> FloatArray:
+        """Return what a caller says the trainer's log-probs on the probe are. Raises ConfigError,
+        which begins with `where`, for others than the probe's."""
+        if self._probe is None:
+            raise ConfigError(
+                f"{where}: probe_logprobs were given, and this sampler has no probe to compare "
+                "them with. Start it with SamplerSettings(probe=...), or leave them out."
+            )
+        given, wanted = np.asarray(logprobs), (len(self._probe.token_ids) - 1,)
+        if given.dtype.kind != "f" or given.shape != wanted:
+            raise ConfigError(
+                f"{where}: probe_logprobs must be numbers of shape {wanted}, one for each token of "
+                f"the probe but the first, not {given.dtype} {given.shape}."
+            )
+        return given
+
+    def error_of(self, update: VersionedParams, logprobs_of: LogprobsOf | None = None) -> float:
         """Return the largest difference, nats; 0 without a probe. Raises WeightsError above the
-        tolerance."""
+        tolerance.
+
+        logprobs_of: computes them; None: from the update, which has all weights.
+        """
         if self._probe is None or update.probe_logprobs is None:
             return 0.0
         token_ids = self._probe.token_ids
         with self._device_lock:
-            logprobs = _sequence_logprobs(self._spec, update.params, token_ids, self._dtype)
+            if logprobs_of is None:
+                logprobs = _sequence_logprobs(self._spec, update.params, token_ids, self._dtype)
+            else:
+                logprobs = logprobs_of(token_ids)
             sampler, trainer = whole(logprobs), np.asarray(update.probe_logprobs)
         error = float(np.max(np.abs(sampler - trainer)))
         if not error <= self._probe.tolerance:
@@ -99,27 +127,36 @@ class SwappedWeights:
         update = self._staged or update
         if update is None:
             return None
-        if self._mode == "drain" and batch.under_way:
+        if self._mode == "drain" and under_way(batch):
             self._staged = update
             return None
         self._staged = None
-        error = self._check.error_of(update)
-        self.prepared = None  # room for the new ones
-        self.prepared, self.version = self._engine.prepare(update.params), update.version
-        batch.new_version(update.version)
+        if is_whole(update.params):
+            error = self._check.error_of(update)
+            self.prepared = None  # room for the new ones
+            self.prepared = self._engine.prepare(update.params)
+        else:
+            adapted = self._engine.prepare(update.params, self.prepared)
+            error = self._check.error_of(update, partial(self._engine.probe, adapted))
+            self.prepared = adapted
+        self.version = update.version
+        new_version(batch, update.version)
         if self._mode == "recompute":
-            self._recompute(batch)
+            remake(batch, self.prepared, self._device_lock)
         elif self._mode == "restart":
-            batch.restart()
+            restart(batch)
         return error
 
-    def _recompute(self, batch: Batch) -> None:
-        """Make the KV of running sequences again, and wait for it."""
-        with self._device_lock:
-            batch.recompute()
-            while batch.prefilling:
-                batch.prefill(self.prepared)
-            jax.block_until_ready(batch.state.logits)
+
+def remake(
+    batch: Batch, prepared: Any, device_lock: AbstractContextManager[Any], adapter: str = ""
+) -> None:
+    """Make the KV of an adapter's running sequences again, and wait for it."""
+    with device_lock:
+        recompute(batch, adapter)
+        while batch.prefilling:
+            batch.prefill(prepared)
+        jax.block_until_ready(batch.state.logits)
 
 
 @partial(jax.jit, static_argnums=(0, 3))

@@ -19,6 +19,7 @@ import numpy as np
 from jaxrl_async.errors import (
     Closed,
     ConfigError,
+    EndpointMisset,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -27,7 +28,7 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
-from jaxrl_async.scorers.results import finite, shown
+from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class GuardedScorer:
         """Score a group as ports.Scorer does.
 
         Raises RolloutError if the last try failed, whatever it raised, and at once if the scorer
-        did not return one valid score per episode: a retry would not change that.
+        did not return one valid score per episode, or is misset (EndpointMisset): a retry would not
+        change that.
         """
         try:
             with self._calls.one():
@@ -87,7 +89,7 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
-            except RefusedScore:
+            except (RefusedScore, EndpointMisset):
                 raise
             except RolloutError as error:
                 if not tries_left:
@@ -132,7 +134,7 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
     """
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
-        given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
+        given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else cited(scores)
         raise RefusedScore(
             f"{where} gave {given} for {len(episodes)} episodes. It must give one Score each, in "
             "order."
@@ -140,17 +142,18 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
     for i, (score, episode) in enumerate(zip(scores, episodes, strict=True)):
         if not isinstance(score, Score):
             raise RefusedScore(
-                f"{where} gave {shown(score)} for episode {i}. It must give a Score."
+                f"{where} gave {cited(score)} for episode {i}. It must give a Score."
             )
         numbers = {"reward": score.reward, **{f"part {k!r}": v for k, v in score.parts.items()}}
         for what, value in numbers.items():
             if not is_finite_number(value):
                 raise RefusedScore(
-                    f"{where} gave episode {i} a {what} of {shown(value)}. It must be a finite "
+                    f"{where} gave episode {i} a {what} of {cited(value)}. It must be a finite "
                     "number."
                 )
         _check_parts(score.parts, where)
-        _check_token_rewards(score.token_rewards, len(episode.token_ids), f"{where}, episode {i}")
+        for rewards in (score.token_rewards, score.process_rewards):
+            _check_token_rewards(rewards, len(episode.token_ids), f"{where}, episode {i}")
     return tuple(map(_clipped, scores))
 
 
@@ -193,7 +196,7 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
     shape = getattr(rewards, "shape", None)
     if shape != (length,) or not np.issubdtype(rewards.dtype, np.floating):
         raise RefusedScore(
-            f"{where}: token_rewards are {shown(rewards)} of shape {shape}; they must be one float "
+            f"{where}: token_rewards are {cited(rewards)} of shape {shape}; they must be one float "
             f"for each of the episode's {length} tokens, or None."
         )
     if not np.isfinite(rewards).all():

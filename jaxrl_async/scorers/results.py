@@ -31,7 +31,9 @@ def score_of(result: Any, episode: Episode) -> Score:
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")
-        return Score(reward=_number(result.reward, "a reward"), parts=parts, token_rewards=tokens)
+        return replace(
+            result, reward=_number(result.reward, "a reward"), parts=parts, token_rewards=tokens
+        )
     if not isinstance(result, Mapping):
         return Score(reward=_number(result, "a reward"))
     if not result:
@@ -60,12 +62,22 @@ def distinct_parts(
     """
     alone, known, renamed = len(by_function) == 1, set(taken), []
     for function, scores in by_function.items():
-        parts = [score.parts or ({} if alone else {function: score.reward}) for score in scores]
+        some = any(score.parts for score in scores)
+        parts = [
+            score.parts or ({} if alone or (some and not score.total) else {function: score.total})
+            for score in scores
+        ]
         names = _distinct_names(sorted({name for each in parts for name in each}), function, known)
         known |= set(names.values())
         renamed.append(
             [
-                replace(score, parts={names[name]: value for name, value in each.items()})
+                replace(
+                    score,
+                    parts={names[name]: value for name, value in each.items()},
+                    named_of_tokens=score.named_of_tokens
+                    if score.parts or not each
+                    else score.total - score.reward,
+                )
                 for score, each in zip(scores, parts, strict=True)
             ]
         )
@@ -90,6 +102,7 @@ def added(scores: Sequence[tuple[float, Score]]) -> Score:
         reward=_sum(weight * score.reward for weight, score in scores),
         parts={name: value for _, score in scores for name, value in score.parts.items()},
         token_rewards=np.sum(tokens, axis=0, dtype=np.float32) if tokens else None,
+        named_of_tokens=_sum(weight * score.named_of_tokens for weight, score in scores),
     )
 
 
@@ -109,7 +122,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def shown(value: Any) -> str:
+def cited(value: Any) -> str:
     """Describe a value and its type for a message; only the type if its repr fails."""
     try:
         text = repr(value)
@@ -121,7 +134,7 @@ def shown(value: Any) -> str:
 def _number(value: Any, what: str) -> float:
     number = finite(value)
     if number is None:
-        raise RefusedScore(f"gave {what} of {shown(value)}. {REMEDY}")
+        raise RefusedScore(f"gave {what} of {cited(value)}. {REMEDY}")
     return number
 
 
@@ -157,7 +170,7 @@ def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
         array = np.array(math.nan)
     if array.shape != (length,) or not np.isfinite(array.astype(np.float32)).all():
         raise RefusedScore(
-            f"gave {TOKEN_REWARDS} of {shown(values)}. They must be {length} finite numbers, one "
+            f"gave {TOKEN_REWARDS} of {cited(values)}. They must be {length} finite numbers, one "
             f"for each {unit}."
         )
     return array.astype(np.float32)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
+from jaxrl_async.errors import CheckpointError, ConfigError, RefusedScore, RolloutError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards, shardings
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
@@ -65,7 +65,7 @@ class RewardModel:
         self._params, self._device_lock = params, device_lock
         self._num_row_shards = num_shards(mesh, TRAINER_RULES, "batch")
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
-        settings = settings_on(mesh, spec.head_dim, dtype=dtype, attention=attention)
+        settings = settings_on(mesh, spec, dtype=dtype, attention=attention)
 
         def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
             tokens = TokenRows(token_ids, positions, segment_ids)
@@ -112,13 +112,13 @@ class RewardModelScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode by its whole token sequence.
+        """Score each episode by its whole token sequence; of several contexts, by the last.
 
         Raises RolloutError, naming the prompt, if the model's number is not finite, and whatever
         the function raises.
         """
         loop = asyncio.get_running_loop()
-        sequences = [episode.token_ids for episode in episodes]
+        sequences = [episode.token_ids[episode.starts[-1] :] for episode in episodes]
         given: tuple[Score, ...] = (Score(reward=0.0),) * len(episodes)
         if self._function is not None:
             given = await self._function(episodes, prompt)
@@ -135,7 +135,11 @@ class RewardModelScorer:
                 "Train it again with a smaller algorithm.learning_rate, or set "
                 "model.dtype=float32."
             )
-        assert MODEL not in given.parts, "make_scorer keeps this name for the model"
+        if MODEL in given.parts:  # of an environment: make_scorer keeps the name for the model
+            raise RefusedScore(
+                f"prompt {prompt.prompt_id}: the environment gave a part named {MODEL!r}, which is "
+                "the reward model's. Rename it."
+            )
         parts = dict(given.parts)
         if self._function is not None and not parts:
             parts = {FUNCTION: given.reward}
@@ -144,6 +148,7 @@ class RewardModelScorer:
             reward=self._function_weight * given.reward + self._model_weight * value,
             parts={**parts, MODEL: value},
             token_rewards=None if token_rewards is None else self._function_weight * token_rewards,
+            named_of_tokens=self._function_weight * given.named_of_tokens,
         )
 
 

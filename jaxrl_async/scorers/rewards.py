@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.graders import exact, gsm8k, math
-from jaxrl_async.scorers.results import MODEL, added, distinct_parts, score_of, shown
+from jaxrl_async.scorers.results import MODEL, added, cited, distinct_parts, score_of
 from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
-from jaxrl_async.scorers.usercode import Threads, TooLate, run_async, side_by_side
+from jaxrl_async.tasks.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[..., Any]
@@ -54,6 +56,7 @@ class Judge:
     function: RewardFunction
     name: str  # as in reward.function
     weight: float = 1.0
+    setting: str = "reward.function"  # that names it
 
     @property
     def short_name(self) -> str:
@@ -63,7 +66,7 @@ class Judge:
     @property
     def where(self) -> str:
         """The setting, for the start of messages."""
-        return f"reward.function = {self.name!r}"
+        return f"{self.setting} = {self.name!r}"
 
 
 class RewardScorer:
@@ -102,7 +105,8 @@ class RewardScorer:
             arguments.check(prompts, judge.where)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode by all tokens that the policy drew in it.
+        """Score each episode by all tokens that the policy drew in it; the built-in functions look
+        at its last turn alone, which has the answer: tool calls stand before it.
 
         Raises RolloutError, naming function and prompt, if a function fails, returns something
         other than a reward, or takes longer than timeout_s for a call.
@@ -130,6 +134,11 @@ class RewardScorer:
         prompt: Prompt,
     ) -> list[Score]:
         """Return one function's Score of each episode."""
+        if judge.function in REWARDS.values():
+            texts = [
+                self._decode(_last_turn(episode)) if episode.num_turns > 1 else text
+                for episode, text in zip(episodes, texts, strict=True)
+            ]
         if arguments.whole_group:
             answers = {"completions": list(texts), "group": tuple(episodes)}
             results = await self._called(judge, arguments, prompt, answers)
@@ -165,6 +174,13 @@ class RewardScorer:
                 ) from None
 
 
+def _last_turn(episode: Episode) -> IntArray:
+    """Return the tokens that the policy drew last, without a break between them."""
+    places = np.flatnonzero(episode.drawn)
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    return episode.token_ids[places[breaks[-1] + 1 :] if len(breaks) else places]
+
+
 class _about:
     """Add function and prompt to the message of a RolloutError raised inside."""
 
@@ -187,7 +203,7 @@ def _one_each(results: Any, count: int) -> list[Any]:
     except TypeError:
         listed = None
     if listed is None or len(listed) != count:
-        given = shown(results) if listed is None else f"{len(listed)} results"
+        given = cited(results) if listed is None else f"{len(listed)} results"
         raise RefusedScore(
             f"gave {given} for {count} answers. A function of `completions` or `group` must give "
             "one result for each, in order."
@@ -201,16 +217,27 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def make_scorer(
-    section: RewardSection, decode: Callable[[IntArray], str], prompts: Iterable[Prompt] = ()
+    section: RewardSection,
+    decode: Callable[[IntArray], str],
+    prompts: Iterable[Prompt] = (),
+    of_task: Sequence[RewardFunction] = (),
 ) -> RewardScorer:
-    """Make the configured scorer; the functions may ask for the columns of these sample prompts.
+    """Make the configured scorer.
+
+    Args:
+        section: names the functions.
+        decode: turns drawn tokens into text without special tokens.
+        prompts: samples, for whose columns the functions may ask.
+        of_task: a task's functions; reward.function adds to them if it is set.
 
     Raises ConfigError if a function is unknown or cannot be called.
     """
-    judges = [
-        Judge(function=find_reward(name), name=name, weight=weight)
-        for name, weight in section.weights.items()
-    ]
+    judges = [Judge(function=f, name=_name_of(f), setting="the task's reward") for f in of_task]
+    if not of_task or section.function is not None:
+        judges += [
+            Judge(function=find_reward(name), name=name, weight=weight)
+            for name, weight in section.weights.items()
+        ]
     names = [judge.short_name for judge in judges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
@@ -226,3 +253,8 @@ def make_scorer(
     )
     scorer.check(prompts)
     return scorer
+
+
+def _name_of(function: RewardFunction) -> str:
+    """Return a function's own name, that of its class if it has none."""
+    return str(getattr(function, "__name__", type(function).__name__))

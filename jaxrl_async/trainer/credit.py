@@ -14,6 +14,7 @@ from jaxrl_async.algorithms.advantages import AdvantageFn, StepData
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.kl import KLFn
 from jaxrl_async.algorithms.losses import token_inputs
+from jaxrl_async.algorithms.peers import compared_with_peers
 from jaxrl_async.config import schema
 from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
@@ -60,7 +61,7 @@ class Credit:
             kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
-        learnt = self.advantage(data)
+        learnt = compared_with_peers(data, self.advantage, trunk=self.algorithm.pivots.trunk)
         advantages = step.to_rows(learnt.advantages)
         if results.teacher is not None:
             advantages, gap = self.advised(step.batch, advantages, results.teacher)
@@ -91,7 +92,7 @@ class Credit:
             return data, {}
         assert results.proximal is not None, "a KL in the rewards needs the policy's log-probs"
         kl = self.divergence(step.batch, results.proximal, results.reference)
-        penalties = step.to_groups(kl_coefficient * kl)
+        penalties = step.own_to_groups(kl_coefficient * kl)
         return less_penalty(data, penalties, self.level)
 
     def divergence(

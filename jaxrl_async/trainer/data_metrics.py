@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxrl_async.types import Drop, EpisodeGroup, FloatArray, StopReason
+from jaxrl_async.algorithms.forks import without_forks
+from jaxrl_async.algorithms.peers import split_group
+from jaxrl_async.types import CancelledGroup, Drop, EpisodeGroup, FloatArray, StopReason
 
 
 def group_measures(
@@ -16,7 +18,8 @@ def group_measures(
     version: int,
     kl: Sequence[Sequence[FloatArray]] | None = None,
 ) -> dict[str, float]:
-    """Report rewards, lengths and staleness of a step's groups.
+    """Report rewards, lengths and staleness of a step's groups. Rewards and lengths are those of
+    members, not of continuations from their pivots: these begin where somebody chose.
 
     Args:
         groups: the groups trained on.
@@ -24,19 +27,24 @@ def group_measures(
         kl: the divergence from the policy that drew each token, per group and episode [length].
             None: not known.
     """
-    episodes = [e for g in groups for e in g.episodes]
-    rewards = np.array([s.reward for g in groups for s in g.scores], np.float64)
+    members = [without_forks(g) for g in groups]
+    episodes = [e for g in members for e in g.episodes]
+    rewards = np.array([s.total for g in members for s in g.scores], np.float64)
     lengths = np.array([e.num_drawn for e in episodes])
-    flat = [len({s.reward for s in g.scores}) == 1 for g in groups]
+    flat = [
+        all(len({s.total for s in part.scores}) == 1 for part in split_group(g)) for g in members
+    ]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/zero_variance_share": float(np.mean(flat)),
-        **_part_measures(groups),
+        **_part_measures(members),
+        **_seat_measures(groups),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean([e.stop is StopReason.LENGTH for e in episodes])),
         "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
+        "rollout/contexts_mean": float(np.mean([len(e.starts) for e in episodes])),
         **_mask_measures(groups),
         **_lag_measures(groups, version),
         **_by_lag(groups, version, kl),
@@ -48,6 +56,16 @@ def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     names = sorted({name for g in groups for s in g.scores for name in s.parts})
     scores = [s for g in groups for s in g.scores]
     return {f"reward/{n}": float(np.mean([s.parts.get(n, 0.0) for s in scores])) for n in names}
+
+
+def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Report the mean reward of each seat of a game that the policy filled."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        for episode, score in zip(group.episodes, group.scores, strict=True):
+            if episode.seat:
+                rewards.setdefault(episode.seat, []).append(score.total)
+    return {f"reward/seat_{seat}": float(np.mean(r)) for seat, r in sorted(rewards.items())}
 
 
 def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
@@ -74,7 +92,7 @@ def _by_lag(
     groups: Sequence[EpisodeGroup], version: int, kl: Sequence[Sequence[FloatArray]] | None
 ) -> dict[str, float]:
     """Report for each lag the mean reward and length of the tokens' episodes, and the mean KL."""
-    pairs = [(e, s.reward) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)]
+    pairs = [(e, s.total) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)]
     episodes, counts = [e for e, _ in pairs], [e.num_drawn for e, _ in pairs]
     columns = {
         "reward": np.repeat([r for _, r in pairs], counts),
@@ -92,19 +110,29 @@ def _by_lag(
 
 
 def drop_measures(
-    dropped: Iterable[tuple[EpisodeGroup, Drop]], *, trained: int
+    dropped: Iterable[tuple[EpisodeGroup, Drop]],
+    cancelled: Sequence[CancelledGroup] = (),
+    *,
+    trained: int,
 ) -> dict[str, float]:
-    """Report the finished groups that were dropped in this step.
+    """Report the groups that were dropped in this step.
 
-    By reason, as a share of all finished groups (`trained` ones included), their tokens, and the
-    mean length of their answers, which shows a bias.
+    By reason, as a share of all (`trained` ones included), their tokens, and the mean length of the
+    answers of finished ones, which shows a bias.
+
+    Args:
+        dropped: finished groups.
+        cancelled: groups that had become too old while they were drawn.
+        trained: number of groups trained on.
     """
     dropped = list(dropped)
-    counts = {f"staleness/dropped_{r}": float(n) for r, n in Counter(d for _, d in dropped).items()}
+    reasons = [*(reason for _, reason in dropped), *(Drop.STALE for _ in cancelled)]
     lengths = [e.num_drawn for g, _ in dropped for e in g.episodes]
+    wasted = sum(lengths) + sum(sum(group.lengths) for group in cancelled)
     return {
-        **counts,
-        "staleness/dropped_share": len(dropped) / max(len(dropped) + trained, 1),
-        "staleness/wasted_tokens": float(sum(lengths)),
+        **{f"staleness/dropped_{r}": float(n) for r, n in Counter(reasons).items()},
+        **({"staleness/cancelled": float(len(cancelled))} if cancelled else {}),
+        "staleness/dropped_share": len(reasons) / max(len(reasons) + trained, 1),
+        "staleness/wasted_tokens": float(wasted),
         **({"staleness/dropped_length_mean": float(np.mean(lengths))} if lengths else {}),
     }

@@ -141,15 +141,15 @@ def distill_rows(
     """
     layout = settings.layout
     head = output_head(spec, params, layout)
-    hidden, changed = token_states(spec, params, tokens, settings)
+    hidden, changed, load = token_states(spec, params, tokens, settings)
 
     def one_chunk(x: Array, target: Array, ids: Array, logprobs: Array) -> TokenDivergence:
-        student = log_softmax_of(x, head, settings.temperature)
+        student = log_softmax_of(x, head, settings.temperature, spec.scales)
         drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
         apart = measure(*_outcomes(student, ids, logprobs))
         return TokenDivergence(drawn, entropy_of(student), apart)
 
     inputs = (after(a, layout) for a in (tokens.token_ids, *teacher))
     measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
-    in_rows = (placed(values, tokens.segment_ids, layout) for values in measured[:3])
-    return TokenDivergence(*in_rows)._replace(changed=changed)
+    in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    return TokenDivergence(in_rows[0], in_rows[1], in_rows[2], changed, load)

@@ -39,13 +39,13 @@ class BaselinePass:
         for index, micro in enumerate(micro_batches_of(data.mismatched, self._micro_rows)):
             with device_lock:
                 on_devices = put(micro, self._rows)
-                total += self._log_ratio_sum(params, on_devices, frozen.reference)
+                total += self._log_ratio_sum(params, frozen, on_devices)
                 if device_lock is not NO_DEVICE_LOCK or is_queue_full(self._mesh, index):
                     jax.block_until_ready(total)
         return data._replace(baseline=kl_baseline(total, data.mismatched.num_answers))
 
-    def _log_ratio_of(self, params: Params, micro: dict[str, Array], reference: Params) -> Array:
+    def _log_ratio_of(self, trained: Params, frozen: Frozen, micro: dict[str, Array]) -> Array:
         """Sum the answers' log-ratios to the reference."""
-        policy = self._objective.logprobs(params, micro)
-        ratio = policy - self._objective.logprobs(reference, micro)
+        policy = self._objective.logprobs(trained, frozen, micro)
+        ratio = policy - self._objective.logprobs(frozen.reference, frozen, micro)
         return jnp.sum(jnp.where(micro["mask"], ratio, 0.0))

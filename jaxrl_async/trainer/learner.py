@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.answer_pairs import keep_paired
 from jaxrl_async.algorithms.columns import Columns
 from jaxrl_async.algorithms.kl import next_coefficient
 from jaxrl_async.algorithms.objective import (
@@ -32,9 +34,12 @@ from jaxrl_async.algorithms.objective import (
     next_entropy_coefficient,
     pass_columns,
 )
-from jaxrl_async.algorithms.shaping import shape, shaping
+from jaxrl_async.algorithms.process_age import within_age
+from jaxrl_async.algorithms.shaping import ShapingFn, shape, shaping
 from jaxrl_async.config import schema
+from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
+from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.critic import Critic
@@ -44,6 +49,7 @@ from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
+from jaxrl_async.trainer.pair_credit import PairCredit
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Frozen, TrainState, Update
@@ -60,7 +66,8 @@ class Companions:
     """What learns or advises beside the policy; None: absent."""
 
     own_pass: LogprobPass | None = None  # of the policy's and the reference's architecture
-    reference: Params | None = None  # at the start of the run
+    base: Params | None = None  # frozen weights that an adapter changes; None: all are trained
+    reference: Params | None = None  # at the start of the run; whole weights or an adapter
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
     critic: Critic | None = None
@@ -79,10 +86,12 @@ class LearnerSettings:
     row_length: int
     teacher: schema.TeacherSection = field(default_factory=schema.TeacherSection)
     reference: schema.ReferenceSection = field(default_factory=schema.ReferenceSection)
+    pairs: PairsSection = field(default_factory=PairsSection)  # learnt in place of advantages
     offload_reference: bool = False  # to the host's memory; its pass then precedes the updates
+    process_max_age: int | None = None  # versions up to which process rewards count; None: any
     critic_warmup: int = 0  # steps in which only the critic learns
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
-    seed: int = 0  # of the mini-batches
+    seed: int = 0  # of the mini-batches, and of pairs
 
 
 class Learner:
@@ -95,22 +104,40 @@ class Learner:
         settings: LearnerSettings,
         companions: Companions = NO_COMPANIONS,
     ) -> None:
+        """state: of what is trained; with an adapter, companions.base is what it changes."""
         self._step, self.state, self._settings, self._companions = step, state, settings, companions
+        self._base = companions.base
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
-        self._shapings = tuple(shaping.resolve(choice) for choice in self._algorithm.shaping)
+        self._shapings: tuple[ShapingFn, ...] = tuple(
+            shaping.resolve(choice) for choice in self._algorithm.shaping
+        )
         self._pairs_taken = 0
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = self._objective.recipe.coefficients
+        self.credit = self._make_credit()
+        if settings.pairs.loss is not None:
+            paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
+            self._shapings = (*self._shapings, paired)
+        self._most_missing = 0  # mini-batches that a step could not make
+        self._entropy = float(self._algorithm.entropy_coefficient)  # while entropy is too low
+        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
+
+    def _make_credit(self) -> Credit | PairCredit:
+        """Make what turns scores into advantages. Raises ConfigError."""
+        settings, companions = self._settings, self._companions
         columns = pass_columns(
             self._algorithm,
             refers=companions.reference is not None,
             offloads=settings.offload_reference,
         )
+        if settings.pairs.loss is not None:
+            weights = self._objective.weights
+            return PairCredit.of(settings.pairs, columns, settings.seed, weights)
         teacher_pass = companions.teacher_pass
         estimator = advantage.resolve(self._algorithm.advantage)
-        self.credit = Credit(
+        return Credit(
             algorithm=self._algorithm,
             teacher=self._teacher,
             advantage=estimator,
@@ -119,9 +146,6 @@ class Learner:
             columns=columns,
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
         )
-        self._most_missing = 0  # mini-batches that a step could not make
-        self._entropy = float(self._algorithm.entropy_coefficient)  # while entropy is too low
-        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
 
     # ---- what a checkpoint holds
 
@@ -160,12 +184,16 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The policy's weights; the next `learn` donates them."""
+        """The policy's trained weights, all or an adapter; the next `learn` donates them."""
         return self.state.params
+
+    def whole(self, part: Params) -> Params:
+        """Return the parameters for a pass of an adapter, or of whole weights as they are."""
+        return joined(self._step.settings.lora, self._base, part)
 
     def probe(self, token_ids: IntArray) -> Any:
         """Return the policy's log-probs of a fixed sequence, as logprob_pass.ProbePass."""
-        return self._probe(self.params, token_ids)
+        return self._probe(self.whole(self.params), token_ids)
 
     # ---- one step
 
@@ -179,21 +207,32 @@ class Learner:
 
         Its keys are explained in metrics.metric.METRICS.
         """
+        groups, of_process = within_age(groups, version, self._settings.process_max_age)
         shaped = shape(step_data(groups), self._shapings)
         step = pack_step(
             shaped,
             self._settings.row_length,
             pairs=self._next_pairs(),
             sampler_columns=self._settings.sampler_columns,
+            share_prefixes=self._step.settings.trainer.share_prefixes,
         )
         results = self.run_passes(step.batch, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.kl)
         report = self._update(step, version, device_lock)
+        self._report_pairs(report, credit_report)
         report["train/flops"] += results.num_passes * forward_flops(
             self._objective.spec, step.batch
         )
         self._steer_and_follow(report, version)
-        return {**shaped.counts, **credit_report, **report}
+        return {**of_process, **shaped.counts, **credit_report, **report}
+
+    def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
+        """Put the loss of the pairs, if they are learnt, where that of their tokens was."""
+        loss = of_pairs.pop("train/policy_loss", None)
+        if loss is not None:
+            weight = self._objective.recipe.policy
+            report["train/loss"] += weight * (loss - report["train/policy_loss"])
+            report["train/policy_loss"] = loss
 
     def _next_pairs(self) -> list[Pair]:
         """Take the step's worked answers, if some are mixed in."""
@@ -213,14 +252,15 @@ class Learner:
         """Run the forward passes that the step needs before its update."""
         has, columns, results = self._companions, self.credit.columns, PassResults()
         if has.own_pass is not None and "proximal_logprobs" in columns:
-            proximal = has.own_pass.logprobs(self.params, batch, device_lock, replays=True)
+            own = self.whole(self.params)
+            proximal = has.own_pass.logprobs(own, batch, device_lock, replays=True)
             results = results._replace(proximal=proximal)
         if has.own_pass is not None and "reference_logprobs" in columns:
-            reference = has.own_pass.logprobs(self._fetched(), batch, device_lock)
+            reference = has.own_pass.logprobs(self.whole(self._fetched()), batch, device_lock)
             results = results._replace(reference=reference)
         advises = self._teacher.source != "none" and self._teacher.form == "advantage"
         if has.teacher_pass is not None and advises:
-            teacher = has.teacher_pass.logprobs(self.teacher, batch, device_lock)
+            teacher = has.teacher_pass.logprobs(self._whole_teacher, batch, device_lock)
             results = results._replace(teacher=teacher)
         if has.critic is not None and self.critic_state is not None:
             values, last = has.critic.values(self.critic_state.params, batch, device_lock)
@@ -230,16 +270,21 @@ class Learner:
             results = results._replace(top_k=top_k)
         return results
 
+    @property
+    def _whole_teacher(self) -> Params:
+        """The teacher's parameters for a pass; an older self is an adapter."""
+        return self.whole(self.teacher)
+
     def _run_top_k(
         self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
     ) -> Columns:
         """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
         if self._teacher.top_of == "student" and own_pass is not None:
-            ids, _ = own_pass.top(self.params, batch, device_lock)
-            logprobs = teacher_pass.logprobs_at(self.teacher, batch, ids, device_lock)
+            ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
+            logprobs = teacher_pass.logprobs_at(self._whole_teacher, batch, ids, device_lock)
         else:
-            ids, logprobs = teacher_pass.top(self.teacher, batch, device_lock)
+            ids, logprobs = teacher_pass.top(self._whole_teacher, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
     def _update(
@@ -294,6 +339,7 @@ class Learner:
         return Frozen(
             reference=None if looked_up else self.reference,
             teacher=self.teacher if whole_teacher else None,
+            base=self._base,
         )
 
     def _update_critic(

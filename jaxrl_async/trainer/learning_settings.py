@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.balance_section import BalanceSection
 from jaxrl_async.mesh import TRAINER_RULES, Rules, num_shards
 from jaxrl_async.model.decoder import DecoderSettings, settings_on
+from jaxrl_async.model.lora import Lora, trained_table
 from jaxrl_async.model.spec import ModelSpec
 
 
@@ -24,6 +26,8 @@ class LearningSettings:
     param_dtype: Any = jnp.float32  # that weights are kept in
     remat: str = "none"  # what the backward pass computes again
     attention: str = "auto"  # a name of model.attention
+    lora: Lora | None = None  # what is trained of a policy; None: all weights
+    balance: BalanceSection = field(default_factory=BalanceSection)  # of a mixture's experts
 
     @property
     def num_row_shards(self) -> int:
@@ -39,6 +43,10 @@ class LearningSettings:
         tokens = max(self.trainer.micro_batch_tokens, together * self.row_length)
         return rows_per_micro_batch(tokens, self.row_length, self.num_row_shards)
 
+    def table(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return what is trained of a policy, as declared."""
+        return trained_table(spec, self.lora)
+
     def decoder(self, spec: ModelSpec, temperature: float = 1.0) -> DecoderSettings:
         """Return how a program on the slice runs this decoder.
 
@@ -47,12 +55,14 @@ class LearningSettings:
         """
         return settings_on(
             self.mesh,
-            spec.head_dim,
+            spec,
             dtype=self.dtype,
             attention=self.attention,
+            shares_prefixes=self.trainer.share_prefixes,
             remat=self.remat,
             chunk=self.trainer.logprob_chunk,
             temperature=temperature or 1.0,
+            learns_load=self.balance.loss > 0,
         )
 
 

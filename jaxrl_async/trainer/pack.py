@@ -2,17 +2,22 @@
 
 sequences  AAAAA BBB CCCC DD        rows of 8   AAAAABBB
                                                 CCCCDD..      '.' is padding, segment 0
+
+A sequence of several contexts (types.Episode.starts) is packed context by context: each is a
+segment with positions from 0, in whichever row has room. Contexts of a group may share what they
+begin with (prefix_plan): then a segment has positions from where it leaves it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.errors import DataError
+from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
 from jaxrl_async.trainer.token_columns import (
     NO_SAMPLER_COLUMNS,
     SamplerColumns,
@@ -37,7 +42,8 @@ PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from; its first token is never learnt, since nothing predicts it."""
+    """One sequence to learn from; the first token of each of its contexts is never learnt, since
+    nothing predicts it."""
 
     token_ids: IntArray  # [length] int32
     mask: BoolArray  # [length] True where the token is learnt
@@ -49,38 +55,50 @@ class TrainSequence:
     drawn: BoolArray | None = None  # [length] tokens that `kept` describes; None: the mask
     kept: KeptTokens | None = None  # of the drawn tokens
     expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
+    starts: tuple[int, ...] = (0,)  # where each context begins, as in Episode
+
+    @property
+    def contexts(self) -> list[slice]:
+        """Where each context lies."""
+        ends = (*self.starts[1:], len(self.token_ids))
+        return [slice(start, end) for start, end in zip(self.starts, ends, strict=True)]
 
 
 def pack(
     sequences: Sequence[TrainSequence],
     row_length: int,
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
+    *,
+    share_prefixes: bool = False,
 ) -> PackedBatch:
-    """Place whole sequences in as few rows as first-fit-decreasing finds; deterministic.
+    """Place whole contexts in as few rows as first-fit-decreasing finds; deterministic.
 
     sequence_ids are indices into `sequences`; so are group_ids where a sequence names no group.
-    Raise DataError where a sequence is longer than a row or learns its first token, and where its
-    sampling masks or expert ids do not fit.
+    Raise DataError where a context is longer than a row or learns its first token, and where a
+    sequence's sampling masks or expert ids do not fit.
 
     Args:
         sequences: what is packed.
         row_length: tokens in a row.
         sampler_columns: what is packed of the sampler's choices.
+        share_prefixes: lay what contexts of a group begin with once for several of them.
     """
     for index, sequence in enumerate(sequences):
         _check(index, sequence, row_length)
-    rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_length)
-    batch = _empty(len(rows), row_length, _layout(sampler_columns))
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(members, 1):
-            sequence = sequences[index]
-            end = start + len(sequence.token_ids)
-            columns = _columns(sequence, index, segment)
-            columns |= _sampler_columns(sequence, sampler_columns)
-            for name, values in columns.items():
-                getattr(batch, name)[row, start:end] = values
-            start = end
+    lengths = [part.stop - part.start for s in sequences for part in s.contexts]
+    keys = _keys(sequences, sampler_columns) if share_prefixes else None
+    rows = plan_rows(lengths, row_length, keys)
+    layout = _layout(sampler_columns)
+    if len(lengths) > len(sequences):
+        layout["offsets"] = (), np.int32
+    batch = _empty(len(rows), row_length, layout)
+    places = iter(_places(rows, lengths))
+    for index, sequence in enumerate(sequences):
+        columns = _columns(sequence, index)
+        columns |= _sampler_columns(sequence, sampler_columns)
+        for part, place in zip(sequence.contexts, places, strict=False):
+            laid = slice(part.start + place.skipped, part.stop)
+            _write(batch, place, {name: values[laid] for name, values in columns.items()})
     return batch
 
 
@@ -91,6 +109,8 @@ def pack_groups(
     masks: Sequence[Sequence[BoolArray]] | None = None,
     pairs: Sequence[Pair] = (),
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
+    *,
+    share_prefixes: bool = False,
 ) -> PackedBatch:
     """Pack every episode of every group, in order. Raise DataError as `pack` does.
 
@@ -102,6 +122,7 @@ def pack_groups(
             the policy drew.
         pairs: worked answers, packed after the episodes.
         sampler_columns: as in `pack`.
+        share_prefixes: as in `pack`.
     """
     masks = masks if masks is not None else [[e.drawn for e in g.episodes] for g in groups]
     if advantages is None:
@@ -117,13 +138,14 @@ def pack_groups(
             drawn=episode.drawn,
             kept=episode.kept,
             expert_ids=episode.expert_ids,
+            starts=episode.starts,
         )
         for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
         for episode, values, mask in zip(group.episodes, *of_group, strict=True)
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
     sequences += [replace(s, supervised=True) for s in alone]
-    return pack(sequences, row_length, sampler_columns)
+    return pack(sequences, row_length, sampler_columns, share_prefixes=share_prefixes)
 
 
 def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
@@ -144,27 +166,9 @@ def _of_pair(pair: Pair) -> TrainSequence:
     )
 
 
-def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Return the indices in each row: longest first, each into the first row with room.
-
-    Of two of the same length the first comes first.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(row_length)
-        rows[row].append(index)
-        room[row] -= length
-    return rows
-
-
 def fits(group: EpisodeGroup, row_length: int) -> bool:
-    """Return whether every episode of the group fits a row."""
-    return all(len(e.token_ids) <= row_length for e in group.episodes)
+    """Return whether every context of every episode of the group fits a row."""
+    return all(max(np.diff([*e.starts, len(e.token_ids)])) <= row_length for e in group.episodes)
 
 
 def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
@@ -189,34 +193,86 @@ def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
 
 
 def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
-    """Raise DataError where a sequence does not fit a row or learns its first token."""
-    length = len(sequence.token_ids)
-    if length > row_length:
+    """Raise DataError where a context does not fit a row or learns its first token."""
+    bounds, length = [*sequence.starts, len(sequence.token_ids)], len(sequence.token_ids)
+    lengths = np.diff(bounds)
+    if bounds[0] != 0 or (length and (lengths < 1).any()):
         raise DataError(
-            f"sequence {index} of the step has {length} tokens, more than a row of {row_length}. "
-            "Raise trainer.row_length, or leave such sequences out."
+            f"sequence {index} of the step, of {length} tokens, has contexts that start at "
+            f"{sequence.starts}. They must begin at 0 and ascend, each with at least one token."
         )
-    if length and sequence.mask[0]:
+    if max(lengths) > row_length:
         raise DataError(
-            f"sequence {index} of the step learns its first token, which nothing predicts. "
-            "Start every sequence with at least one prompt token."
+            f"sequence {index} of the step has {max(lengths)} tokens, more than a row of "
+            f"{row_length}. Raise trainer.row_length, or leave such sequences out."
+        )
+    if length and sequence.mask[list(sequence.starts)].any():
+        raise DataError(
+            f"sequence {index} of the step learns its first token, or that of a later context, "
+            "which nothing predicts. Start every context with at least one prompt token."
         )
 
 
-def _columns(sequence: TrainSequence, index: int, segment: int) -> dict[str, Any]:
-    """Return one sequence's part of the other columns; what is not learnt is cleared."""
-    mask = sequence.mask
+class _Place(NamedTuple):
+    """Where a context lies in the rows."""
+
+    row: int
+    start: int
+    segment: int
+    skipped: int  # of its first tokens, which are not laid
+
+
+def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[PrefixKey]:
+    """Return what decides which prefix each context can share."""
+    keys = []
+    for index, s in enumerate(sequences):
+        group = -1 - index if s.group is None else s.group
+        for part in s.contexts:
+            experts = None
+            if columns.routing is not None:
+                experts = sequence_experts(s.expert_ids, len(s.token_ids), columns.routing)[part]
+            keys.append(prefix_key(s.token_ids[part], s.mask[part], group, experts))
+    return keys
+
+
+def _places(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int]) -> list[_Place]:
+    """Return the place of each context, given the contexts of each row."""
+    places = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, (context, skipped) in enumerate(members, 1):
+            places[context] = _Place(row, start, segment, skipped)
+            start += lengths[context] - skipped
+    return [places[context] for context in range(len(lengths))]
+
+
+def _write(batch: PackedBatch, place: _Place, columns: dict[str, NDArray[Any]]) -> None:
+    """Write what is laid of one context into its row: its columns, and where it lies."""
+    length = len(columns["token_ids"])
+    there = place.row, slice(place.start, place.start + length)
+    for name, values in columns.items():
+        column = getattr(batch, name)
+        if column is not None:
+            column[there] = values
+    batch.positions[there] = np.arange(place.skipped, place.skipped + length)
+    batch.segment_ids[there] = place.segment
+
+
+def _columns(sequence: TrainSequence, index: int) -> dict[str, NDArray[Any]]:
+    """Return one sequence's values of the columns but where it lies; what is not learnt is
+    cleared."""
+    mask, length = sequence.mask, len(sequence.token_ids)
+    group = index if sequence.group is None else sequence.group
     return {
         "token_ids": sequence.token_ids,
-        "positions": np.arange(len(mask)),
-        "segment_ids": segment,
         "mask": mask & (not sequence.supervised),
         "behavior_logprobs": np.where(mask, sequence.behavior_logprobs, 0.0),
         "versions": np.where(mask, sequence.versions, NOT_DRAWN),
         "advantages": np.where(mask, sequence.advantages, 0.0),
-        "sequence_ids": index,
-        "group_ids": index if sequence.group is None else sequence.group,
+        "sequence_ids": np.full(length, index),
+        "group_ids": np.full(length, group),
         "supervised": mask & sequence.supervised,
+        "offsets": np.arange(length),
     }
 
 
@@ -231,9 +287,9 @@ def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
     return layout
 
 
-def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[str, Any]:
+def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[str, NDArray[Any]]:
     """Return one sequence's part of the sampler's columns. Raise DataError if it does not fit."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, NDArray[Any]] = {}
     drawn = sequence.mask if sequence.drawn is None else sequence.drawn
     if wanted.mask_vocab is not None:
         columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, wanted.mask_vocab)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.losses import TokenInputs
@@ -17,6 +16,7 @@ from jaxrl_async.model.divergence import (
     reverse_kl,
 )
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.lora import Lora, joined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.distill import TeacherTop, distill_rows
 from jaxrl_async.trainer.update import Frozen
@@ -35,15 +35,18 @@ class PolicyForward:
     teacher_divergence: Divergence
     whole_kl: bool  # whether the reference is compared over the whole vocabulary
     has_entropy: bool  # whether the entropy carries a gradient
+    lora: Lora | None = None  # what is trained; None: all weights
 
     def __call__(
         self, trainable: Params, frozen: Frozen, micro: DeviceBatch
-    ) -> tuple[TokenInputs, Array | None]:
-        """Return what a loss may look at, and decoder.TokenStates.changed.
+    ) -> tuple[TokenInputs, TokenDivergence]:
+        """Return what a loss may look at, and the pass that it is from.
 
         The policy runs once; divergences that need whole distributions come from the same pass.
         """
-        policy, tokens = (self.spec, trainable), TokenRows.of(micro._asdict())
+        frozen = self.whole(frozen)
+        policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
+        tokens = TokenRows.of(micro._asdict())
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
             top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
             passed = distill_rows(*policy, tokens, top, self.teacher_divergence, self.decoder)
@@ -60,9 +63,19 @@ class PolicyForward:
         else:
             alone = token_logprobs(*policy, tokens, self.decoder)
             nothing = jnp.zeros_like(alone.logprobs)
-            passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, alone.changed)
+            passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, *alone[2:])
             x = self._inputs(passed, micro)
-        return self._compared(x, frozen, micro), passed.changed
+        return self._compared(x, frozen, micro), passed
+
+    def whole(self, frozen: Frozen) -> Frozen:
+        """Return the frozen weights with adapters of reference and teacher beside the base."""
+        if frozen.base is None:
+            return frozen
+        others = (frozen.reference, frozen.teacher)
+        reference, teacher = (
+            None if params is None else joined(self.lora, frozen.base, params) for params in others
+        )
+        return frozen._replace(reference=reference, teacher=teacher)
 
     def _inputs(self, passed: TokenDivergence, micro: DeviceBatch) -> TokenInputs:
         entropy = passed.entropy if self.has_entropy else jax.lax.stop_gradient(passed.entropy)

@@ -7,7 +7,8 @@
                 CCCCDD..
 
 The step is packed once. One index maps each sequence to its tokens in the rows, and everything
-computed about the step joins the rows as a column.
+computed about the step joins the rows as a column. A sequence is an episode: of several contexts,
+which are packed one by one, it has the tokens in the episode's own order.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import StepData
-from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source
+from jaxrl_async.algorithms.columns import COLUMNS, Columns
 from jaxrl_async.algorithms.shaping import Shaped
-from jaxrl_async.trainer.pack import Pair, first_fit_decreasing, pack_groups
+from jaxrl_async.trainer.pack import Pair, pack_groups
+from jaxrl_async.trainer.row_index import RowIndex, RowPlaces, moved, repacked
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.types import FloatArray, PackedBatch
 
@@ -35,53 +37,11 @@ class StepRows(NamedTuple):
     columns: Columns  # the policy's, of COLUMNS
     critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic learns
 
-    def at(self, places: NDArray[np.int64]) -> "StepRows":
-        """Return the rows with the tokens at these flat indices [rows, length]; -1 is padding."""
-        columns = {n: moved(c, places, COLUMNS[n].fill) for n, c in self.columns.items()}
-        critic = {name: moved(column, places) for name, column in self.critic.items()}
-        return StepRows(repacked(self.batch, places), columns, critic)
-
-
-@dataclass(frozen=True, slots=True)
-class RowIndex:
-    """The positions of each sequence's tokens in the rows of a batch."""
-
-    sequences: tuple[NDArray[np.int64], ...]  # per sequence its tokens' flat indices, in order
-    shape: tuple[int, ...]  # rows, length
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> "RowIndex":
-        """Return the index of a batch, by its sequence_ids."""
-        ids = batch.sequence_ids.ravel()
-        places = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
-        lengths = np.bincount(ids[places])
-        return cls(tuple(np.split(places, np.cumsum(lengths)[:-1])), batch.sequence_ids.shape)
-
-    def to_sequences(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Return [rows, length] values as an array [length] for each sequence."""
-        flat = values.ravel()
-        return [flat[places] for places in self.sequences]
-
-    def to_rows(self, values: Sequence[FloatArray]) -> FloatArray:
-        """Return arrays [length] of the first sequences as [rows, length] float32, elsewhere 0."""
-        rows = np.zeros(self.shape, np.float32)
-        if len(values):
-            places = np.concatenate(self.sequences[: len(values)])
-            rows.ravel()[places] = np.concatenate(values)
-        return rows
-
-    def places_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the flat indices [rows, length] of some sequences packed into rows of their own.
-
-        -1 is padding. `StepRows.at`, `repacked` and `moved` take these.
-        """
-        lengths = [len(self.sequences[s]) for s in sequences]
-        rows = first_fit_decreasing(lengths, self.shape[1])
-        places = np.full((len(rows), self.shape[1]), -1, np.int64)
-        for row, members in zip(places, rows, strict=True):
-            tokens = np.concatenate([self.sequences[sequences[m]] for m in members])
-            row[: len(tokens)] = tokens
-        return places
+    def at(self, to: RowPlaces) -> "StepRows":
+        """Return the rows made of these tokens."""
+        columns = {n: moved(c, to, COLUMNS[n].fill) for n, c in self.columns.items()}
+        critic = {name: moved(column, to) for name, column in self.critic.items()}
+        return StepRows(repacked(self.batch, to), columns, critic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +62,14 @@ class PackedStep:
         rest = iter(self.index.to_sequences(values))  # worked answers come last
         return tuple(tuple(next(rest) for _ in g.episodes) for g in self.data.groups)
 
+    def own_to_groups(self, values: NDArray[Any]) -> ByGroup:
+        """Return the same with 0 for a token that another context lays, and may learn."""
+        own = iter(self.index.own)
+        return tuple(
+            tuple(np.where(next(own), v, np.zeros((), v.dtype)) for v in of_group)
+            for of_group in self.to_groups(values)
+        )
+
     def to_rows(self, values: Sequence[Sequence[FloatArray]]) -> FloatArray:
         """Return an array [length] per group and episode as [rows, length]; 0 outside the mask."""
         flat = self.index.to_rows([v for of_group in values for v in of_group])
@@ -119,6 +87,7 @@ def pack_step(
     *,
     pairs: Sequence[Pair] = (),
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
+    share_prefixes: bool = False,
 ) -> PackedStep:
     """Pack a shaped step, with advantages of 0. Raise DataError as `pack` does.
 
@@ -127,6 +96,7 @@ def pack_step(
         row_length: tokens in a row.
         pairs: worked answers, packed after the episodes.
         sampler_columns: what is packed of the sampler's choices.
+        share_prefixes: as in `pack`, also in parts of the step.
     """
     batch = pack_groups(
         shaped.data.groups,
@@ -135,8 +105,10 @@ def pack_step(
         masks=shaped.masks,
         pairs=pairs,
         sampler_columns=sampler_columns,
+        share_prefixes=share_prefixes,
     )
-    return PackedStep(shaped.data, StepRows(batch, {}, {}), RowIndex.of(batch))
+    index = RowIndex.of(batch, share_prefixes)
+    return PackedStep(shaped.data, StepRows(batch, {}, {}), index)
 
 
 def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -182,22 +154,3 @@ def _dealt(
     for part, place in zip(rng.permutation(parts), left, strict=False):
         dealt[part] = np.append(dealt[part], place)
     return dealt
-
-
-def moved(values: NDArray[Any], places: NDArray[np.int64], fill: Any = 0) -> NDArray[Any]:
-    """Return the values [rows, length, ...] at flat indices; `fill` where an index is -1."""
-    taken = values.reshape(-1, *values.shape[2:])[places]
-    taken[places < 0] = fill
-    return taken
-
-
-def repacked(batch: PackedBatch, places: NDArray[np.int64]) -> PackedBatch:
-    """Return the batch of some of its sequences alone, which keep sequence_ids and group_ids."""
-    columns: dict[str, Any] = {
-        c.name: moved(getattr(batch, c.name), places, c.fill)
-        for c in COLUMNS.values()
-        if c.source is Source.PACK and getattr(batch, c.name) is not None
-    }
-    starts = (columns["positions"] == 0) & (places >= 0)
-    columns["segment_ids"] = np.where(places >= 0, np.cumsum(starts, axis=1, dtype=np.int32), 0)
-    return PackedBatch(**columns)

@@ -48,6 +48,7 @@ class Outlets:
     save: Callable[[Learner, int, Mapping[str, int]], None]  # learner, version, `Trainer.numbers`
     should_stop: Callable[[], bool]
     should_hurry: Callable[[], bool] = lambda: False  # stopping, with no time to evaluate
+    gives_up: Callable[[], bool] = lambda: False  # asked while the samplers are waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class Trainer:
         published = self._clock()
         if evaluates:
             self._now("waiting for live weights")
-            self._publisher.wait_live(self.version, LIVE_TIMEOUT_S)
+            self._publisher.wait_live(self.version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             self._now("evaluating")
             values |= self._outlets.evaluate()
         step_s = self._clock() - start
@@ -191,7 +192,7 @@ class Trainer:
             self._torn = self.learner.params is not before or _is_gone(before)
             raise
         values = group_measures(draw.groups, self.version)
-        values |= drop_measures(draw.dropped, trained=len(draw.groups))
+        values |= drop_measures(draw.dropped, draw.cancelled, trained=len(draw.groups))
         values |= {**stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
         self.version += 1

@@ -22,6 +22,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.mesh import (
@@ -34,7 +35,9 @@ from jaxrl_async.mesh import (
     shapes_on,
     shardings,
 )
-from jaxrl_async.model.spec import Params, Weight
+from jaxrl_async.model.dropout import Noise
+from jaxrl_async.model.spec import ModelSpec, Params, Weight
+from jaxrl_async.trainer.expert_balance import expert_balance, load_report
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
@@ -66,6 +69,9 @@ class Frozen(NamedTuple):
 
     reference: Params | None = None
     teacher: Params | None = None
+    base: Params | None = None  # what an adapter changes; None: all weights are trained
+    noise: Noise | None = None  # of the adapter's dropout, in a gradient alone; None: none
+    load: ExpertLoad | None = None  # of all micro-batches, without odds; None: there is only one
 
 
 NOTHING_FROZEN = Frozen()
@@ -83,6 +89,7 @@ class GradSum(NamedTuple):
 
     grads: Params  # float32
     loss: Array  # [] float32
+    chosen: Array | None = None  # [L, E] int32, of ExpertLoad; None: no correction moves
 
 
 class Passes(NamedTuple):
@@ -98,6 +105,10 @@ class Objective(Protocol):
     Each has data of its own, which becomes micro-batches (trees of host arrays [rows, length, ...])
     and a context (a tree of numbers or arrays, the same for all micro-batches).
     """
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The decoder that learns."""
 
     @property
     def table(self) -> Any:
@@ -151,12 +162,14 @@ class Update(Generic[ObjectiveT]):
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
         self.micro_rows = settings.micro_rows(objective.rows_are_independent)
         self._halvings = 0
+        self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
         self._optimizer = make_optimizer(trainer, decayed=decayed(table))
         self._masters = needs_masters(trainer, settings.param_dtype)
         narrow = jnp.dtype(settings.param_dtype) != jnp.float32
+        self._drops = settings.lora is not None and settings.lora.dropout > 0
         self._stochastic = narrow and trainer.rounding == "stochastic"
         self.replicated: Any = NamedSharding(mesh, PartitionSpec())
         self.batch_sharding = batch_sharding(mesh, settings.rules)
@@ -177,10 +190,12 @@ class Update(Generic[ObjectiveT]):
         opt, in_use = (self._opt_shardings(shapes, of_moments) for of_moments in (lying, of_params))
         self._opt_in_use = in_use if offloads else None
         self.state_shardings = TrainState(of_params, opt, self.replicated)
-        sums = GradSum(of_params, self.replicated)
+        sums = self._sum_shardings = GradSum(
+            of_params, self.replicated, self.replicated if self.settings.balance.bias_rate else None
+        )
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(self._fresh_opt, out_shardings=opt)
-        self._zeros = jax.jit(lambda: _zeros_of(shapes), out_shardings=sums)
+        self._zeros = jax.jit(lambda: self._zeros_of(shapes), out_shardings=sums)
         options = dict(self.settings.trainer.compiler_options) or None
         jit = partial(jax.jit, compiler_options=options)
         self.accumulate = jit(
@@ -192,6 +207,7 @@ class Update(Generic[ObjectiveT]):
             out_shardings=(self.state_shardings, self.replicated),
         )
         self._measure = jax.jit(self._measure_one, out_shardings=self.replicated)
+        self._count = jax.jit(self._count_one, out_shardings=self.replicated)
 
     def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
         of_optimizer = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
@@ -230,7 +246,7 @@ class Update(Generic[ObjectiveT]):
         while True:
             parts = self._halved(micros)
             try:
-                sums, totals = self._gradients(state.params, parts, context, frozen, device_lock)
+                sums, totals = self._gradients(state, parts, context, frozen, device_lock)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "No such compile option" in str(error):
@@ -248,6 +264,7 @@ class Update(Generic[ObjectiveT]):
         passes = Passes(len(micros) * self.micro_rows, len(parts))
         return state, {
             **summarize(host_totals),
+            **load_report(host_totals, self.settings.balance),
             **{f"{self.objective.prefix}/{k}": float(v) for k, v in host_applied.items()},
             **({"faults/oom_retries": float(retries)} if retries else {}),
             **self.objective.report(data, frozen, passes),
@@ -261,7 +278,7 @@ class Update(Generic[ObjectiveT]):
 
     def _gradients(
         self,
-        params: Params,
+        state: TrainState,
         micros: Sequence[Any],
         context: Any,
         frozen: Frozen,
@@ -269,16 +286,40 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[GradSum, list[Totals]]:
         """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
         totals: list[Totals] = []
+        if self.settings.balance.loss and len(micros) > 1:
+            load = self._counted(state.params, micros, context, frozen, device_lock)
+            frozen = frozen._replace(load=load)
         with device_lock:
             sums = self._zeros()
         for index, micro in enumerate(micros):
+            if self._drops:
+                frozen = frozen._replace(noise=Noise(state.step, np.int32(index)))
             with device_lock:
-                sums, total = self.accumulate(params, sums, self._put(micro), context, frozen)
+                sums, total = self.accumulate(state.params, sums, self._put(micro), context, frozen)
                 if device_lock is not NO_DEVICE_LOCK or is_queue_full(self.settings.mesh, index):
                     jax.block_until_ready(sums)
             totals.append(total)
         jax.block_until_ready((sums, totals))
         return sums, totals
+
+    def _counted(
+        self,
+        params: Params,
+        micros: Sequence[Any],
+        context: Any,
+        frozen: Frozen,
+        device_lock: AnyDeviceLock,
+    ) -> ExpertLoad:
+        """Count the tokens of each expert over all micro-batches, by a forward pass over each."""
+        load = None
+        for index, micro in enumerate(micros):
+            with device_lock:
+                one = self._count(params, self._put(micro), context, frozen)
+                load = one if load is None else jax.tree.map(jnp.add, load, one)
+                if device_lock is not NO_DEVICE_LOCK or is_queue_full(self.settings.mesh, index):
+                    jax.block_until_ready(load)
+        assert load is not None
+        return load
 
     def _halve(self, rows: int, error: Exception) -> None:
         """Take half the rows from now on. Raises TrainingError if rows cannot be halved."""
@@ -313,7 +354,8 @@ class Update(Generic[ObjectiveT]):
         micros, context = self._micros(data), self.objective.context(data)
         with device_lock:
             totals = [self._measure(params, self._put(m), context, frozen) for m in micros]
-            return summarize(jax.device_get(totals))
+            host_totals = jax.device_get(totals)
+        return summarize(host_totals) | load_report(host_totals, self.settings.balance)
 
     def lower(
         self, params: Params, micro: Any, context: Any, frozen: Frozen = NOTHING_FROZEN
@@ -324,8 +366,7 @@ class Update(Generic[ObjectiveT]):
         """
         state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
         state = shapes_on(state, self.state_shardings)
-        summed = GradSum(self.state_shardings.params, self.replicated)
-        sums = shapes_on(jax.eval_shape(self._zeros), summed)
+        sums = shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
         return {
             "gradient": self.accumulate.lower(state.params, sums, micro, context, frozen),
             "update": self.apply.lower(state, sums),
@@ -336,6 +377,10 @@ class Update(Generic[ObjectiveT]):
 
     # ---- inside jit
 
+    def _zeros_of(self, shapes: Any) -> GradSum:
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return GradSum(zeros, jnp.float32(0), self._balance.counts())
+
     def _copy_params(self, params: Params) -> Params:
         return jax.tree.map(lambda p: jnp.array(p, self.settings.param_dtype, copy=True), params)
 
@@ -343,10 +388,26 @@ class Update(Generic[ObjectiveT]):
         self, trainable: Params, sums: GradSum, micro: Any, context: Any, frozen: Frozen
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(self.objective.loss, has_aux=True)
+        gradient = jax.value_and_grad(self._balanced_loss, has_aux=True)
         (loss, totals), grads = gradient(trainable, frozen, micro, context)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
-        return GradSum(grads, sums.loss + loss), totals
+        chosen = sums.chosen
+        if chosen is not None and totals.load is not None:
+            chosen = chosen + totals.load.chosen
+        return GradSum(grads, sums.loss + loss, chosen), totals
+
+    def _balanced_loss(
+        self, trainable: Params, frozen: Frozen, micro: Any, context: Any
+    ) -> tuple[Array, Totals]:
+        """Return the objective's loss with the experts' balance loss, if there is one."""
+        loss, totals = self.objective.loss(trainable, frozen, micro, context)
+        return self._balance.added(loss, totals, frozen.load)
+
+    def _count_one(
+        self, trainable: Params, micro: Any, context: Any, frozen: Frozen
+    ) -> ExpertLoad | None:
+        load = self.objective.loss(trainable, frozen, micro, context)[1].load
+        return None if load is None else load._replace(odds=None)
 
     def _measure_one(self, trainable: Params, micro: Any, context: Any, frozen: Frozen) -> Totals:
         return self.objective.measures(trainable, frozen, micro, context)
@@ -360,7 +421,7 @@ class Update(Generic[ObjectiveT]):
         if self._opt_in_use is not None:
             state = state._replace(opt_state=jax.device_put(state.opt_state, self._opt_in_use))
         rate = jnp.float32(self._schedule(state.step if at is None else at))
-        moved = self._moved(state, sums.grads, rate)
+        moved = self._moved(state, sums, rate)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
         return kept, {
             "grad_norm": grad_norm,
@@ -375,13 +436,15 @@ class Update(Generic[ObjectiveT]):
         fresh = self._optimizer.init(masters)
         return WithMasters(fresh, masters) if self._masters else fresh
 
-    def _moved(self, state: TrainState, grads: Params, rate: Array) -> TrainState:
-        """Move the masters by one optimizer step, or the weights if there are no masters."""
+    def _moved(self, state: TrainState, sums: GradSum, rate: Array) -> TrainState:
+        """Move the masters by one optimizer step, or the weights if there are no masters; and the
+        routers' corrections."""
         opt_state, before = state.opt_state, _float32(state.params)
         if self._masters:
             opt_state, before = state.opt_state
-        updates, opt_state = self._optimizer.update(grads, opt_state, before)
+        updates, opt_state = self._optimizer.update(sums.grads, opt_state, before)
         after = jax.tree.map(lambda p, update: p + rate * update, before, updates)
+        after = self._balance.moved(after, sums.chosen)
         params = self._rounded(after, state.step)
         opt_state = WithMasters(opt_state, after) if self._masters else opt_state
         return TrainState(params, opt_state, state.step + 1)
@@ -414,10 +477,6 @@ def halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
     return parts
 
 
-def _zeros_of(shapes: Any) -> GradSum:
-    return GradSum(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), jnp.float32(0))
-
-
 def _float32(params: Params) -> Params:
     return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
@@ -428,4 +487,4 @@ def decayed(table: Any) -> Any:
 
 
 def _is_matrix(weight: Weight) -> bool:
-    return weight.init == "normal"
+    return weight.init in ("normal", "uniform", "narrow", "off")

@@ -40,6 +40,9 @@ from jaxrl_async.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.1
+"""How often a wait for live weights asks whether it is given up, seconds."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _End(Standing):
@@ -231,9 +234,14 @@ class WeightChannel:
 
     # ---- the trainer
 
-    def begin(self, params: Params, probe_logprobs: Any = None) -> None:
-        """Let samplers in processes of their own fetch the weights that the run begins with."""
+    def begin(self, params: Params, probe_logprobs: Any = None, base: Params | None = None) -> None:
+        """Let samplers in processes of their own fetch the weights that the run begins with.
+
+        base: what they change if they are an adapter, as it is sent; it must stay as it is.
+        """
         assert self._outbox is not None, "without remote samplers there is nothing to begin"
+        if base is not None:
+            self._outbox.begin(base)
         self._expected = self._expected or manifest_of(params)
         self._outbox.publish(
             VersionedParams(version=self._published, params=params, probe_logprobs=probe_logprobs)
@@ -283,40 +291,34 @@ class WeightChannel:
             exchange.changed.wait_for(lambda: exchange.closed or exchange.all_taken)
             exchange.raise_if_closed()
 
-    def wait_live(self, version: int, timeout_s: float) -> None:
-        """Block until all samplers draw from `version`.
+    def wait_live(
+        self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Block until all samplers draw from `version`, or the wait is given up.
 
-        Raises Closed, and WeightsError after the timeout. Where samplers come and go, it is counted
-        from the last moment without any, plus the time of the tries that a transfer has; a time
-        without any is bounded by remote.wait_s.
+        Args:
+            version: Published before.
+            timeout_s: Longest wait, seconds. Where samplers come and go, it is counted from the
+                last moment without any, plus the time of the tries that a transfer has; a time
+                without any is bounded by remote.wait_s.
+            given_up: Asked again and again, under the channel's lock; True ends the wait.
+
+        Raises Closed, and WeightsError after the timeout.
         """
         exchange, outbox = self._exchange, self._outbox
-        patience_s = timeout_s + (outbox.patience_s if outbox is not None else 0.0)
-
-        def done() -> bool:
-            return exchange.closed or exchange.live_version >= version
-
+        alone, since = False, time.monotonic()
         with exchange.changed:
-            while not done():
-                if outbox is not None and exchange.deserted:
-                    wait_s = outbox.section.wait_s
-                    if not exchange.changed.wait_for(
-                        lambda: done() or not exchange.deserted, wait_s
-                    ):
-                        raise WeightsError(
-                            f"version {version} is live nowhere: no sampler has joined within "
-                            f"{wait_s:g} s (remote.wait_s). Start samplers, and resume the run."
-                        )
-                elif not exchange.changed.wait_for(
-                    lambda: done() or (outbox is not None and exchange.deserted), patience_s
-                ):
-                    raise WeightsError(
-                        f"version {version} was not live in the sampler after {patience_s:.0f} s "
-                        f"(it draws from {exchange.live_version}). Look at the sampler's thread: "
-                        "it may hang or still compile."
-                    )
-            if exchange.live_version < version:
+            while exchange.live_version < version and not given_up():
                 exchange.raise_if_closed()
+                if alone != (outbox is not None and exchange.deserted):
+                    alone, since = not alone, time.monotonic()
+                limit_s = timeout_s + (outbox.patience_s if outbox is not None else 0.0)
+                if alone and outbox is not None:
+                    limit_s = outbox.section.wait_s
+                left_s = since + limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise _not_live(version, exchange.live_version, limit_s, alone=alone)
+                exchange.changed.wait(min(LOOK_S, left_s))
 
     # ---- any thread
 
@@ -390,3 +392,15 @@ class WeightChannel:
         if not deliveries:
             return self._outbox.manifest.num_bytes if self._outbox is not None else 0
         return sum(leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params))
+
+
+def _not_live(version: int, live_version: int, waited_s: float, *, alone: bool) -> WeightsError:
+    if alone:
+        return WeightsError(
+            f"version {version} is live nowhere: no sampler has joined within {waited_s:g} s "
+            "(remote.wait_s). Start samplers, and resume the run."
+        )
+    return WeightsError(
+        f"version {version} was not live in the sampler after {waited_s:.0f} s (it draws from "
+        f"{live_version}). Look at the sampler's thread: it may hang or still compile."
+    )

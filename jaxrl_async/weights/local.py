@@ -5,6 +5,8 @@
 The reshard runs inside the larger of the two slices, so that B only moves whole shards between
 devices; if the sampler's slice is the larger one (`grows`), it runs after B. A plain device_put
 between different shardings would go through the host and wait for the step that makes the weights.
+A colocated sampler needs A alone: each device then has its shard. Where the trainer's slice spans
+processes, A makes one copy in each of them, in the sampler's shards.
 
 Two threads must not dispatch collective programs to the same devices at once. Hence `cast`
 dispatches to the trainer's devices, on the trainer's thread, and `finish` to the sampler's devices,
@@ -35,7 +37,7 @@ class Push:
 
     Attributes:
         grows: Whether the sampler's slice is the larger one, so that `finish` has work to do.
-        crosses: Whether weights move to other devices; False if both sides share theirs.
+        crosses: Whether weights move to other devices; False for a colocated sampler.
     """
 
     def __init__(
@@ -56,16 +58,18 @@ class Push:
                 the same compiled program.
 
         Raises MeshError if the larger slice is no multiple of the smaller one, or if they share
-        some devices but not all.
+        some devices but not all that the trainer has in this process.
         """
         copied = Conversion(dtype=dtype, convert=convert).copied
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
-        self.crosses = set(trainer) != set(sampler)
+        here = {d for d in trainer if d.process_index == jax.process_index()}
+        self.crosses = set(sampler) not in (set(trainer), here)
         self.grows = len(sampler) > len(trainer)
+        self._across: Shardings | None = None  # of what `move` returns; None: what it was given
         if self.crosses:
             _check(trainer, sampler)
-        if not self.crosses:
+        if set(trainer) == set(sampler):
             self._cast = jax.jit(copied, out_shardings=target)
         elif self.grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
@@ -98,7 +102,7 @@ class Push:
     def move(self, cast: Params) -> Params:
         """Copy the shards to the sampler's devices. No program runs, so any thread may do it, and
         repeat it."""
-        return _move(cast, self._across) if self.crosses else cast
+        return cast if self._across is None else _move(cast, self._across)
 
     def finish(self, moved: Params) -> Params:
         """Reshard on the sampler's devices, if its slice is the larger one."""
@@ -106,17 +110,19 @@ class Push:
 
 
 def _move(params: Params, target: Shardings) -> Params:
-    """Copy same-index shards to the target's devices, all leaves in one device_put."""
+    """Copy same-index shards to the target's devices, all leaves in one device_put; those that are
+    there already are not copied."""
     leaves, structure = jax.tree.flatten(params)
     goals = jax.tree.leaves(target)
     shards, devices, counts = [], [], []
     for leaf, goal in zip(leaves, goals, strict=True):
-        by_index: dict[Any, Any] = {}
+        by_index: dict[Any, dict[jax.Device, Any]] = {}
         for shard in leaf.addressable_shards:
-            by_index.setdefault(_hashable(shard.index), shard.data)
+            by_index.setdefault(_hashable(shard.index), {})[shard.device] = shard.data
         wanted = goal.addressable_devices_indices_map(leaf.shape)
         for device, index in wanted.items():
-            shards.append(by_index[_hashable(index)])
+            copies = by_index[_hashable(index)]
+            shards.append(copies.get(device, next(iter(copies.values()))))
             devices.append(device)
         counts.append(len(wanted))
     moved = iter(jax.device_put(shards, devices))
@@ -152,7 +158,7 @@ def _check(trainer: Sequence[jax.Device], sampler: Sequence[jax.Device]) -> None
     if set(trainer) & set(sampler):
         raise MeshError(
             "trainer and sampler share some devices, but not all. Give them disjoint slices, or "
-            "set mesh.colocated=true with equal sizes."
+            "set mesh.colocated=true with equal sizes in each process."
         )
     fewer, more = sorted((len(trainer), len(sampler)))
     if more % fewer:

@@ -6,11 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jaxrl_async.errors import Disconnected, JoinRefused
 from jaxrl_async.wire.address import JoinPlace, locate_trainer
+from jaxrl_async.wire.grpc_link import OPTIONS, PATH, describe_error, grpc, pump_frames
 from jaxrl_async.wire.handshake import HELLO, ask_to_join
-from jaxrl_async.wire.link import OPTIONS, PATH, describe_error, grpc, pump_frames
 from jaxrl_async.wire.messages import Hello, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
@@ -82,7 +83,7 @@ class _Call:
             credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
             self._channel = grpc.secure_channel(target, credentials, options=OPTIONS)
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes]] = queue.SimpleQueue()
-        self._incoming = self._channel.stream_stream(PATH)(self._requests())
+        self._incoming: Any = self._channel.stream_stream(PATH)(self._requests())
 
     def join(self, secret: bytes, timeout_s: float) -> tuple[WireSession, Welcome]:
         """Do the handshake and start the session. Raises JoinRefused, Disconnected."""
@@ -96,8 +97,11 @@ class _Call:
         except BaseException:
             self._outgoing.put(iter(()))
             self._channel.close()
+            # gRPC's call takes a lock as it is deleted: a thread that the interpreter froze at its
+            # end may hold that for ever. So it goes here, not with the error's traceback.
+            self._incoming = None
             raise
-        session = WireSession("trainer", self._limits, close_stream=self._incoming.cancel)
+        session = WireSession("trainer", self._limits, close_stream=self._cancel)
         session.start()
         self._outgoing.put(session.frames())
         threading.Thread(
@@ -126,12 +130,18 @@ class _Call:
                 f"{self._place.address} is no trainer of this kind: {error}"
             ) from None
         except grpc.RpcError as error:
-            raise self._failure(error) from None
+            failure = self._failure(error)
+            error.__traceback__ = None  # its frames would keep it, see join
         finally:
             late.cancel()
+        raise failure  # here: an error's context would keep gRPC's, which is the call itself
+
+    def _cancel(self) -> None:
+        if (incoming := self._incoming) is not None:
+            incoming.cancel()
 
     def _cancel_after(self, timeout_s: float) -> threading.Timer:
-        timer = threading.Timer(timeout_s, self._incoming.cancel)
+        timer = threading.Timer(timeout_s, self._cancel)
         timer.daemon = True
         timer.start()
         return timer
@@ -139,7 +149,12 @@ class _Call:
     def _failure(self, error: grpc.RpcError) -> Exception:
         """Tell what another try may mend from what it may not."""
         text = describe_error(error)
-        if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code == grpc.StatusCode.CANCELLED:  # by this side, which waited long enough
+            return Disconnected(
+                f"{self._place.address} gave no answer in time; perhaps it is another program's"
+            )
+        if code == grpc.StatusCode.UNIMPLEMENTED:
             return JoinRefused(f"{self._place.address} is no trainer of jaxrl_async: {text}")
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return JoinRefused(

@@ -90,7 +90,7 @@ class Outbox:
         return b"".join((bytes([FrameKind.PIECE]), _LARGE.pack(len(message)), piece))
 
 
-class Inbox:
+class FrameInbox:
     """Takes messages out of the frames that come in. Not locked.
 
     Args:

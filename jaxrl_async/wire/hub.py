@@ -13,14 +13,17 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError, JoinRefused
 from jaxrl_async.wire.address import Address, parse_address
+from jaxrl_async.wire.grpc_link import METHOD, OPTIONS, SERVICE, describe_error, grpc, pump_frames
 from jaxrl_async.wire.handshake import admit_sampler, refused_frame, welcome_frame
-from jaxrl_async.wire.link import METHOD, OPTIONS, SERVICE, describe_error, grpc, pump_frames
 from jaxrl_async.wire.messages import Hello, Welcome
 from jaxrl_async.wire.secret import check_secret
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Longest wait for all sessions to take their end when the hub closes, seconds."""
 
 OnJoin = Callable[[WireSession, Hello], Welcome]
 
@@ -71,15 +74,21 @@ class Hub:
         """Number of connections that were not let in."""
         return self._refusals.count
 
-    def close(self, reason: str = "the trainer has ended") -> None:
-        """End all sessions with this reason, at once, and stop to listen. Idempotent."""
+    def close(self, reason: str = "the trainer has ended", limit_s: float = CLOSE_S) -> None:
+        """End all sessions with this reason, at once, and stop to listen. Idempotent.
+
+        limit_s: time for all of them to take it, seconds; the connections of those that do not are
+        broken.
+        """
         with self._lock:
             self._closing = True
             sessions = tuple(self._sessions)
         for session in sessions:
             session.begin_end(reason)
+        end_s = time.monotonic() + limit_s
         for session in sessions:
-            session.wait_over()
+            if not session.wait_over(max(0.0, end_s - time.monotonic())):
+                session.lost(f"{session.peer} did not take the end in time")
         self._server.stop(grace=1.0).wait()
 
     def _serve(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:

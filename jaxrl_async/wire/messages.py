@@ -8,7 +8,7 @@ of types.py, encoded by codec.py.
       │ <───────────────────────────── Offer │   the first weights, and every version that follows
       │ Staged, Live ────────────────────────> │   from the first Live on it is dealt requests
       │ <─────────────────────────── Start, Cancel, Ask
-      │ Answers, Reply, Beat ────────────────> │
+      │ Answers, RemoteReply, Beat ──────────> │
       │ Leaving (its running requests) ──────> │   or it is silent: its requests begin again
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl_async.types import Completion, FloatArray, Partial, Request
 
-PROTOCOL = 1
+PROTOCOL = 3
 """Number of this set of messages; both sides must have the same."""
 
 
@@ -71,7 +71,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RemoteFailure:
     """A request that failed, alone, or was cancelled."""
 
     request_id: str
@@ -83,12 +83,13 @@ class Answers:
     """Requests that are done, as many as one decode block ended."""
 
     completions: tuple[Completion, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RemoteFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A question to the sampler about its running requests; a Reply of the same number answers."""
+    """A question to the sampler about its running requests, answered by a RemoteReply of the same
+    number."""
 
     number: int
     request_id: str | None = None  # save this one; None: all, without KV (progress)
@@ -97,7 +98,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class RemoteReply:
     """The answer to an Ask."""
 
     number: int
@@ -157,6 +158,7 @@ class Staged:
     num_bytes: int  # that it fetched
     seconds: float  # from the offer until now
     source: str  # where most of it came from
+    base_bytes: int = 0  # that it fetched beside these: what an adapter changes, the first time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +195,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class JointRound:
     """What the leader takes in before its next decode block; its followers take in the same."""
 
     requests: tuple[Request | Partial, ...] = ()  # in the order of the queue
@@ -222,10 +224,10 @@ MESSAGES: tuple[type, ...] = (
     Prepared,
     Start,
     Cancel,
-    Failure,
+    RemoteFailure,
     Answers,
     Ask,
-    Reply,
+    RemoteReply,
     Beat,
     Died,
     Leave,
@@ -236,7 +238,7 @@ MESSAGES: tuple[type, ...] = (
     Live,
     Ready,
     Begin,
-    Round,
+    JointRound,
     GivenUp,
     Dismissed,
 )

@@ -23,6 +23,8 @@ from jaxrl_async.errors import ConfigError, JoinRefused
 SECRET_VARIABLE = "JAXRL_ASYNC_SECRET"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+LEAST_BYTES = 16
+"""Of a secret that is known to other machines."""
 
 WRONG_SECRET = (
     f"the two sides have different secrets: set the environment variable {SECRET_VARIABLE} to the "
@@ -36,13 +38,15 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
-    """Raise ConfigError if a process that listens at this host needs a secret and has none."""
-    if not secret and not loopback:
+    """Raise ConfigError if a process that listens at this host needs a secret and has none, or one
+    that whoever sees a proof could guess."""
+    if len(secret) < LEAST_BYTES and not loopback:
+        lacks = f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
         raise ConfigError(
-            f"remote.listen={host} can be reached from other machines, and there is no shared "
-            f"secret: set the environment variable {SECRET_VARIABLE} to the same long random value "
-            "here and for every sampler (for example the output of `openssl rand -hex 32`), or "
-            "listen on 127.0.0.1"
+            f"remote.listen={host} can be reached from other machines, and the shared secret "
+            f"{lacks}: set the environment variable {SECRET_VARIABLE} to the same long random "
+            "value here and for every sampler (for example the output of `openssl rand -hex 32`), "
+            "or listen on 127.0.0.1."
         )
 
 
@@ -79,9 +83,9 @@ def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
     mine = new_nonce()
     sock.settimeout(timeout_s)
     sock.sendall(mine)
-    theirs = _receive(sock, NONCE_BYTES, until_s)
+    theirs = receive_by(sock, NONCE_BYTES, until_s)
     sock.sendall(proof(secret, purpose, b"asks", mine, theirs))
-    given = _receive(sock, PROOF_BYTES, until_s)
+    given = receive_by(sock, PROOF_BYTES, until_s)
     if not is_proof(given, proof(secret, purpose, b"answers", mine, theirs)):
         raise JoinRefused(WRONG_SECRET)
     sock.settimeout(None)
@@ -95,23 +99,24 @@ def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
     until_s = time.monotonic() + timeout_s
     mine = new_nonce()
     sock.settimeout(timeout_s)
-    theirs = _receive(sock, NONCE_BYTES, until_s)
+    theirs = receive_by(sock, NONCE_BYTES, until_s)
     sock.sendall(mine)
-    given = _receive(sock, PROOF_BYTES, until_s)
+    given = receive_by(sock, PROOF_BYTES, until_s)
     if not is_proof(given, proof(secret, purpose, b"asks", theirs, mine)):
         raise JoinRefused(WRONG_SECRET)
     sock.sendall(proof(secret, purpose, b"answers", theirs, mine))
     sock.settimeout(None)
 
 
-def _receive(sock: socket.socket, count: int, until_s: float) -> bytes:
-    """Read `count` bytes; a peer that sends one at a time gets no more time for it."""
+def receive_by(sock: socket.socket, count: int, until_s: float) -> bytes:
+    """Read `count` bytes; a peer that sends one at a time gets no more time for it.
+
+    until_s: of time.monotonic(). Raises JoinRefused if they have not come by then, OSError for a
+    broken connection.
+    """
     got = b""
     while len(got) < count:
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            raise JoinRefused("the other side did not prove the shared secret in time")
-        sock.settimeout(left_s)
+        sock.settimeout(left_of(until_s))
         try:
             more = sock.recv(count - len(got))
         except TimeoutError:
@@ -120,3 +125,11 @@ def _receive(sock: socket.socket, count: int, until_s: float) -> bytes:
             raise JoinRefused(f"the other side hung up before the proof; perhaps {WRONG_SECRET}")
         got += more
     return got
+
+
+def left_of(until_s: float) -> float:
+    """Return the seconds until then, by time.monotonic(). Raises JoinRefused if there are none."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise JoinRefused("the other side did not prove the shared secret in time")
+    return left_s

@@ -1,10 +1,10 @@
 """A session over any stream of frames: messages in order, both ways, bounded, with an end that both
 sides know.
 
-    send ─> Outbox ─> frames() ─> the stream ─> take() ─> Inbox ─> handlers, on the session's thread
+    send ─> Outbox ─> frames() ─> the stream ─> take() ─> FrameInbox ─> handlers, on its thread
 
-The stream (gRPC in link.py, memory in testing) calls `take` with each frame that comes and draws
-those that go from `frames`; when it breaks, it calls `stream_ended`. Each side sends a beat if it
+The stream (gRPC in grpc_link.py, memory in testing) calls `take` with each frame that comes, draws
+those that go from `frames` and calls `stream_ended` when it breaks. Each side sends a beat if it
 has nothing else to say, so a side that says nothing is dead, stopped or cut off; one that takes
 nothing is no better.
 """
@@ -20,9 +20,9 @@ from typing import Any
 from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import ConfigError, Disconnected
-from jaxrl_async.ports import Message
+from jaxrl_async.ports import WireMessage
 from jaxrl_async.wire.fitting import check_fits
-from jaxrl_async.wire.frames import BEAT_FRAME, Bye, FrameKind, Inbox, Outbox, bye_frame
+from jaxrl_async.wire.frames import BEAT_FRAME, Bye, FrameInbox, FrameKind, Outbox, bye_frame
 from jaxrl_async.wire.messages import MESSAGES
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class WireSession:
     ) -> None:
         self._peer, self._limits, self._close_stream = peer, limits, close_stream
         self._changed = threading.Condition()
-        self._outbox, self._inbox = Outbox(), Inbox(limits.max_message_bytes)
+        self._outbox, self._inbox = Outbox(), FrameInbox(limits.max_message_bytes)
         self._arrived: deque[memoryview] = deque()
         self._arrived_bytes = 0
         self._handlers: dict[type, Callable[[Any], None]] = {}
@@ -122,7 +122,7 @@ class WireSession:
             self._outbox.put(data)
             self._changed.notify_all()
 
-    def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
+    def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session. Raises ValueError for a second handler of a kind."""
         if kind not in MESSAGES:
             raise ValueError(f"{kind.__name__} is no message (wire.messages)")
@@ -153,11 +153,24 @@ class WireSession:
                 self._ended = reason
                 self._changed.notify_all()
 
-    def wait_over(self) -> None:
-        """Wait until the stream is closed: the watch closes one on which nothing moves."""
+    def wait_over(self, timeout_s: float | None = None) -> bool:
+        """Wait until the stream is closed: the watch closes one on which nothing moves. Return
+        False if it is open after timeout_s."""
         with self._changed:
-            while not self._over:
-                self._changed.wait()
+            return self._changed.wait_for(lambda: self._over, timeout_s)
+
+    def says_something(self, timeout_s: float) -> bool:
+        """Wait for a frame; return False if none comes in this time, or none will any more.
+
+        An honest peer that lives sends a beat in silence_s / BEATS. While this side has no room for
+        what comes, the peer counts as alive.
+        """
+        with self._changed:
+            heard = self._heard
+            self._changed.wait_for(
+                lambda: self._over or self._full or self._heard != heard, timeout_s
+            )
+            return not self._over and (self._full or self._heard != heard)
 
     # ---- for the stream
 
@@ -196,6 +209,7 @@ class WireSession:
             # the last word of this side an honest one sends its rest, and no beats
             over = not self._deliver or (self._bye_sent and frame == BEAT_FRAME)
             self._heard += is_bye or not over
+            self._changed.notify_all()
 
     def stream_ended(self, reason: str) -> None:
         """Take note that no frame will come any more. The reason counts if no Bye came before."""

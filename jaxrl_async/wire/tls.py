@@ -77,7 +77,7 @@ def _read_pem(name: str, path: str) -> bytes:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"remote.{name}={path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"remote.{name}={path} cannot be read: {error.strerror}.") from error
     if b"-----BEGIN " not in content:
-        raise ConfigError(f"remote.{name}={path} is no PEM file (it has no BEGIN line)")
+        raise ConfigError(f"remote.{name}={path} is no PEM file (it has no BEGIN line).")
     return content

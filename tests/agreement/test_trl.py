@@ -31,7 +31,7 @@ from jaxrl_async.algorithms.preference_losses import (
     orpo,
     preference_loss,
     simpo,
-    summed,
+    summed_pairs,
 )
 from jaxrl_async.model.divergence import Kind
 from jaxrl_async.trainer.distill import (
@@ -361,7 +361,7 @@ def test_kto_of_answers_without_partners(both):
         )
         weight = jnp.float32(2 / (2 * PAIRS))
         found = preference_loss["kto"](x, **KTO)
-        return summed(found, x.chosen_lengths, x.rejected_lengths, weight)[0]
+        return summed_pairs(found, x.chosen_lengths, x.rejected_lengths, weight)[0]
 
     assert strangers > 0  # a baseline that counts
     assert 0 < good.sum() < 2 * PAIRS

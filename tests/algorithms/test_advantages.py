@@ -1,6 +1,7 @@
 """Formulas against NumPy float64, written from the papers."""
 
 import itertools
+from dataclasses import replace
 from math import exp
 
 import numpy as np
@@ -188,6 +189,23 @@ def test_gdpo_counts_what_shaping_added():
     shaped = StepData(groups=data.groups, rewards=(np.array([1.0, 0.5]),))
     assert values(adv.gdpo(data)) == [0.0, 0.0]
     np.testing.assert_allclose(values(adv.gdpo(shaped)), [1.0, -1.0], rtol=1e-4)
+
+
+def test_gdpo_counts_a_turns_named_reward_once():
+    """What an earlier turn earned is a part, and credited to a token as well."""
+    parts = [
+        {"found": 2.0, "right": 0.0},
+        {"found": 0.0, "right": 1.0},
+        {"found": 0.0, "right": 1.0},
+    ]
+    whole = group_of([2.0, 1.0, 1.0], parts=parts)
+    of_tokens = [np.array([0, 2], np.float32), None, None]
+    early = group_of([0.0, 1.0, 1.0], parts=parts, token_rewards=of_tokens)
+    first, *others = early.scores
+    early = replace(early, scores=(replace(first, named_of_tokens=2.0), *others))
+    result = values(adv.gdpo(step_data([whole]), weights={"found": 0.25}))
+    assert result == values(adv.gdpo(step_data([early]), weights={"found": 0.25}))
+    assert not np.allclose(result, 0)
 
 
 @pytest.mark.parametrize("part", ["shaping", "tokens", "tool_errors"])

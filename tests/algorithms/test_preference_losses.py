@@ -10,7 +10,7 @@ from jaxrl_async.algorithms.preference_losses import (
     bradley_terry,
     kl_baseline,
     preference_loss,
-    summed,
+    summed_pairs,
 )
 from jaxrl_async.errors import ConfigError
 
@@ -136,7 +136,7 @@ def test_a_place_without_a_pair_gives_neither_loss_nor_gradient(name):
 
     def total(logprobs):
         got = preference_loss[name](x._replace(chosen_logprobs=logprobs))
-        return summed(got, x.chosen_lengths, x.rejected_lengths, jnp.float32(1))
+        return summed_pairs(got, x.chosen_lengths, x.rejected_lengths, jnp.float32(1))
 
     (loss, report), grads = jax.value_and_grad(total, has_aux=True)(x.chosen_logprobs)
     assert loss == 0 and not grads.any()
@@ -206,7 +206,7 @@ def test_the_baseline_is_a_mean_and_never_negative():
 def test_the_report_counts_wins_margins_and_rewards_over_what_is_there():
     got = bradley_terry(jnp.array([1.0, 0.0, 5.0, 9.0]), jnp.array([0.0, 2.0, 1.0, 9.0]))
     chosen_lengths, rejected_lengths = jnp.array([2, 3, 4, 0]), jnp.array([1, 1, 0, 0])
-    loss, report = summed(got, chosen_lengths, rejected_lengths, jnp.float32(0.5))
+    loss, report = summed_pairs(got, chosen_lengths, rejected_lengths, jnp.float32(0.5))
     means = {k: float(total) / float(count) for k, (total, count) in report.means.items()}
     assert means["preference/accuracy"] == 0.5 and means["preference/margin"] == -0.5
     assert means["preference/chosen_reward"] == 2 and means["preference/rejected_reward"] == 1

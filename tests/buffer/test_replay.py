@@ -1,5 +1,6 @@
 """The replay buffer, one rule at a time. Interleavings are in tests/schedule."""
 
+import contextlib
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.types import Drop, Ticket
+from jaxrl_async.types import CancelledGroup, Drop, Ticket
 
 JOIN_S = 10.0
 
@@ -446,6 +447,55 @@ def test_where_the_too_old_are_dropped_rollouts_run_ahead_and_the_trainer_skips_
     lines = [json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     dropped = [(x["prompt"], x["reason"], x["oldest"]) for x in lines if x["fate"] == "dropped"]
     assert dropped == [(n, "stale", 0) for n in (4, 5, 6, 7)]
+
+
+def test_what_is_too_old_is_told_when_its_version_is_asked_for_and_its_ticket_comes_back(tmp_path):
+    ledger, noted, told = Ledger(tmp_path / "ledger.jsonl"), [], []
+    settings = BufferSettings(
+        groups_per_step=1, max_staleness=1, when_too_old="drop", overcommit=2.0
+    )
+    b = ReplayBuffer(settings, ledger=ledger, note=lambda **event: noted.append(event))
+    b.watch(told.append, told.append)
+    slow, *others = b.admit(0)
+    put_all(b, others)
+    with pytest.raises(TimeoutError):
+        b.draw(0, 0)  # the window is one group
+    b.fail(slow, make_prompt(), Drop.FAILED)
+    (second, *_) = b.admit(0)
+    for version in (0, 1):
+        b.draw(version, 0)
+        assert told == [0], "a token of version 0 may be trained on at 0 and at 1"
+    b.set_live(2)
+    with contextlib.suppress(TimeoutError):
+        b.draw(2, 0)
+    assert told == [0, 1]
+    gone = CancelledGroup(ticket=second, prompt_id=7, oldest=0, lengths=(3, 0))
+    before = b.stats()
+    for _ in range(2):  # once is as good as twice
+        b.cancel(gone)
+    after = b.stats()
+    assert after.active == before.active - 1 and after.dropped["stale"] >= 1
+    assert after.mean_dropped_tokens == before.mean_dropped_tokens, "of finished ones alone"
+    put_all(b, b.admit(0))
+    draw = b.draw(2, 0)
+    assert draw.cancelled == (gone,) and b.draw(2, 0).cancelled == ()
+    events = [e for e in noted if e.get("fail") == second.group]
+    assert events == [{"fail": second.group, "reason": "stale", "oldest": 0, "lengths": [3, 0]}]
+    b.close()
+    lines = [json.loads(x) for x in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    (line,) = [x for x in lines if x["group"] == second.group and x["fate"] == "dropped"]
+    assert (line["reason"], line["prompt"], line["oldest"], line["version"]) == ("stale", 7, 0, 2)
+    assert line["lengths"] == [3, 0]
+
+
+def test_where_rollouts_wait_nothing_is_told_to_be_too_old():
+    b, told = buffer(1, 0), []
+    b.watch(told.append, told.append)
+    for version in range(3):
+        put_all(b, b.admit(0))
+        b.draw(version, 0)
+        b.set_live(version + 1)
+    assert told == [0]
 
 
 def test_a_draw_wakes_a_blocked_admit_where_the_too_old_are_dropped():

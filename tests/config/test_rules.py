@@ -189,6 +189,10 @@ BROKEN = {
         "mesh": {"samplers_in": "elsewhere"},
         "remote": {"transfer": "folder"},
     },
+    "weights_have_a_port_of_their_own": {
+        "mesh": {"samplers_in": "elsewhere"},
+        "remote": {"listen": "127.0.0.1:7077", "data_port": 7077},
+    },
     "encryption_reaches_the_weights": {
         "mesh": {"samplers_in": "elsewhere"},
         "remote": {
@@ -208,8 +212,16 @@ BROKEN = {
     },
     "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
     "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
+    "who_ends_first_is_not_replayed": {
+        "run": {"replay_schedule": "x"},
+        "algorithm": {"oversample": 2},
+    },
+    "a_partial_group_has_answers_to_compare": {"algorithm": {"least_members": 1}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
-    "colocated_slices_have_one_size": {"mesh": {"colocated": True, "trainer": {"data": 2}}},
+    "colocated_slices_have_one_size": {
+        "mesh": {"colocated": True, "trainer": {"data": 2}},
+        "distributed": {"detect": False},
+    },
     "one_sampler_is_colocated": {"mesh": {"colocated": True, "samplers": 2}},
     "experts_belong_to_their_family": {"model": {"architecture": {"experts": 2}}},
     "a_token_visits_experts_that_exist": {
@@ -277,8 +289,45 @@ BROKEN = {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
     },
+    "an_adapter_reaches_our_samplers": {
+        "model": {"lora": {"rank": 4}},
+        "sampler": VLLM,
+        "mesh": {"samplers_in": "elsewhere"},
+    },
+    "the_base_of_an_adapter_stays_as_it_was_loaded": {
+        "model": {"path": "somewhere", "lora": {"rank": 4}},
+        "warm_start": {"steps": 10},
+    },
+    "an_adapter_leaves_routers_as_they_are": {
+        "model": {"lora": {"rank": 4}, "balance": {"loss": 0.01}}
+    },
+    "a_correction_is_not_rounded_away": {
+        "model": {"balance": {"bias_rate": 0.001}, "param_dtype": "bfloat16"},
+        "trainer": {"rounding": "nearest"},
+    },
+    "trainer_and_samplers_share_a_quantised_base": {
+        "model": {"lora": {"rank": 4, "base": "nf4"}},
+        "weights": {"dtype": "int8", "probe": False},
+    },
+    "continuations_are_compared": {
+        "algorithm": {"pivots": {"continuations": 2}, "advantage": "reinforce"},
+    },
+    "a_fork_draws_on_a_branch": {
+        "algorithm": {"pivots": {"continuations": 2}},
+        "sampler": VLLM,
+        "mesh": {"samplers_in": "elsewhere"},
+    },
+    "pairs_are_of_whole_answers": {
+        "pairs": {"loss": "dpo"},
+        "algorithm": {"pivots": {"continuations": 2}},
+    },
     "an_engine_has_addresses": {"sampler": {"engine_urls": ("http://a:8000",)}},
     "an_engine_has_devices_of_its_own": {"sampler": VLLM},
+    "an_engine_has_layers_of_the_policy": {
+        "sampler": VLLM,
+        "mesh": {"samplers_in": "elsewhere"},
+        "model": {"decoder": "mine.py:Mine"},
+    },
     "an_engine_can_give_what_is_kept": {
         "sampler": {**VLLM, "slots": None},
         "mesh": {"samplers_in": "elsewhere"},
@@ -287,6 +336,47 @@ BROKEN = {
         "sampler": VLLM,
         "mesh": {"samplers_in": "elsewhere"},
         "algorithm": {"loss": "gpg"},
+    },
+    "a_pairs_loss_learns_from_pairs": {"pairs": {"loss": "kto"}},
+    "pairs_have_two_answers": {"pairs": {"loss": "dpo"}, "algorithm": {"least_members": 1}},
+    "pairs_are_learnt_in_one_update": {"pairs": {"loss": "dpo"}, "algorithm": {"epochs": 2}},
+    "pairs_hold_the_reference_in_their_loss": {
+        "pairs": {"loss": "simpo"},
+        "algorithm": {"kl_coefficient": 0.1, "kl": "full"},
+    },
+    "pairs_have_no_teacher_in_their_advantages": {
+        "pairs": {"loss": "dpo"},
+        "teacher": {"source": "self"},
+    },
+    "a_judge_has_one_rubric": {"reward": {"judge": {"model": "m"}}},
+    "a_judges_scale_rises": {
+        "reward": {"judge": {"model": "m", "rubric": "x", "scale": (1.0, 1.0)}}
+    },
+    "a_judges_call_keeps_its_form": {
+        "reward": {"judge": {"model": "m", "rubric": "x", "extra": {"n": 2}}}
+    },
+    "a_judge_gives_up_in_time": {
+        "reward": {"judge": {"model": "m", "rubric": "x", "patience_s": 595.0}}
+    },
+    "each_seat_is_filled_once": {"task": "nim", "seats": {"second": {}}},
+    "an_endpoint_names_its_model": {
+        "task": "nim",
+        "seats": {"second": {"endpoint": "http://h/v1"}},
+    },
+    "seats_are_of_a_run_that_plays": {"seats": {"second": "policy"}},
+    "opponents_have_devices": {
+        "task": "nim",
+        "seats": {"second": "initial"},
+        "mesh": {"samplers_in": "processes"},
+    },
+    "a_ranking_judge_has_answers_to_compare": {
+        "reward": {"judge": {"model": "m", "rubric": "x", "mode": "rank"}},
+        "algorithm": {"group_size": 1, "advantage": "reinforce"},
+    },
+    "a_judge_judges_something": {"reward": {"judge": {"model": "m", "weight": 0.0}}},
+    "process_rewards_come_from_somewhere": {"reward": {"process": {"function": "judge"}}},
+    "late_process_rewards_are_noticed": {
+        "reward": {"process": {"function": "x.py:f", "max_age_s": 600.0}}
     },
     "every_setting_is_read": {"critic": {"warmup_steps": 1}},
     "a_function_weight_has_a_counterpart": {"reward": {"function_weight": 2}},
@@ -298,6 +388,15 @@ BROKEN = {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },
 }
+
+
+def test_a_group_goes_on_with_a_part_of_its_members_and_enough_to_compare(write, refusal):
+    more = refusal(write("algorithm: {group_size: 4, least_members: 5}"))
+    assert "least_members (5) must be at most algorithm.group_size (4)" in more
+    own = {"advantage": "reinforce_pp", "least_members": 1}
+    check_rules(Config(algorithm=own))
+    with pytest.raises(ConfigError, match=r"dynamic_sampling compares .*least_members=1"):
+        check_rules(Config(algorithm={**own, "dynamic_sampling": True}))
 
 
 def test_every_rule_has_a_configuration_that_breaks_it():

@@ -35,6 +35,7 @@ UNREAD = [
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
+    (["remote.data_port=7078"], "mesh.samplers_in=processes or elsewhere"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
     (["warm_start.path=x"], "warm_start.steps above 0"),
     (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
@@ -43,6 +44,13 @@ UNREAD = [
     (["reward.model_weight=0.5"], "reward.model"),
     (["sft.batch_size=4"], "another run.job"),
     (["preference.loss=ipo"], "another run.job"),
+    (["pairs.choose=all"], "pairs.loss"),
+    (["pairs.loss=dpo", "algorithm.loss=cispo"], "pairs.loss=null"),
+    (["pairs.loss=dpo", "algorithm.advantage=rloo"], "pairs.loss=null"),
+    (["pairs.loss=dpo", "algorithm.correction=tis"], "pairs.loss=null"),
+    (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs.loss=null, or a KL"),
+    (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
+    (["run.job=sft", "pairs.loss=dpo"], "another run.job"),
 ]
 
 
@@ -135,6 +143,7 @@ READ = [
     ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
     ["algorithm.group_size=1", "teacher.source=self", "teacher.rewards=0"],
     ["trainer.warmup_steps=120"],
+    ["trainer.share_prefixes=true"],
     ["trainer.warmup_steps=115", "algorithm.advantage=gae", "critic.warmup_steps=5"],
     ["trainer.warmup_steps=480", "algorithm.minibatches=2", "algorithm.epochs=2"],
     ["algorithm.minibatches=128"],
@@ -146,6 +155,7 @@ READ = [
     ["algorithm.loss=gpg", "algorithm.anchor=proximal", "algorithm.correction=tis"],
     ["warm_start.path=x", "data.jsonl.prompt_field=x", "data.jsonl.template=x {prompt}"],
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
+    ["mesh.samplers_in=elsewhere", "remote.transfer=tcp", "remote.data_port=7078"],
 ]  # fmt: skip
 
 
@@ -165,6 +175,7 @@ def test_the_same_settings_are_taken_where_something_reads_them(overrides):
         ("reward_model", "preference.loss=ipo"),
         ("reward_model", "algorithm.loss=cispo"),
         ("sft", "critic.clip=1"),
+        ("sft", "trainer.share_prefixes=true"),
     ],
 )
 def test_what_another_job_would_read_is_refused(write, job, setting, refusal):

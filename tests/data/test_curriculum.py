@@ -17,6 +17,7 @@ from jaxrl_async.data.curriculum import (
     WEIGHTS,
     Curriculum,
     chosen,
+    combined_measures,
     frontier_first,
     hard_first,
     make_stream,
@@ -236,3 +237,27 @@ def test_the_configuration_chooses_the_stream():
     made = make_stream(data, tokenizer, 0)
     assert isinstance(made, Curriculum)
     assert {p.position for p in islice(made, 3)} < set(range(4))
+
+
+def test_the_measures_of_several_processes_count_each_prompt_alike():
+    first = {
+        "data/measured_prompts": 3.0,
+        "data/longest_passed_over": 5.0,
+        "data/difficulty_mean": 0.2,
+        "data/drawn_difficulty_mean": 0.4,
+    }
+    second = {
+        "data/measured_prompts": 1.0,
+        "data/longest_passed_over": 7.0,
+        "data/difficulty_mean": 0.6,
+    }
+    new = {"data/measured_prompts": 0.0, "data/longest_passed_over": 0.0}
+    assert combined_measures([first, second, new]) == pytest.approx(
+        {
+            "data/measured_prompts": 4.0,
+            "data/longest_passed_over": 7.0,
+            "data/difficulty_mean": 0.3,
+            "data/drawn_difficulty_mean": 0.4,
+        }
+    )
+    assert combined_measures([new, new]) == new

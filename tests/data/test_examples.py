@@ -101,3 +101,19 @@ def test_files_are_split_and_long_prompts_are_counted(tmp_path):
     assert [text(p.prompt_ids) for p in split.held_out] == ["4+1=", "5+1="]
     own = data.model_copy(update={"jsonl": data.jsonl.model_copy(update={"eval_path": str(path)})})
     assert len(pairs(data=own).train) == 6 and len(pairs(data=own).held_out) == 2
+
+
+def test_examples_that_do_not_fit_are_left_out_and_the_place_is_kept(caplog):
+    examples = [None if i % 3 == 0 else i for i in range(10)]
+    stream = ExampleStream(examples, seed=0)
+    first, second = stream.take(6), stream.take(6)
+    assert None not in first + second and set(first + second) == {1, 2, 4, 5, 7, 8}
+    assert sorted(first) == [1, 2, 4, 5, 7, 8]
+    assert "left out" in caplog.text
+    half = ExampleStream(examples, seed=0)
+    half.take(4)
+    rest = ExampleStream(examples, seed=0)
+    rest.restore(half.state())
+    assert rest.take(8) == [*first, *second][4:]
+    with pytest.raises(DataError, match="5 examples in a row are longer"):
+        ExampleStream([None] * 5, seed=0).take(1)

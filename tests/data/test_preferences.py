@@ -66,6 +66,7 @@ BAD = [
     (b"[1]", "not a JSON object"),
     ({"prompt": "a", "chosen": "b"}, "a field is missing or is not text"),
     ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "a field is missing or is not text"),
+    ({"prompt": "a", "chosen": True, "rejected": "c"}, "a field is missing or is not text"),
     ({"prompt": "a", "completion": "b", "label": "yes"}, "a field is missing or is not text"),
     ({"prompt": "a", "completion": "b", "label": 1}, "a field is missing or is not text"),
     ({"prompt": "a", "label": True}, "a field is missing or is not text"),

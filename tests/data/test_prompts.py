@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import AdditionSection, Config, DataSection, JsonlSection
-from jaxrl_async.data import records as records_module
+from jaxrl_async.data import record_files
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
     PromptStream,
@@ -23,7 +23,8 @@ from jaxrl_async.data.prompts import (
     prompt_of,
     warm_start_pairs,
 )
-from jaxrl_async.data.records import MAX_LINE_BYTES, Record, final_answer, read_jsonl
+from jaxrl_async.data.record_files import MAX_LINE_BYTES
+from jaxrl_async.data.records import Record, final_answer, read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 
@@ -274,11 +275,11 @@ def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
 
 
 def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 64)
     path = tmp_path / "d.jsonl"
     good = json.dumps({"question": "a", "answer": "b"})
     path.write_bytes(f"{'x' * 1000}\n{good}\n{'y' * 64}\n{' ' * 65}\n{good}z\n{'z' * 65}".encode())
-    found = read_jsonl(path, section(max_bad_share=0.9), TOKENIZER)
+    found = read_records(path, section(max_bad_share=0.9), TOKENIZER)
     assert [record.text for record in found] == ["a"]
     told = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
     assert [line.split(": ")[0].rpartition(" ")[2] for line in told[:-1]] == [
@@ -298,7 +299,7 @@ def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
         file.seek(2**26)
         file.write(b'\n{"question": "a", "answer": "b"}\n')
     tracemalloc.start()
-    read_jsonl(path, section(max_bad_share=0.5), TOKENIZER)
+    read_records(path, section(max_bad_share=0.5), TOKENIZER)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * MAX_LINE_BYTES
@@ -308,15 +309,15 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
     path.write_text("\n".join(lines))
-    assert len(read_jsonl(path, section(), TOKENIZER)) == 5
+    assert len(read_records(path, section(), TOKENIZER)) == 5
     assert "2 of 5 records are copies of earlier ones" in caplog.text
 
 
 @pytest.mark.parametrize("name", [".", "none", "pipe", "a" * 300, "a\0b"])
 def test_what_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="Give a file of JSON lines"):
-        read_jsonl(tmp_path / name, section(), TOKENIZER)
+    with pytest.raises(DataError, match=r"Give (a file of JSON lines|the folder of one split)"):
+        read_records(tmp_path / name, section(), TOKENIZER)
 
 
 JSON = st.recursive(
@@ -344,11 +345,11 @@ LINES = st.one_of(
     st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_fuzz_any_bytes_are_records_or_a_data_error(tmp_path, monkeypatch, content, mark, share):
-    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 200)
     path = tmp_path / "d.jsonl"
     path.write_bytes(mark + content)
     try:
-        found = read_jsonl(path, section(max_prompt_tokens=16, max_bad_share=share), TOKENIZER)
+        found = read_records(path, section(max_prompt_tokens=16, max_bad_share=share), TOKENIZER)
     except DataError as error:
         assert str(path) in str(error) and len(str(error)) < 1000
         return
@@ -379,7 +380,7 @@ def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
 @given(columns=st.dictionaries(st.text(max_size=3) | st.just("!"), JSON, max_size=3))
 def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
     record = {**columns, "question": "q", "answer": "a"}
-    (found,) = read_jsonl(one_line(tmp_path, record), section(), TOKENIZER)
+    (found,) = read_records(one_line(tmp_path, record), section(), TOKENIZER)
     again = loads(dumps(prompt_of(found, 0, 0)))
     assert json.dumps(again.columns, sort_keys=True) == json.dumps(record, sort_keys=True)
 
@@ -403,7 +404,7 @@ def test_a_reference_is_the_whole_answer_and_json_where_that_is_no_text(
     tmp_path, answer, reference
 ):
     path = one_line(tmp_path, {"question": "q", "answer": answer})
-    (found,) = read_jsonl(path, section(), TOKENIZER)
+    (found,) = read_records(path, section(), TOKENIZER)
     assert found.reference == reference
 
 
@@ -455,5 +456,5 @@ def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     line = b"\xef\xbb\xbf" + json.dumps(question(1)).encode() + b"\r\n"
     path.write_bytes(line + line)
-    assert len(read_jsonl(path, section(), TOKENIZER)) == 2
+    assert len(read_records(path, section(), TOKENIZER)) == 2
     assert "skipped" not in caplog.text

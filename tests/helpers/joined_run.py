@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.audit import audit_run
+from jaxrl_async.codec import loads
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState
+from jaxrl_async.run.checkpoint.store import LOOP, ROLLOUTS, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 90.0
@@ -35,6 +41,20 @@ def slow_digits(prompt, completion, reference):
 """
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a process: it claims the devices that it needs itself."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = " ".join(flag for flag in flags if "device_count" not in flag)
+    return {**os.environ, "XLA_FLAGS": kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class JoinedRun:
     """The processes of one run, which a test starts and ends."""
 
@@ -44,15 +64,22 @@ class JoinedRun:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "reward.py").write_text(SLOW_REWARD, encoding="utf-8")
 
-    def train(self, *more: str) -> None:
+    def train(self, *more: str, name: str = "trainer") -> None:
         """Start the trainer, whose samplers come from elsewhere."""
         self._start(
-            "trainer",
+            name,
             *("jaxrl_async.train", str(ROOT / "configs" / "addition.yaml"), *TINY),
             *(f"run.dir={self.folder}", "run.name=run", "mesh.samplers_in=elsewhere"),
             f"reward.function={self.folder / 'reward.py'}:slow_digits",
             *(*self.settings, *more),
         )
+
+    def train_over_two(self, *more: str) -> None:
+        """Start the trainer as two JAX processes, `trainer` and `trainer-1`, of a device each."""
+        meeting = f"distributed.coordinator=127.0.0.1:{free_port()}"
+        for index, name in enumerate(("trainer", "trainer-1")):
+            place = ("distributed.num_processes=2", f"distributed.process_id={index}")
+            self.train("mesh.trainer.fsdp=2", meeting, *place, *more, name=name)
 
     def sample(self, name: str, *more: str, join: str | None = None) -> None:
         """Start a sampler."""
@@ -63,10 +90,17 @@ class JoinedRun:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, "-m", module, *words],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+                env=environment(),
                 stdout=log,
                 stderr=log,
             )
+
+    def kill(self, *names: str) -> None:
+        """Kill these processes and forget them: their names are free."""
+        for name in names:
+            self.signal(name, signal.SIGKILL)
+        for name in names:
+            assert self.running.pop(name).wait(WAIT_S) == -signal.SIGKILL
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
         self.running[name].send_signal(number)
@@ -118,6 +152,20 @@ class JoinedRun:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def saved_rollouts(run: Path) -> tuple[int, dict[str, Any], RolloutsState]:
+    """Return version, positions and rollouts of the newest checkpoint of a run that has ended."""
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        version = checkpoints.latest()
+        assert version is not None, "no checkpoint is complete"
+        metadata = checkpoints._orbax.checkpointables_metadata(version).metadata
+        rollouts = {"bytes": np.empty(metadata[ROLLOUTS]["bytes"].shape, np.uint8)}
+        asked = {LOOP: None, ROLLOUTS: rollouts}
+        items = checkpoints._orbax.load_checkpointables(version, asked)
+    state = loads(np.asarray(items[ROLLOUTS]["bytes"]), ROLLOUT_KINDS)
+    assert isinstance(state, RolloutsState)
+    return version, items[LOOP], state
 
 
 @contextmanager

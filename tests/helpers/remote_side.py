@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.testing.session_pair import session_pair
-from jaxrl_async.testing.transports import MemoryFetching, MemoryOffering
+from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion, PrivateCopy
 from jaxrl_async.weights.remote.outbox import WeightOutbox

@@ -18,7 +18,7 @@ from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.interop import vllm_client
 from jaxrl_async.interop.vllm import EngineSettings, VllmSampler
 from jaxrl_async.interop.vllm_client import ServerGone
-from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_of
+from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_in_reply
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports import FIXED_WEIGHTS, Replica
@@ -137,6 +137,7 @@ def test_what_is_asked_for_reaches_the_server(server, make):
     ("changes", "told"),
     [
         ({"extras": True}, "gives no extras"),
+        ({"adapter": "math"}, "draws with its one model"),
         ({"sampling": SamplingParams(temperature=0.001)}, "at least 0.01 for vLLM"),
         ({"token_ids": np.array([24])}, "from 0 to 23"),
         ({"max_new_tokens": 49}, "sampler.max_new_tokens"),
@@ -420,7 +421,7 @@ def test_fuzz_whatever_is_answered_is_checked(reply, tokens, content, spans):
     choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
     for answer in (reply, {"choices": [reply]}, {"choices": [choice]}):
         try:
-            assert isinstance(drawn_of(answer, wish, "run", 0), Drawn)
+            assert isinstance(drawn_in_reply(answer, wish, "run", 0), Drawn)
         except BadReply as error:
             assert str(error).endswith(".")
 

@@ -1,7 +1,8 @@
 """Stand-ins for the trainer and the sampler on a Ray cluster: sockets instead of a model.
 
 ray_standin.py train CONFIG             listens at remote.listen, and makes a step of metrics each
-                                        0.1 s while a sampler is there; resumes where it ended
+                                        0.1 s while a sampler is there; resumes where it ended; two
+                                        are enough, one if there is a file `slow`
 ray_standin.py sample --join HOST:PORT  joins with the secret, again and again; SIGTERM: says so
 """
 
@@ -52,11 +53,17 @@ def train(path: str) -> int:
     step = len(file.read_text().splitlines()) if file.exists() else 0
     while step < config["run"]["steps"] and not stop.is_set():
         time.sleep(0.1)
-        if not living:
+        count = len(living)
+        if not count:
             continue
         step += 1
-        wait = 1 - min(len(living) / 2, 1)  # two samplers are enough
-        values = {"time/step_s": 0.1, "time/wait_data_s": 0.1 * wait, "sampler/idle_share": 0.0}
+        load = 0.5 if (folder / "slow").exists() else 2.0  # samplers that the trainer can use
+        values = {
+            "time/step_s": 2.0,
+            "time/wait_data_s": 2.0 * max(1 - count / load, 0.0),
+            "sampler/idle_share": max(1 - load / count, 0.0),
+            "sampler/living": float(count),
+        }
         with file.open("a") as out:
             out.write(json.dumps({"step": step, **values}) + "\n")
     log(folder, f"end {step}")

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.launch.demand import Demand, MetricLines, demand_of, wanted_samplers
+from jaxrl_async.launch.demand import (
+    CHANGES,
+    NEEDED,
+    WINDOW_S,
+    Demand,
+    demand_of,
+    measured_steps,
+    steps_in,
+    wanted_samplers,
+)
 from jaxrl_async.metrics.metric import METRICS
 
 shares = st.floats(0, 1)
@@ -67,20 +76,51 @@ def test_steps_count_by_their_time():
 
 
 def test_what_is_read_are_metrics_of_every_run():
-    known = {metric.key for metric in METRICS}
-    assert {"time/step_s", "time/wait_data_s", "sampler/idle_share"} <= known
+    assert {*NEEDED, *CHANGES} <= {metric.key for metric in METRICS}
 
 
-@given(st.data())
-def test_a_file_is_read_piecewise_and_each_step_counts_once(data):
-    steps = [
-        {"step": n, "time/step_s": 1.0, "time/wait_data_s": 0.5, "sampler/idle_share": 0.0}
-        for n in range(5)
-    ]
-    text = "".join(json.dumps(s) + "\n" for s in steps).encode()
-    text = text[:50] + text[50:].replace(b'{"step": 3', b"\x00torn\n[1]\n{}\n" + b'{"step": 3')
-    lines, got = MetricLines(), []
-    while lines.offset < len(text):
-        size = data.draw(st.integers(1, 200))
-        got += lines.add(text[lines.offset : lines.offset + size])
-    assert [line["step"] for line in got] == [0, 1, 2, 3, 4]
+def step(number, living=1, step_s=WINDOW_S):
+    values = {**dict.fromkeys(NEEDED, 0.5), "time/step_s": step_s, "sampler/living": living}
+    return {"step": number, **values}
+
+
+@given(st.integers(0, 2000))
+def test_from_any_byte_of_a_file_on_whole_steps_are_read(start):
+    text = "".join(json.dumps(step(n)) + "\n" for n in range(5)).encode()
+    text = text.replace(b'{"step": 3', b'\x00torn\n[1]\n{}\n{"step": 9}\n{"step": 3')
+    whole = [n for n in range(5) if text.find(b'{"step": %d' % n) >= min(start, len(text))]
+    assert [line["step"] for line in steps_in(text[start:])] == whole
+    assert [line["step"] for line in steps_in(text[start:] + b'{"step": 5, "ti')] == whole
+
+
+@pytest.mark.parametrize(
+    ("living", "samplers", "expected"),
+    [
+        ([], 1, []),
+        ([1] * 4, 1, []),  # too few
+        ([1] * 7, 1, [6, 5, 4, 3, 2]),
+        ([1] * 7, 2, []),  # the second has not joined yet
+        ([1, 1] + [2] * 6, 2, [7, 6, 5, 4, 3]),
+        ([1, 1, 1] + [2] * 4, 2, []),
+        ([2, 2, 1] + [2] * 6, 2, [8, 7, 6, 5, 4]),  # one was lost and came back
+        ([2] * 7 + [1], 2, []),
+    ],
+)
+def test_steps_count_that_had_all_samplers_from_start_to_end(living, samplers, expected):
+    steps = [step(n, count) for n, count in enumerate(living)]
+    assert [line["step"] for line in measured_steps(steps, samplers)] == expected
+
+
+@pytest.mark.parametrize(("step_s", "count"), [(30.0, 5), (1.0, 10), (0.1, 100), (0.01, 0)])
+def test_short_steps_are_measured_as_long_as_long_ones(step_s, count):
+    steps = [step(n, step_s=step_s * 1.0001) for n in range(200)]
+    assert len(measured_steps(steps, 1)) == count
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_had_other_samplers_for_a_while_says_nothing(change):
+    """One that was cut off and came back within a step is there at its end."""
+    steps = [step(n) for n in range(12)]
+    steps[6][change] = 1.0
+    assert [line["step"] for line in measured_steps(steps, 1)] == [11, 10, 9, 8, 7]
+    assert not measured_steps(steps[:11], 1)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
@@ -121,6 +122,32 @@ def test_a_run_that_several_processes_cannot_make_is_refused_before_they_meet():
     config = Config(distributed=HERE)
     with pytest.raises(ConfigError, match=r"process 3 of 4.*groups_per_step|mesh\.trainer"):
         join_processes(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"mesh": {"samplers_in": "processes"}}, "starts samplers on one machine"),
+        ({"run": {"replay_schedule": "x"}}, "what the threads of one process did"),
+        ({"algorithm": {"groups_per_step": 6}}, r"groups_per_step \(6\) must be a multiple"),
+        ({"mesh": {"colocated": True}}, "has 1 devices on 4 processes, and mesh.sampler 1"),
+        ({"mesh": {"trainer": {"fsdp": 4}}}, "must be multiples of"),
+    ],
+)
+def test_what_four_processes_cannot_do_is_refused(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        run_devices_per_process(Config.model_validate(settings), 4)
+
+
+def test_what_only_slices_of_their_own_could_do_four_processes_do():
+    shared = {
+        "mesh": {"trainer": {"fsdp": 8}, "sampler": {"tensor": 2}, "colocated": True},
+        "reward": {"model": "judge"},
+        "data": {"curriculum": "hard_first"},
+    }
+    assert run_devices_per_process(Config.model_validate(shared), 4) == 2
+    apart = {**shared, "mesh": {"trainer": {"fsdp": 8}, "samplers": 8}}
+    assert run_devices_per_process(Config.model_validate(apart), 4) == 4
 
 
 def test_several_hosts_of_a_slice_have_numbers_from_0():

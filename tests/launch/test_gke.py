@@ -276,6 +276,9 @@ def test_samplers_join_where_the_trainer_listens(tmp_path):
     assert sampler["args"] == ["--join", "roles-trainer-0-0.roles:8483"]
     assert config.remote.advertise == "roles-trainer-0-0.roles"
     assert {"containerPort": 8483, "protocol": "TCP"} in trainer["ports"]
+    assert config.remote.data_port == 8484
+    for one in (trainer, sampler):
+        assert {"containerPort": 8484, "protocol": "TCP"} in one["ports"]
     secrets = [env_of(ROLES, role)["JAXRL_ASYNC_SECRET"] for role in ("trainer", "sampler")]
     (secret,) = {json.dumps(s) for s in secrets}
     assert "value" not in json.loads(secret)
@@ -511,6 +514,17 @@ def samplers(**fields):
                 "overrides": ["mesh.trainer.fsdp=8", "mesh.sampler.tensor=2", "mesh.samplers=4"],
             },
             "give the samplers slices of their own (samplers)",
+        ),
+        (
+            {
+                **tpu(generation="v6e", topology="4x4"),
+                "overrides": [
+                    "mesh.trainer.fsdp=16",
+                    "mesh.sampler.tensor=4",
+                    "mesh.colocated=true",
+                ],
+            },
+            "not on every host alone (a sampler with mesh.colocated)",
         ),
         ({"overrides": ["mesh.samplers_in=processes"]}, "set samplers (their slices)"),
         (role(capacity="reserved"), "set both"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.launch.fleet import HostTask
 from jaxrl_async.launch.hardware import parse_hardware, parse_range
-from jaxrl_async.launch.hostprocess import HostProcess
+from jaxrl_async.launch.hostprocess import TAIL_BYTES, HostProcess
+from jaxrl_async.launch.upkeep import HostTask
 
 STUBBORN = "import signal, time; signal.signal(15, lambda *_: None);open('up', 'w'); time.sleep(60)"
 POLITE = (
@@ -44,7 +44,12 @@ def test_a_command_gets_its_words_variables_and_configuration(host, tmp_path):
     host.start(task(code, "{config}", config=": text", A="a"))
     until(lambda: host.code() is not None)
     assert host.code() == 0 and (tmp_path / "out").read_text() == "a: text"
-    assert host.read("out", 3) == b"text" and host.read("nothing", 0) == b""
+    assert host.tail("out") == b"a: text" and host.tail("nothing") == b""
+
+
+def test_of_a_long_file_the_end_is_read(host, tmp_path):
+    (tmp_path / "long").write_bytes(b"first\n" + b"x" * TAIL_BYTES + b"\nlast\n")
+    assert len(host.tail("long")) == TAIL_BYTES and host.tail("long").endswith(b"x\nlast\n")
 
 
 @pytest.mark.parametrize(("code", "told"), [(POLITE, 75), (STUBBORN, 137)])
@@ -116,6 +121,7 @@ def test_a_signal_reaches_the_command(host, tmp_path):
 def test_hardware_says_how_many_hosts_and_devices(text, hosts, per_host, devices):
     found = parse_hardware(text)
     assert (found.hosts, found.per_host, found.devices) == (hosts, per_host, devices)
+    assert str(found) == text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.launch.hardware import parse_hardware
-from jaxrl_async.launch.ray import Programs, fleet_plan, ray_config, run_fleet
+from jaxrl_async.launch.ray import RayPrograms, fleet_plan, ray_config, run_fleet
 from jaxrl_async.launch.ray_cluster import RayCluster
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'jaxrl_async[ray]'")
@@ -78,7 +78,7 @@ def run(cluster, tmp_path, do, *, steps, bounds=(1, 1), trainer="cpu:1", sampler
         (parse_hardware(trainer), parse_hardware(sampler)),
         bounds,
         secret="s3cret",
-        programs=Programs(train=(STAND_IN, "train", "{config}"), sample=(STAND_IN, "sample")),
+        programs=RayPrograms(train=(STAND_IN, "train", "{config}"), sample=(STAND_IN, "sample")),
     )
     events, failures, over = Events(tmp_path / "a"), [], threading.Event()
 
@@ -104,15 +104,25 @@ def run(cluster, tmp_path, do, *, steps, bounds=(1, 1), trainer="cpu:1", sampler
     return code, events
 
 
-def test_a_killed_sampler_comes_back_and_a_second_is_added(cluster, tmp_path):
+def test_a_killed_sampler_comes_back_and_a_second_is_added_and_removed(cluster, tmp_path, capfd):
+    """The trainer waits with one; then it is slow, and needs no second."""
+
     def do(events):
         (first,) = events.wait("join", 1)
         os.kill(int(first), signal.SIGKILL)
         events.wait("join", 3)  # the same again, and another since the trainer waits
+        (tmp_path / "a" / "slow").touch()
+        events.wait("leave", 1)
 
-    code, events = run(cluster, tmp_path, do, steps=100, bounds=(1, 2))
+    code, events = run(cluster, tmp_path, do, steps=200, bounds=(1, 2))
     assert code == 0 and len(events.all("lost")) >= 1
     assert len(events.all("train")) == 1, "the trainer went on"
+    assert len(set(events.all("join"))) == 3
+    said = capfd.readouterr().err
+    assert "sampler 0: ended with code 137; again in 2 s" in said
+    assert "samplers: 1 -> 2 (the trainer waits 50% of the time, samplers idle 0%)" in said
+    assert "samplers: 2 -> 1 (the trainer waits 0% of the time, samplers idle 75%)" in said
+    assert "samplers: 2 -> 3" not in said
 
 
 def test_a_killed_trainer_resumes_and_its_samplers_join_again(cluster, tmp_path):

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.metrics.charts import Chart, chart_svg, histogram_svg, number, thinned, ticks
+from jaxrl_async.metrics.charts import (
+    Chart,
+    accuracy_points,
+    chart_svg,
+    histogram_svg,
+    number,
+    thinned,
+    ticks,
+)
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.metrics.report import SECTIONS, lag_mean, lag_table, main, page, write_report
 
@@ -174,8 +182,8 @@ def test_means_by_age_weigh_each_step_by_its_tokens():
 
 def test_groups_dropped_are_counted_with_their_tokens_and_a_share_is_no_reason():
     text = " ".join(parse(page("x", run_lines(), [], "")).text)
-    assert "Finished groups among them had 1,200 tokens." in text
-    table = text[text.index("Finished groups") :]
+    assert "Those of which something was drawn had 1,200 tokens." in text
+    table = text[text.index("Those of which") :]
     assert "stale 30" in table and "share 4" not in table
 
 
@@ -230,3 +238,9 @@ def test_the_command_refuses_a_folder_that_is_not_there(tmp_path, capsys):
     assert main([]) == 2
     with pytest.raises(DataError):
         write_report(tmp_path / "none")
+
+
+def test_an_evaluation_in_which_all_answers_were_cut_off_counts_in_the_curve_of_accuracy():
+    lines = [{"step": 0, "eval/reward": 1.0}, {"step": 1}, {"step": 2, "eval/accuracy": 0.5}]
+    assert accuracy_points(lines) == [(0, 0.0), (2, 0.5)]
+    assert accuracy_points(lines[:2]) == []

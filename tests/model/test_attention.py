@@ -34,6 +34,7 @@ from jaxrl_async.model.attention import (
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.sink_pages import page_head_dim
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -338,7 +339,7 @@ def test_ragged_paged_equals_its_reference_for_grouped_queries_in_bfloat16(H, N)
 
 def test_pages_wider_than_the_heads_give_the_same():
     q, pages, *tables = ragged(MIXED)
-    width = kernels.page_head_dim(16)
+    width = page_head_dim(16)
     wide = jnp.pad(pages, ((0, 0), (0, 0), (0, 0), (0, width - 16)))
     expected = ragged_paged_reference(q, pages, *tables)
     np.testing.assert_allclose(ragged_paged_reference(q, wide, *tables), expected, atol=1e-6)

@@ -128,9 +128,9 @@ def test_the_compiled_scan_equals_its_layers_one_by_one(layers):
     positions = np.arange(4, dtype=np.int32)[None]
     asked = []
 
-    def counted(q: Any, k: Any, v: Any, segments: Any) -> Any:
+    def counted(q: Any, k: Any, v: Any, segments: Any, scoring: Any, sinks: Any = None) -> Any:
         asked.append((q.shape, k.shape))
-        return reference(q, k, v, segments)
+        return reference(q, k, v, segments, scoring)
 
     with jax.disable_jit():
         ones = np.ones_like(ids)

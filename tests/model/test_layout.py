@@ -70,7 +70,7 @@ def test_layers_gather_weights_and_no_hidden_states(axes):
     mesh, rows, length = mesh_of(**axes), 8, 128
     shape = {"layers": 2, "width": 40, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 144}
     spec = ModelSpec.from_architecture(schema.ArchitectureSection(**shape), 56)
-    settings = settings_on(mesh, 8, dtype=jnp.float32, attention="auto")
+    settings = settings_on(mesh, spec, dtype=jnp.float32, attention="auto")
     params = jax.device_put(
         init_params(spec, jax.random.key(0)), shardings(weight_table(spec), mesh, TRAINER_RULES)
     )

@@ -213,7 +213,7 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
     positions = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 0]], np.int32)
     ids = np.random.default_rng(0).integers(0, VOCAB, segments.shape).astype(np.int32)
     tokens, settings = TokenRows(ids, positions, segments), DecoderSettings(temperature=0.7)
-    logprobs, entropy, _ = token_logprobs(SPEC, params, tokens, settings)
+    logprobs, entropy, *_ = token_logprobs(SPEC, params, tokens, settings)
     hidden = hidden_states(SPEC, params, ids, positions, segments)
     logits = np.asarray(hidden @ output_head(SPEC, params), np.float64) / 0.7
     dist = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

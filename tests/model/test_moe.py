@@ -133,7 +133,7 @@ def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
 
     def turned(x: Any) -> Any:  # [T, heads, K]
         half = x.shape[-1] // 2
-        angle = np.arange(LENGTH)[:, None] * SPEC.rope_theta ** (-np.arange(half) / half)
+        angle = np.arange(LENGTH)[:, None] * SPEC.pattern[0].rope.theta ** (-np.arange(half) / half)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         a, b = x[..., :half], x[..., half:]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -172,7 +172,8 @@ def replayed(params: Any, experts: Any, remat: str = "none") -> tuple[Any, Any]:
     """The same of the trainer's decoder, and how many layers would have chosen others."""
     positions, segments = np.broadcast_to(np.arange(LENGTH), IDS.shape), np.ones_like(IDS)
     tokens = TokenRows(IDS, positions, segments, expert_ids=experts)
-    logprobs, _, changed = token_logprobs(SPEC, params, tokens, DecoderSettings(remat=remat))
+    passed = token_logprobs(SPEC, params, tokens, DecoderSettings(remat=remat))
+    logprobs, changed = passed.logprobs, passed.changed
     return (PULL * logprobs).sum(), changed
 
 

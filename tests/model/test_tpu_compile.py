@@ -36,7 +36,7 @@ def programs() -> dict[str, dict[str, Any]]:
         [sys.executable, str(HERE / "tpu_programs.py")],
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
         env=env,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -50,6 +50,22 @@ def test_auto_takes_splash_for_tpu_devices(programs):
 @pytest.mark.parametrize("kind", ["", " float32", " narrow heads", " wide heads", " odd length"])
 def test_splash_and_its_gradient_compile(programs, kind):
     assert programs[f"splash{kind}"]["kernels"] == 3  # forward, dq, dkv
+
+
+@pytest.mark.parametrize("kind", ["", " float32", " odd length"])
+def test_splash_of_contexts_that_share_prefixes_compiles(programs, kind):
+    assert programs[f"trees{kind}"]["kernels"] == 3
+
+
+def test_contexts_that_share_prefixes_hold_a_mask_for_each_row_and_no_scores(programs):
+    """15 bytes for each query and key of one row, however many rows and heads there are."""
+    assert programs["trees long"]["temp_bytes"] < 16 * 4096**2
+    assert programs["trees long"]["temp_bytes"] < programs["reference long"]["temp_bytes"] / 6
+
+
+def test_splash_is_what_compiles_where_prefixes_are_shared(programs):
+    assert programs["step that shares prefixes"]["kernels"] == 6, "its results are kept"
+    assert programs["step that shares prefixes on context"]["kernels"] == 8
 
 
 def test_splash_holds_no_square_of_the_length(programs):
@@ -73,9 +89,53 @@ def test_splash_is_what_compiles_where_context_divides_the_rows(programs, kind):
     assert programs[f"step {kind}"]["kernels"] == 8
 
 
+@pytest.mark.parametrize("kind", ["", " on context", " that shares prefixes"])
+def test_windows_and_caps_are_splash_too(programs, kind):
+    """A turn of the loop has a period of layers: six of Gemma 3, twice the two of Gemma 2."""
+    assert programs[f"step of gemma3{kind}"]["kernels"] == 6 * 4
+    assert programs["step of gemma2"]["kernels"] == 4 * 4
+
+
+def test_windows_and_caps_are_ragged_too(programs):
+    for family, layers in (("gemma2", 4), ("gemma3", 12)):
+        block = programs[f"sampler block of {family}"]
+        assert block["kernels"] == layers
+        assert block["temp_bytes"] < block["pages_bytes"] / 2
+    assert programs["sampler prefill of gemma3"]["temp_bytes"] < block["pages_bytes"]
+
+
 def test_experts_over_an_axis_compile_to_kernels_of_their_own(programs):
     """Beside attention's 8, the grouped products of the experts, forward and backward."""
     assert programs["step on expert"]["kernels"] > 8
+
+
+@pytest.mark.parametrize("kind", ["", " on context", " that shares prefixes"])
+def test_sinks_are_splash_too(programs, kind):
+    """A turn of the loop has two layers: their attention, and the products of their experts."""
+    assert programs[f"step of gpt_oss{kind}"]["kernels"] > 2 * 4
+
+
+def test_a_sampler_with_sinks_reads_its_pages_in_the_kernel(programs):
+    """Two of four layers see everything; the experts' three products of each are kernels, too."""
+    assert programs["sampler block of gpt_oss"]["kernels"] >= 2 + 4 * 3
+
+
+@pytest.mark.parametrize("kind", ["", " on context", " that shares prefixes"])
+def test_latent_attention_is_splash_in_the_trainer(programs, kind):
+    """Two runs of layers, of which a turn has one each, and the products of the experts."""
+    assert programs[f"step of deepseek_v3{kind}"]["kernels"] > 2 * 4
+
+
+def test_a_sampler_with_latent_attention_gathers_its_pages(programs):
+    """They hold 384 + 96 bfloat16 numbers a token in each of 3 layers."""
+    assert programs["sampler block of deepseek_v3"]["pages_bytes"] == 256 * 32 * 3 * (384 + 96) * 2
+    assert "kernels" in programs["sampler prefill of deepseek_v3"]
+
+
+def test_both_sides_of_a_base_in_four_bits_compile(programs):
+    """Attention and the experts of the trainer in kernels, the sampler's pages as ever."""
+    assert programs["step of nf4"]["kernels"] > 8
+    assert programs["sampler block of nf4"]["kernels"] == programs["sampler block"]["kernels"]
 
 
 def test_offloaded_moments_are_counted_in_the_hosts_memory(programs):

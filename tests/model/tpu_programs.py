@@ -20,9 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients
 from jaxrl_async.config import schema
+from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, arranged, make_mesh, shapes_on, shardings
 from jaxrl_async.model import kernels
-from jaxrl_async.model.attention import reference, sequence_attention
+from jaxrl_async.model.attention import reference, sequence_attention, tree_splash
+from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
+from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
@@ -34,7 +37,7 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyObjective,
     policy_update,
 )
-from jaxrl_async.trainer.update import NOTHING_FROZEN, GradSum, TrainState, Update
+from jaxrl_async.trainer.update import NOTHING_FROZEN, Frozen, GradSum, TrainState, Update
 
 ROW = 512
 """Tokens in a training row."""
@@ -86,18 +89,23 @@ def attention_gradient(
 
 
 def policy_step(
-    mesh: Mesh, *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **trainer: Any
+    mesh: Mesh,
+    *,
+    remat: str = "layer",
+    kv_heads: int = 4,
+    experts: int = 0,
+    shape: Any = None,
+    **trainer: Any,
 ) -> tuple[Update[PolicyObjective], Any]:
     """A small policy's update on a mesh, and its weights."""
     sizes = schema.ArchitectureSection(
-        family="qwen3_moe" if experts else "qwen3",
-        layers=2,
         width=256,
         heads=8,
         kv_heads=kv_heads,
-        head_dim=128,
         mlp=512,
         experts=experts,
+        **{"head_dim": 128}
+        | (shape or {"family": "qwen3_moe" if experts else "qwen3", "layers": 2}),
     )
     spec = ModelSpec.from_architecture(sizes, 512)
     settings = LearningSettings(
@@ -118,12 +126,69 @@ def policy_step(
     return step, params
 
 
+def on_base(mesh: Mesh, table: Any, shapes: Any, rules: Any) -> Any:
+    """Shapes of a table's weights, placed by the rules of a role."""
+    return shapes_on(shapes, shardings(table, mesh, rules))
+
+
+def step_on_base(**axes: int) -> dict[str, Any]:
+    """The gradient of an adapter of experts in 4 bits."""
+    mesh, form = mesh_of(**axes), BaseForm(kind="nf4", group=64)
+    sizes = schema.ArchitectureSection(
+        family="qwen3_moe", layers=2, width=256, heads=8, kv_heads=4, head_dim=128, mlp=512,
+        experts=8,
+    )  # fmt: skip
+    spec = ModelSpec.from_architecture(sizes, 512)
+    lora = lora_of(spec, LoraSection(rank=8))
+    settings = LearningSettings(
+        mesh=mesh,
+        trainer=schema.TrainerSection(micro_batch_tokens=4 * ROW),
+        row_length=ROW,
+        dtype=jnp.bfloat16,
+        remat="layer",
+        lora=lora,
+    )
+    step = policy_update(spec, settings, schema.AlgorithmSection(), total_steps=10)
+    adapter = adapter_table(spec, lora)
+    shapes = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
+        adapter,
+        is_leaf=lambda w: isinstance(w, Weight),
+    )
+    base = on_base(
+        mesh,
+        base_table(weight_table(spec), form),
+        base_shapes(spec, form, jnp.bfloat16),
+        TRAINER_RULES,
+    )
+    return gradient_of(step, on_base(mesh, adapter, shapes, TRAINER_RULES), Frozen(base=base))
+
+
 def train_step(
-    *, remat: str = "layer", kv_heads: int = 4, experts: int = 0, **axes: int
+    *,
+    remat: str = "layer",
+    kv_heads: int = 4,
+    experts: int = 0,
+    share_prefixes: bool = False,
+    shape: Any = None,
+    **axes: int,
 ) -> dict[str, Any]:
     """The gradient of one micro-batch of the policy loss, with the attention that auto takes."""
     mesh = mesh_of(**axes)
-    step, params = policy_step(mesh, remat=remat, kv_heads=kv_heads, experts=experts)
+    step, params = policy_step(
+        mesh,
+        remat=remat,
+        kv_heads=kv_heads,
+        experts=experts,
+        shape=shape,
+        share_prefixes=share_prefixes,
+    )
+    return gradient_of(step, params, NOTHING_FROZEN)
+
+
+def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> dict[str, Any]:
+    """Compile the gradient of one micro-batch."""
+    mesh = step.settings.mesh
     scalar = partial(array, mesh, ())
     spec = step.batch_sharding.spec
     batch = DeviceBatch(
@@ -139,7 +204,7 @@ def train_step(
         GradSum(params, scalar(jnp.float32)),
         batch,
         PolicyContext(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
-        NOTHING_FROZEN,
+        frozen,
     )
 
 
@@ -190,16 +255,22 @@ def ragged(
     )
 
 
-def sampler_program(name: str, *, kv_heads: int = 2, **axes: int) -> dict[str, Any]:
+def sampler_program(
+    name: str, *, kv_heads: int = 2, shape: Any = None, base: str = "", **axes: int
+) -> dict[str, Any]:
     """A prefill or a whole decode block of the sampler's engine, on one chip or on these axes."""
     mesh = mesh_of(**axes)
-    shape = schema.ArchitectureSection(
-        layers=2, width=256, heads=4 * kv_heads, kv_heads=kv_heads, head_dim=128, mlp=512
+    sizes = schema.ArchitectureSection(
+        width=256,
+        heads=4 * kv_heads,
+        kv_heads=kv_heads,
+        mlp=512,
+        **{"head_dim": 128} | (shape or {"layers": 2}),
     )
-    spec = ModelSpec.from_architecture(shape, 1024)
+    spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
-        mesh=mesh, dtype=jnp.bfloat16, ragged=True,
+        mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -209,8 +280,12 @@ def sampler_program(name: str, *, kv_heads: int = 2, **axes: int) -> dict[str, A
         shardings(weight_table(spec), mesh, SAMPLER_RULES),
         is_leaf=lambda w: isinstance(w, Weight),
     )
+    if base:
+        form = BaseForm(kind=base, group=64)
+        shapes = base_shapes(spec, form, jnp.bfloat16)
+        params = on_base(mesh, base_table(weight_table(spec), form), shapes, SAMPLER_RULES)
     prepared = jax.eval_shape(engine.programs.prepare, params)
-    weights = shapes_on(prepared, weight_shardings(mesh, params, prepared))
+    weights = shapes_on(prepared, weight_shardings(spec, mesh, params, prepared))
     state = engine.state_shapes()
     if name == "prefill":
         n, B, T = 256, 4, 64
@@ -247,11 +322,35 @@ def chosen() -> dict[str, Any]:
     return {"is_splash": sequence_attention("auto", mesh=mesh_of()) is kernels.splash}
 
 
+GEMMA2 = {"family": "gemma2", "layers": 4, "window": 100}
+DEEPSEEK = {"family": "deepseek_v3", "layers": 3, "head_dim": 192}
+"""A dense layer and two with experts; heads as wide as DeepSeek-V3's, half of which turns."""
+GPT_OSS = {"family": "gpt_oss", "layers": 4, "window": 100}
+GEMMA3 = {"family": "gemma3_text", "layers": 12, "window": 100}
+
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill": partial(sampler_program, "prefill"),
     "sampler block": partial(sampler_program, "block"),
     "sampler prefill over hosts": partial(sampler_program, "prefill", kv_heads=16, tensor=16),
     "sampler block over hosts": partial(sampler_program, "block", kv_heads=16, tensor=16),
+    "sampler prefill of gemma3": partial(sampler_program, "prefill", shape=GEMMA3),
+    "sampler block of gemma3": partial(sampler_program, "block", shape=GEMMA3),
+    "sampler block of gemma2": partial(sampler_program, "block", shape=GEMMA2),
+    "sampler block of gpt_oss": partial(
+        sampler_program,
+        "block",
+        shape={**GPT_OSS, "experts": 8, "head_dim": 64},
+        expert=8,
+        tensor=2,
+    ),
+    "sampler block of deepseek_v3": partial(
+        sampler_program, "block", kv_heads=4, shape={**DEEPSEEK, "experts": 8}, expert=8, tensor=2
+    ),
+    "sampler prefill of deepseek_v3": partial(
+        sampler_program, "prefill", kv_heads=4, shape={**DEEPSEEK, "experts": 8}, expert=8, tensor=2
+    ),
+    "sampler block of nf4": partial(sampler_program, "block", base="nf4"),
+    "step of nf4": partial(step_on_base, fsdp=4, tensor=2, expert=2),
     "chosen": chosen,
     "splash": partial(attention_gradient, kernels.splash),
     "splash float32": partial(attention_gradient, kernels.splash, dtype=jnp.float32),
@@ -259,18 +358,50 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "splash wide heads": partial(attention_gradient, kernels.splash, N=8, K=256),
     "splash odd length": partial(attention_gradient, kernels.splash, T=1100, N=1),
     "splash long": partial(attention_gradient, kernels.splash, T=4096),
+    "trees": partial(attention_gradient, tree_splash),
+    "trees float32": partial(attention_gradient, tree_splash, dtype=jnp.float32),
+    "trees odd length": partial(attention_gradient, tree_splash, T=1100, N=1),
+    "trees long": partial(attention_gradient, tree_splash, T=4096),
     "reference long": partial(attention_gradient, reference, T=4096),
     "step on fsdp x tensor": partial(train_step, fsdp=4, tensor=4),
     "step with more tensor than kv heads": partial(
         train_step, fsdp=2, tensor=4, kv_heads=2, remat="dots"
     ),
     "step that keeps attention": partial(train_step, fsdp=4, tensor=4, remat="attention"),
+    "step that shares prefixes": partial(
+        train_step, fsdp=4, tensor=4, remat="attention", share_prefixes=True
+    ),
+    "step that shares prefixes on context": partial(
+        train_step, fsdp=4, context=4, share_prefixes=True
+    ),
     "step that keeps attention on context": partial(
         train_step, fsdp=4, context=4, remat="attention"
     ),
     "step on context": partial(train_step, fsdp=4, context=4),
     "step on context x tensor": partial(train_step, context=2, tensor=8),
+    "step of gemma2": partial(train_step, fsdp=4, tensor=4, shape=GEMMA2),
+    "step of gemma3": partial(train_step, fsdp=4, tensor=4, shape=GEMMA3),
+    "step of gemma3 on context": partial(train_step, fsdp=4, context=4, shape=GEMMA3),
+    "step of gemma3 that shares prefixes": partial(
+        train_step, fsdp=4, tensor=4, share_prefixes=True, shape=GEMMA3
+    ),
     "step on expert": partial(train_step, fsdp=4, expert=4, experts=8),
+    "step of gpt_oss": partial(train_step, fsdp=2, expert=4, tensor=2, experts=8, shape=GPT_OSS),
+    "step of gpt_oss on context": partial(
+        train_step, expert=4, context=4, experts=8, shape=GPT_OSS
+    ),
+    "step of gpt_oss that shares prefixes": partial(
+        train_step, fsdp=4, expert=4, experts=8, share_prefixes=True, shape=GPT_OSS
+    ),
+    "step of deepseek_v3": partial(
+        train_step, fsdp=2, expert=4, tensor=2, experts=8, shape=DEEPSEEK
+    ),
+    "step of deepseek_v3 on context": partial(
+        train_step, expert=4, context=4, experts=8, shape=DEEPSEEK
+    ),
+    "step of deepseek_v3 that shares prefixes": partial(
+        train_step, fsdp=4, expert=4, experts=8, share_prefixes=True, shape=DEEPSEEK
+    ),
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
     "slices": over_slices,

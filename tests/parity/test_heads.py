@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
+from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import (
     HEAD,
@@ -15,6 +16,7 @@ from jaxrl_async.model.heads import (
     token_values,
     with_head,
 )
+from jaxrl_async.model.hf import load_params
 from jaxrl_async.model.spec import ModelSpec
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
@@ -80,3 +82,28 @@ def test_what_transformers_saves_we_read(tmp_path, head):
     np.testing.assert_allclose(
         ours(*load_head(tmp_path, head), head, ids), theirs(model, ids), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.exhaustive
+def test_the_head_of_a_model_with_images_is_read_and_never_dropped(tmp_path):
+    text = transformers.Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, sliding_window=6,
+    )  # fmt: skip
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    whole = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForSequenceClassification(whole).float().eval()
+    model.save_pretrained(tmp_path)
+    spec, params = load_head(tmp_path, "reward")
+    ids = np.random.default_rng(1).integers(1, VOCAB, LENGTH)
+    np.testing.assert_allclose(
+        ours(spec, params, "reward", ids), theirs(model, ids), atol=1e-4, rtol=1e-4
+    )
+    with pytest.raises(CheckpointError, match=r"score\.weight"):
+        load_params(tmp_path, spec)

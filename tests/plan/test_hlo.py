@@ -122,6 +122,27 @@ ENTRY %main (m: s8[1,16,16], q: {queries}, k: {keys}) -> {queries} {{
     assert kernel.flops == flops
 
 
+@pytest.mark.parametrize(("expert", "rows", "used"), [(1, 65536, 32), (4, 65536, 32), (1, 1, 1)])
+def test_experts_products_are_counted_from_rows_and_matrices(expert, rows, used):
+    """Of rows over an axis of 4 a fourth is a device's own; one row reads one expert's matrix."""
+    out, x, matrices = f"f32[{rows},768]", f"bf16[{rows},2048]", "bf16[32,2048,768]"
+    text = f"""HloModule m
+
+ENTRY %main (x: {x}, w: {matrices}) -> {out} {{
+  %x = {x} parameter(0)
+  %w = {matrices} parameter(1)
+  ROOT %ragged-dot-none.2 = {out} custom-call(%x, %w), TARGET, LAYOUTS
+}}
+""".replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
+        "LAYOUTS", f"operand_layout_constraints={{s32[33]{{0}}, {x}{{1,0}}, {matrices}{{2,1,0}}}}"
+    )
+    (kernel,) = cost_of(parse(text), {"fsdp": 2, "expert": expert}).kernels
+    own = rows / expert
+    assert kernel.flops == 2 * own * 2048 * 768
+    wanted = own * (4 * 768 + 2 * 2048) + used * 2 * 2048 * 768
+    assert kernel.num_bytes == pytest.approx(wanted)
+
+
 def test_a_counter_s_start_step_and_bound_decide_the_turns():
     text = """HloModule m
 

@@ -136,8 +136,14 @@ def test_a_shipped_plan_has_the_roles_of_its_command(file):
     from jaxrl_async.plan.chips import parse_chips, parse_slice
 
     words = file.read_text().splitlines()[0].split()
-    topology, samplers = (words[words.index(w) + 1] for w in ("--topology", "--sampler-topology"))
     section = load(file).mesh
+    if section.colocated:
+        assert "--sampler-topology" not in words
+        topology = words[words.index("--topology") + 1]
+        shared = section.trainer.num_devices
+        assert parse_slice(topology).num_devices == shared == section.sampler.num_devices
+        return
+    topology, samplers = (words[words.index(w) + 1] for w in ("--topology", "--sampler-topology"))
     assert section.samplers_in == "elsewhere"
     assert parse_slice(topology).num_devices == section.trainer.num_devices
     chip, chips = parse_chips(samplers)

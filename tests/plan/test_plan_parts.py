@@ -234,8 +234,32 @@ def test_a_refused_swap_holds_both_weights_and_lies_beside_the_cache():
         Compiled(name=n, side="sampler", fits=n != "prepare", needed_bytes=50.0 * (n == "prepare"))
         for n in ("prepare", "prefill", "decode")
     ]
-    found = sampler_memory(programs, weights=20, pages=7, state=1, usable=30)
+    found = sampler_memory(programs, weights=20, sent=20, pages=7, state=1, usable=30)
     assert found.moment == "prepare" and found.total_bytes == 50 + 7 + 1
+
+
+def test_an_adapter_lies_beside_its_base_which_is_unpacked_before_there_is_a_cache():
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.hbm import sampler_memory, together_on_a_chip, trainer_memory
+
+    def programs(side, *names):
+        return [Compiled(name=n, side=side, fits=True, temp_bytes=3.0) for n in names]
+
+    def sampler(pages):
+        own = programs("sampler", "prepare", "prefill", "decode")
+        return sampler_memory(own, weights=20, sent=2, pages=pages, state=1, usable=100)
+
+    assert sampler(pages=40).total_bytes == 20 + 2 * 2 + 40 + 1 + 3
+    begins = sampler(pages=7)
+    assert begins.moment == "prepare" and begins.total_bytes == 20 + 20 + 3
+    trainer = trainer_memory(
+        programs("trainer", "gradient", "update", "cast"),
+        params=2, gradients=2, optimizer=4, reference=0, base=20, transfer=2, usable=100,
+    )  # fmt: skip
+    assert trainer.total_bytes == 2 + 2 + 4 + 20 + 2 + 3
+    both = together_on_a_chip(trainer, sampler(pages=40), "sampler")
+    assert both.total_bytes == trainer.total_bytes + 20 + 40 + 1
+    assert both.kinds["sampler: KV cache"] == 40
 
 
 def test_a_refusal_for_memory_is_told_from_another():
@@ -278,14 +302,36 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
     assert not told({"parameters": 2.0, "optimiser": 8.0}, **stochastic)
 
 
-def test_model_flops_are_six_for_a_weight_and_token():
+def test_a_layer_with_a_window_reads_the_pages_that_hold_it():
+    """gpt-oss: half of the layers read 3 pages of 64 tokens, which hold 128 wherever they begin."""
+    from jaxrl_async.config.schema import ArchitectureSection
     from jaxrl_async.model.spec import ModelSpec
-    from jaxrl_async.plan.plan import model_flops
-    from jaxrl_async.trainer.flops import num_matmul_params
+    from jaxrl_async.plan.plan import read_tokens
 
-    spec = ModelSpec.from_architecture(Config().model.architecture, 512)
-    per_token = 6 * num_matmul_params(spec) + 6 * spec.layers * spec.heads * spec.head_dim * 100
-    assert model_flops(spec, 1000, 100) == pytest.approx(1000 * per_token)
+    sizes = ArchitectureSection(family="gpt_oss", layers=4, window=128)
+    spec = ModelSpec.from_architecture(sizes, 64)
+    assert read_tokens(spec, 64, 2000.0) == (2000 + 3 * 64) / 2
+    assert read_tokens(spec, 64, 100.0) == 100, "no longer than the context"
+
+
+def test_the_experts_products_take_their_bytes_or_their_flops():
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.timing import timing
+
+    few, many = (
+        Kernel(name="ragged-dot-none", times=1, flops=f, num_bytes=819e6) for f in (1, 197e12)
+    )
+    took = [
+        timing(
+            Compiled(name="decode", side="sampler", fits=True, cost=Cost(kernels=(one,))),
+            parse_slice("v5e-4"),
+        )
+        for one in (few, many)
+    ]
+    assert took[0].compute_s == took[0].products_s == pytest.approx(1e-3 / 0.8)
+    assert took[1].products_s == pytest.approx(2.0, rel=0.01), "half of the peak"
+    assert took[1].kernels_s == 0
 
 
 def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():

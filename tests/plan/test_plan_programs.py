@@ -98,7 +98,7 @@ def test_prepared_weights_lie_where_they_are_said_to(axes, kind):
     params = jax.device_put(params, shardings(table, mesh, SAMPLER_RULES))
     engine = Engine(EngineSpec(model=spec, slots=2, max_length=32, pages=4, mesh=mesh))
     prepared = engine.prepare(params)
-    said = weight_shardings(mesh, params, prepared)
+    said = weight_shardings(spec, mesh, params, prepared)
     assert jax.tree.structure(said) == jax.tree.structure(prepared)
     for array, where in zip(jax.tree.leaves(prepared), jax.tree.leaves(said), strict=True):
         assert array.sharding.is_equivalent_to(where, array.ndim)
@@ -184,6 +184,24 @@ def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     assert f"int32[{held.chunk_tokens}]" in arguments(prefill)
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_an_adapter_alone_is_learnt_and_sent_beside_its_base(plain, dtype):
+    lora = {**BASE["model"], "lora": {"rank": 4, "dropout": 0.1}}
+    config = config_of(model=lora, weights={"dtype": dtype})
+    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    programs = {one.name: one for one in found}
+    base = len(jax.tree.leaves(weight_table(lowering.spec_of(config))))
+    adapter = len(jax.tree.leaves(held.sent))
+    columns = len(arguments(plain["gradient"])) - 2 * base
+    noise = 2  # numbers of update and micro-batch
+    assert len(arguments(programs["gradient"])) == base + 2 * adapter + columns + noise
+    assert len(arguments(programs["cast"])) == adapter
+    assert all("lora" in jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(held.sent))
+    assert len(arguments(programs["prepare"])) == len(jax.tree.leaves(held.weights)) > adapter
+    whole = {str(x.dtype) for x in jax.tree.leaves(held.weights)}
+    assert ("int8" in whole) == (dtype == "int8")
+
+
 # ---- what is refused
 
 
@@ -191,10 +209,6 @@ def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     ("sections", "said"),
     [
         ({"run": {"job": "sft"}}, "run.job=sft has no samplers. Set run.job=rl"),
-        (
-            {"mesh": {"trainer": {"fsdp": 2}, "sampler": {"tensor": 2}, "colocated": True}},
-            "Set mesh.colocated=false",
-        ),
         ({"teacher": {"source": "self", "form": "loss"}}, "Set teacher.form=advantage"),
     ],
 )

@@ -1,15 +1,20 @@
 """Evaluation: every held-out prompt once, and means that are means."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.outlets import Evaluation
 from jaxrl_async.scorers.guard import GuardedScorer
-from jaxrl_async.types import Completion, Prompt, Score, StopReason
+from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
 
 
 def prompt(i):
@@ -84,6 +89,36 @@ def test_the_accuracy_is_the_mean_of_the_part_correct_and_of_nothing_else():
     assert scored({"correct": 1.0}, {"correct": 0.5}) == 0.75
     assert scored({"right": 1.0}, {}) is None
     assert scored({"correct": 1.0}, {}) == 0.5
+
+
+def test_an_evaluation_whose_answers_are_all_cut_off_has_an_accuracy_once_it_is_known():
+    def scored(**parts):
+        async def scorer(episodes, prompt):
+            return (Score(reward=0.0, parts=parts),)
+
+        return GuardedScorer(scorer, timeout_s=20)
+
+    class Fresh:
+        seed = None
+
+        def submit_many(self, requests):
+            return ScriptedGenerate().submit_many(requests)
+
+    limits = EpisodeLimits(
+        sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=50, max_length=100
+    )
+    evaluation = Evaluation(
+        sampler=Fresh(),
+        prompts=[prompt(0), prompt(1)],
+        scorer=scored(),
+        make_env=SingleTurn,
+        limits=limits,
+        lockstep=Lockstep(),
+        faults=FaultCounts(),
+        gives_up=lambda: False,
+    )
+    asked = [evaluation, replace(evaluation, scorer=scored(correct=0.5)), evaluation]
+    assert [one.run().get("eval/accuracy") for one in asked] == [None, 0.5, 0.0]
 
 
 def test_no_prompts_are_refused():

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, RolloutSettings
+from jaxrl_async.rollout.sessions import SessionLimits, Sessions
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,
@@ -41,7 +43,7 @@ class ScriptedGate:
 
     def __init__(self, *bursts):
         self.bursts, self.total = list(bursts), sum(bursts)
-        self.put_groups, self.failed, self.given = [], [], 0
+        self.put_groups, self.failed, self.cancelled, self.given = [], [], [], 0
         self.all_back = threading.Event()
         if not self.total:
             self.all_back.set()
@@ -64,8 +66,15 @@ class ScriptedGate:
         self.failed.append((ticket.group, prompt.position, reason))
         self._count()
 
+    def watch(self, aged, stop):
+        self.aged, self.stop = aged, stop
+
+    def cancel(self, group):
+        self.cancelled.append(group)
+        self._count()
+
     def _count(self):
-        if len(self.put_groups) + len(self.failed) == self.total:
+        if len(self.put_groups) + len(self.failed) + len(self.cancelled) == self.total:
             self.all_back.set()
 
 
@@ -121,7 +130,16 @@ class PositionScorer:
 
 
 def make_loop(
-    gate, generate=None, scorer=None, stream=None, group_size=2, max_failures=8, saved=(), **parts
+    gate,
+    generate=None,
+    scorer=None,
+    stream=None,
+    group_size=2,
+    max_failures=8,
+    saved=(),
+    oversample=0,
+    least_members=None,
+    **parts,
 ):
     limits = EpisodeLimits(
         sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=4, max_length=10
@@ -131,7 +149,13 @@ def make_loop(
         generate or EchoGenerate(),
         scorer or PositionScorer(),
         gate,
-        settings=RolloutSettings(group_size=group_size, limits=limits, max_failures=max_failures),
+        settings=RolloutSettings(
+            group_size=group_size,
+            limits=limits,
+            max_failures=max_failures,
+            oversample=oversample,
+            least_members=least_members,
+        ),
         **parts,
     )
     loop.restore(saved)
@@ -305,6 +329,27 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
     ):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
     assert len(gate.failed) == 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_endpoint_that_will_serve_no_call_ends_the_run_at_once(size):
+    class Misset(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            raise EndpointMisset("401. Correct the key.")
+
+    class MissetSeat:
+        def __init__(self, prompt):
+            self.prompt = prompt
+
+        async def step(self, prompt, completion):
+            raise EndpointMisset("401. Correct the key.")
+
+    for parts in ({"scorer": Misset()}, {"make_env": MissetSeat, "least_members": 1}):
+        gate = ScriptedGate(*[1] * 20)
+        loop = make_loop(gate, group_size=size, max_failures=5, **parts)
+        with pytest.raises(EndpointMisset, match=r"401\. Correct the key"):
+            asyncio.run(asyncio.wait_for(loop.run(), 20))
+        assert not gate.failed and not gate.put_groups
 
 
 def test_a_success_between_failures_forgives_them():
@@ -535,3 +580,297 @@ def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
     assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
     (played,) = gate.put_groups
     assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2
+
+
+# ---- programs
+
+
+def program_envs(sessions, *, stays):
+    """Members that draw two turns through their sessions; with `stays` they then wait for ever."""
+
+    async def program(agent):
+        session, tokens = sessions.find(agent.api_key), np.array([1], np.int32)
+        for _ in range(2):
+            done = await session.draw(tokens)
+            tokens = np.concatenate([tokens, done.token_ids, [3]]).astype(np.int32)
+        if stays:
+            await asyncio.sleep(60)
+
+    endpoint = ProgramEndpoint(address=lambda: "http://127.0.0.1:9")
+    return AgentPrograms(
+        program, sessions, endpoint, SessionLimits(), judge=lambda value, episode: None
+    )
+
+
+def test_groups_that_programs_play_hold_their_tickets_and_begin_anew_in_a_resumed_run(caplog):
+    gate, generate, sessions = ScriptedGate(2), SavingGenerate(), Sessions()
+    saved, loop = saved_while(
+        generate,
+        gate,
+        lambda loop: len(generate.asked) == 8,
+        make_env=program_envs(sessions, stays=True),
+    )
+    assert gate.put_groups == [] and sessions.all() == () and loop.stats().active == 0
+    assert [g.episodes for g in saved] == [(SavedEpisode(),) * 2] * 2
+
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 2
+    gate.all_back.clear()
+    resumed = make_loop(gate, again, saved=saved, make_env=program_envs(sessions, stays=False))
+    asyncio.run(resumed.run())
+    assert sorted(r.request_id for r in again.asked) == sorted(r.request_id for r in generate.asked)
+    assert {r.key for r in again.asked} == {r.key for r in generate.asked}
+    assert (
+        sorted(g.ticket.group for g in gate.put_groups) == [0, 1] and resumed.stats().restarts == 2
+    )
+    assert "2 groups with open sessions or games begin anew" in caplog.text
+    assert loop.stats().restarts == 0
+
+
+# ---- more members than are needed, and fewer
+
+
+def members_of(group):
+    """Which members a group is made of: EchoMember says it in its answers."""
+    return [int(e.token_ids[-2]) for e in group.episodes]
+
+
+class EchoMember(EchoGenerate):
+    """Answers with the member's number; members in `stuck` never."""
+
+    def __init__(self, order=(), stuck=()):
+        super().__init__(never=stuck)
+        self.order = order
+
+    def submit_many(self, requests):
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in requests]
+        by_member = {r.key[1]: (f, r) for f, r in zip(futures, requests, strict=True)}
+        order = self.order or sorted(by_member)
+        answered = [by_member[m] for m in order if m not in self.never and m in by_member]
+
+        def answer():
+            for future, request in answered:
+                self._answer(future, request)
+
+        loop.call_later(0.001, answer)
+        self.futures += futures
+        self.calls.append([r.request_id for r in requests])
+        return futures
+
+    @staticmethod
+    def _answer(future, request):
+        if not future.done():
+            one = np.zeros(2, np.int32)
+            drawn = np.array([20 + request.key[1], 0], np.int32)
+            completion = Completion(
+                request_id=request.request_id,
+                token_ids=drawn,
+                logprobs=one.astype(np.float32),
+                versions=one,
+                stop=StopReason.EOS,
+            )
+            future.set_result(completion)
+
+
+def test_the_first_to_end_make_the_group_in_the_order_of_members_and_the_others_are_cancelled():
+    gate, generate = ScriptedGate(1), EchoMember(order=(4, 2, 0), stuck=(1, 3))
+    loop = make_loop(gate, generate, group_size=3, oversample=2)
+    asyncio.run(loop.run())
+    assert [members_of(g) for g in gate.put_groups] == [[20, 22, 24]]
+    assert len(gate.put_groups[0].scores) == 3
+    assert [f.cancelled() for f in generate.futures] == [False, True, False, True, False]
+    stats = loop.stats()
+    assert (stats.groups, stats.failures, stats.cancelled_members) == (1, 0, 2)
+    assert (stats.lost_members, stats.cancelled_turn_tokens) == (0, 0)
+
+
+def test_of_members_that_end_together_the_earlier_ones_count_and_the_others_tokens_are_wasted():
+    gate = ScriptedGate(1)
+    loop = make_loop(gate, EchoMember(order=(3, 1, 2, 0)), group_size=2, oversample=2)
+    asyncio.run(loop.run())
+    assert [members_of(g) for g in gate.put_groups] == [[21, 23]]
+    stats = loop.stats()
+    assert (stats.cancelled_members, stats.cancelled_turn_tokens) == (2, 4)
+
+
+class FailsFor(SingleTurn):
+    """The environments made with these numbers fail."""
+
+    made = 0
+
+    @classmethod
+    def of(cls, *failing):
+        count = itertools.count()
+
+        def make(prompt):
+            env = cls(prompt)
+            env.fails = next(count) in failing
+            return env
+
+        return make
+
+    async def step(self, prompt, completion):
+        if self.fails:
+            raise OSError("down")
+        return await super().step(prompt, completion)
+
+
+@pytest.mark.parametrize(
+    ("how", "failing", "made"),
+    [
+        ({"least_members": 2}, (0,), [21, 22]),
+        ({"least_members": 2}, (0, 2), None),
+        ({"least_members": 1}, (0, 2), [21]),
+        ({"oversample": 1}, (1,), [20, 22, 23]),  # one that was begun beyond takes its place
+        ({"oversample": 1}, (1, 3), None),
+        ({"oversample": 1, "least_members": 2}, (1, 3), [20, 22]),
+        ({}, (1,), None),
+    ],
+)
+def test_a_group_goes_on_with_as_many_members_as_were_asked_for(how, failing, made):
+    gate = ScriptedGate(1)
+    loop = make_loop(gate, EchoMember(), group_size=3, make_env=FailsFor.of(*failing), **how)
+    asyncio.run(loop.run())
+    assert [members_of(g) for g in gate.put_groups] == ([] if made is None else [made])
+    stats = loop.stats()
+    assert (stats.failures, len(gate.failed)) == ((1, 1) if made is None else (0, 0))
+    if made is not None:
+        assert stats.lost_members == len(failing)
+        assert [s.reward for s in gate.put_groups[0].scores] == [0.0] * len(made)
+
+
+def test_a_resumed_group_goes_on_without_the_members_that_it_has_left_out():
+    gate, slow = ScriptedGate(1), EchoMember(stuck=(2,))
+    change = {"group_size": 3, "least_members": 2, "make_env": FailsFor.of(0)}
+    saved, _ = saved_while(slow, gate, lambda loop: loop.stats().lost_members, **change)
+    assert [e.left_out for e in saved[0].episodes] == [True, False, False]
+    again, quick = ScriptedGate(), EchoMember()
+    again.total = 1
+    again.all_back.clear()
+    loop = make_loop(again, quick, saved=saved, group_size=3, least_members=2)
+    asyncio.run(loop.run())
+    assert quick.calls == [["g0/m2/t0"]] or quick.calls == [["g0/m1/t0", "g0/m2/t0"]]
+    assert [members_of(g) for g in again.put_groups] == [[21, 22]]
+    assert loop.stats().lost_members == 0, "counted where it was lost"
+
+
+# ---- too old while drawn
+
+
+class AgedGenerate(SavingGenerate):
+    """Its requests have drawn tokens of the versions in `drawn`, by request id; none ends."""
+
+    def __init__(self, drawn):
+        super().__init__(never=[f"g{i}" for i in range(9)])
+        self.drawn = drawn
+
+    def progress(self):
+        return tuple(
+            Partial(
+                request=request,
+                token_ids=np.zeros(len(self.drawn[request.request_id]), np.int32),
+                logprobs=np.zeros(len(self.drawn[request.request_id]), np.float32),
+                versions=np.array(self.drawn[request.request_id], np.int32),
+                seed=self.seed,
+            )
+            for request, future in zip(self.asked, self.futures, strict=True)
+            if request.request_id in self.drawn and not future.done()
+        )
+
+
+def test_what_is_too_old_is_cancelled_as_soon_as_the_gate_says_so_and_nothing_else():
+    gate = ScriptedGate(4)
+    generate = AgedGenerate(
+        {
+            "g0/m0/t0": [0, 0, 1],
+            "g0/m1/t0": [1],
+            "g1/m0/t0": [1, 1],  # admitted at version 0, begun at 1
+            "g2/m1/t0": [0],  # its other member has drawn nothing
+        }
+    )
+    loop = make_loop(gate, generate)
+
+    async def go():
+        running = asyncio.create_task(loop.run())
+        while len(generate.asked) < 8:
+            await asyncio.sleep(0.001)
+        gate.aged(0)
+        await asyncio.sleep(0.02)
+        assert not gate.cancelled, "all may still be trained on"
+        gate.aged(1)
+        while len(gate.cancelled) < 2 or loop.stats().active > 2:
+            await asyncio.sleep(0.001)
+        gone = [f.cancelled() for f in generate.futures]
+        assert [g.ticket.group for g in await asyncio.to_thread(loop.progress)] == [1, 3]
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        return gone
+
+    gone = asyncio.run(asyncio.wait_for(go(), 20))
+    assert gone == [True, True, False, False, True, True, False, False]
+    assert [(g.ticket.group, g.prompt_id, g.oldest, g.lengths) for g in gate.cancelled] == [
+        (0, 0, 0, (3, 1)),
+        (2, 2, 0, (0, 1)),
+    ]
+    assert not gate.put_groups and not gate.failed and loop.stats().failures == 0
+
+
+def test_a_group_whose_scorer_works_too_long_is_cancelled_too():
+    entered = []
+
+    async def slow(episodes, prompt):
+        entered.append(prompt)
+        await asyncio.sleep(60)
+
+    gate = ScriptedGate(1)
+    loop = make_loop(gate, EchoGenerate(), slow)
+
+    async def go():
+        running = asyncio.create_task(loop.run())
+        while not entered:
+            await asyncio.sleep(0.001)
+        gate.aged(1)
+        await running
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+    assert [(g.oldest, g.lengths) for g in gate.cancelled] == [(0, (2, 2))]
+    assert loop.stats().groups == loop.stats().failures == loop.stats().active == 0
+
+
+def test_programs_beyond_the_group_are_ended_and_what_they_drew_is_counted():
+    made = itertools.count()
+    sessions = Sessions()
+
+    def make(prompt):
+        return program_envs(sessions, stays=next(made) == 1)(prompt)
+
+    gate, generate = ScriptedGate(1), EchoGenerate()
+    loop = make_loop(gate, generate, make_env=make, group_size=2, oversample=1)
+    asyncio.run(asyncio.wait_for(loop.run(), 20))
+    assert [e.num_drawn for e in gate.put_groups[0].episodes] == [4, 4]
+    stats = loop.stats()
+    assert (stats.cancelled_members, stats.cancelled_turn_tokens) == (1, 4)
+    assert sessions.all() == (), "its session has ended"
+
+
+def test_a_group_that_programs_play_is_as_old_as_the_calls_that_they_have_made():
+    class OneVersion(EchoGenerate):
+        def progress(self):
+            return ()
+
+    sessions, gate = Sessions(), ScriptedGate(1)
+    loop = make_loop(gate, OneVersion(), make_env=program_envs(sessions, stays=True))
+
+    async def go():
+        running = asyncio.create_task(loop.run())
+        while sum(s.num_calls for s in sessions.all()) < 4 or loop.stats().active < 1:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        gate.aged(1)
+        await running
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+    assert [(g.oldest, g.lengths) for g in gate.cancelled] == [(0, (4, 4))]
+    assert sessions.all() == ()

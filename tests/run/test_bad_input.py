@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import struct
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.train import main
+from jaxrl_async.train_command import main
 from jaxrl_async.trainer.update import Update
 
 WEIGHTS = "model.safetensors"
@@ -277,7 +278,8 @@ NORM = "model.norm.weight"
         (edited(vocab_size=KeyError), "vocab_size is missing; it must be a whole number"),
         (edited(hidden_size="16"), 'hidden_size = "16" must be a whole number'),
         (edited(num_hidden_layers=10**12), "num_hidden_layers = 1000000000000 must be"),
-        (edited(num_hidden_layers=2), "tensors missing"),
+        (edited(num_hidden_layers=2), "must be a list of 2 of full_attention"),
+        (edited(num_hidden_layers=2, layer_types=KeyError), "tensors missing"),
         (edited(num_attention_heads=0), "num_attention_heads = 0 must be"),
         (edited(num_key_value_heads=3), "must be a multiple of num_key_value_heads (3)"),
         (edited(model_type="mamba"), 'model_type "mamba" is not supported'),
@@ -408,7 +410,7 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
     no_records = (1, "DataError: ", "Give a file of JSON lines")
     nothing = (2, "config error: data.jsonl.path = ", "there is no such file")
     for path, told in (
-        (tmp_path, no_records),
+        (tmp_path, (1, "DataError: ", "Give the folder of one split")),
         (tmp_path / "pipe", no_records),
         (tmp_path / "none", nothing),
         ("a" * 300, nothing),
@@ -512,3 +514,28 @@ def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_pri
 def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(tmp_path, capsys):
     code = command(tmp_path, "reward.function=/there/mine.py:good", "--print-config")
     assert code == 0 and "/there/mine.py:good" in capsys.readouterr().out
+
+
+# ---- samplers in processes of their own
+
+
+def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("JAXRL_ASYNC_SECRET", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for setting, told in (
+            (f"remote.listen=127.0.0.1:{port}", "(Address already in use). Choose another port"),
+            (f"remote.data_port={port}", f"remote.data_port={port}: nothing can listen"),
+            ("remote.listen=0.0.0.0:0", "set the environment variable JAXRL_ASYNC_SECRET"),
+            (
+                "remote={tls_certificate: none.pem, tls_key: none.pem, tls_authority: none.pem}",
+                "remote.tls_certificate",
+            ),
+        ):
+            code = command(
+                tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=elsewhere", setting
+            )
+            check_refusal(capsys, code, 2, "config error: ", told)
+    assert not (tmp_path / "runs").exists()

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from builders import mesh_of, tiny_params, tiny_spec
 from fake_vllm import FakeVllm
+from runs import config_of, metrics_of
 
+from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.hf import save_params
 from jaxrl_async.model.spec import weight_table
 from jaxrl_async.run.builders.engines import SharedPush, check_engines
+from jaxrl_async.run.loop import train
 from jaxrl_async.weights.local import Push
 
 SPEC = tiny_spec(24, tied=False)
@@ -93,3 +96,32 @@ def test_several_servers_share_one_copy_which_donation_leaves_whole():
     newer = step(params)
     np.testing.assert_array_equal(np.asarray(copy["embed"]), before)
     np.testing.assert_array_equal(np.asarray(link.cast(newer)["embed"]), before + 1)
+
+
+def test_a_run_draws_from_its_servers_and_waits_for_nobody_to_join(tmp_path):
+    """The servers are elsewhere, as joined samplers would be, and yet no sampler joins."""
+    servers = [FakeVllm(), FakeVllm()]
+    config = config_of(
+        "vllm",
+        tmp_path,
+        "model.path=null",
+        "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16, "
+        "tied: false}",
+        f"sampler.engine_urls=[{', '.join(f'{server.url!r}' for server in servers)}]",
+        *("sampler.slots=8", "sampler.max_new_tokens=8", "algorithm.group_size=2"),
+        *("algorithm.groups_per_step=2", "run.steps=3", "data.addition.eval_size=4"),
+        *("eval.every=0", "checkpoint.every=0", "weights.probe=false", "metrics.peak_flops=1e9"),
+        *("metrics.tensorboard=false", "trainer.warmup_steps=1"),
+    )
+    try:
+        train(config)
+    finally:
+        for server in servers:
+            server.close()
+    assert all(server.bodies and len(server.loaded) >= 2 for server in servers)
+    steps = [line for line in metrics_of(config) if line["step"] > 0]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["sampler/living"] == 2 for line in steps)
+    assert max(line["staleness/max"] for line in steps) <= 1
+    assert not (tmp_path / "vllm" / "join.json").exists()
+    assert audit_run(tmp_path / "vllm").problems == ()

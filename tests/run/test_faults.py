@@ -54,6 +54,7 @@ def assert_each_group_has_one_fate(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> None:
     async def no_reply() -> Reply:
         return Reply(token_ids=np.zeros((2, 2), np.int32), done=True)
@@ -143,7 +144,12 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
         (faults.transfer_tears(Hits(times=2)), WeightsError, "did not arrive sound, twice"),
         (faults.sampler_dies(Hits(after=8, times=99)), RolloutError, "no sampler is left"),
         (faults.scorer_raises(Hits(times=10**6)), RolloutError, "groups failed in a row"),
-        (faults.trainer_stalls(Hits(after=1)), StalledError, "the trainer .*learning"),
+        pytest.param(
+            faults.trainer_stalls(Hits(after=1)),
+            StalledError,
+            "the trainer .*learning",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_cannot_be_survived_stops_the_run_and_says_why(

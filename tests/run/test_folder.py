@@ -9,7 +9,7 @@ import pytest
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config, DistributedSection, RunSection
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.folder import Paths, claimed, inside, look, settled, write_config
+from jaxrl_async.run.folder import Paths, claimed, is_inside, look, settled, write_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,10 +214,12 @@ def test_inside_follows_links_and_dots(tmp_path):
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a" / "loop")
     root = tmp_path / "a"
     assert (
-        inside(root, root) and inside(root, root / "not" / "there") and inside(root, root / "loop")
+        is_inside(root, root)
+        and is_inside(root, root / "not" / "there")
+        and is_inside(root, root / "loop")
     )
     for path in ("out", "out/x", "../ab", "../a/../ab"):
-        assert not inside(root, root / path)
+        assert not is_inside(root, root / path)
 
 
 def test_what_a_refused_start_leaves_is_no_run(tmp_path):

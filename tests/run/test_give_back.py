@@ -93,7 +93,7 @@ class Publisher:
     def wait_taken(self):
         pass
 
-    def wait_live(self, version, timeout_s):
+    def wait_live(self, version, timeout_s, given_up=None):
         pass
 
 

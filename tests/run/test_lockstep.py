@@ -13,20 +13,23 @@ from hypothesis import strategies as st
 
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import Closed, ConfigError, DataError, MeshError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, make_slices, put, whole
+from jaxrl_async.run.builders.devices import make_locks
 from jaxrl_async.run.lockstep import (
+    HostMeeting,
     Lockstep,
     SharedSource,
     SharedStop,
-    merged,
+    merged_draws,
     read_message,
 )
 from jaxrl_async.run.loop import claim_together, look_together
 from jaxrl_async.run.rates import combined_rates
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
+    CancelledGroup,
     Draw,
     Drop,
     Episode,
@@ -105,13 +108,15 @@ def test_a_message_that_is_something_else_is_told(message):
 
 def test_draws_of_processes_are_joined_in_the_order_of_one_process():
     """Process i of n plays the prompts i, i + n, ...: one process would play 0, 1, 2, ..."""
+    old = CancelledGroup(ticket=Ticket(group=6, version=0), prompt_id=1, oldest=0, lengths=(2, 1))
     draws = [
-        Draw(groups=tuple(group(n) for n in (3, 4)), dropped=(), waited_s=0.25),
+        Draw(groups=tuple(group(n) for n in (3, 4)), dropped=(), waited_s=0.25, cancelled=(old,)),
         Draw(groups=tuple(group(n) for n in (3, 5)), dropped=((group(4), Drop.STALE),), waited_s=1),
     ]
-    joined = merged(draws)
+    joined = merged_draws(draws)
     assert [g.ticket.group for g in joined.groups] == [6, 7, 8, 11]
     assert [(g.ticket.group, r) for g, r in joined.dropped] == [(9, Drop.STALE)]
+    assert [(g.ticket.group, g.lengths) for g in joined.cancelled] == [(12, (2, 1))]
     assert joined.waited_s == 1
 
 
@@ -342,7 +347,6 @@ def test_one_process_uses_its_own_buffer_ledger_stop_and_schedule(tmp_path):
     alone, stop, ledger, source = Lockstep(), Stop(), Ledger(), object()
     assert alone.agreed_stop(stop) is stop
     assert alone.buffer_ledger(ledger) is ledger
-    assert alone.saving_lock() is NO_DEVICE_LOCK
     assert alone.schedule_file(tmp_path / "schedule.jsonl") == tmp_path / "schedule.jsonl"
     joined = alone.joined(source, stop, ledger, ledger)
     assert joined.source is source and joined.stop is stop
@@ -356,7 +360,6 @@ def test_several_processes_share_groups_stop_and_accounts(tmp_path):
     kept.write("admitted", group=0)
     assert kept is not ledger and kept.take() == [{"fate": "admitted", "group": 0}]
     assert isinstance(several.agreed_stop(Stop()), SharedStop)
-    assert isinstance(several.saving_lock(), DeviceLock)
     assert several.schedule_file(tmp_path / "schedule.jsonl") is None
     joined = several.joined(Buffer((), kept), Stop(), kept, ledger)
     assert isinstance(joined.source, SharedSource)
@@ -382,6 +385,70 @@ def test_rates_of_processes_add_up_or_average_by_what_they_are():
 
 
 # ---- devices of several processes
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_one_process_saves_without_a_lock_and_shares_devices_only_if_colocated(colocated):
+    axes = {"trainer": {"fsdp": 2}, "sampler": {"tensor": 2}, "colocated": colocated}
+    locks = make_locks(RewardSection(), make_slices(mesh(**axes)), Lockstep())
+    assert locks.saving is NO_DEVICE_LOCK and locks.trainer is locks.sampler
+    assert isinstance(locks.trainer, DeviceLock) == colocated
+
+
+def test_no_program_runs_beside_the_messages_of_a_save_of_several_processes():
+    several = Together(0, 2, [b"", b""], threading.Barrier(2))
+    judged = RewardSection(model="judge")
+
+    def taken(lock, saving):
+        """Whether another thread waits for the lock while this one saves."""
+        got = threading.Event()
+
+        def take():
+            with lock:
+                got.set()
+
+        other = threading.Thread(target=take, daemon=True)
+        with saving:
+            other.start()
+            waits = not got.wait(0.05)
+        other.join(10)
+        assert got.is_set(), "given back"
+        return waits
+
+    for axes, reward, shares in (
+        ({"trainer": {"fsdp": 4}, "sampler": {"tensor": 2}, "colocated": True}, judged, True),
+        ({"trainer": {"fsdp": 4}, "samplers": 2}, judged, False),
+    ):
+        locks = make_locks(reward, make_slices(mesh(**axes), devices(2, 4)), several)
+        assert (locks.trainer is locks.sampler) == shares
+        assert taken(locks.trainer, locks.saving) and taken(locks.sampler, locks.saving)
+    own = make_locks(
+        RewardSection(),
+        make_slices(mesh(trainer={"fsdp": 4}, samplers=2), devices(2, 4)),
+        several,
+    )
+    assert own.trainer is NO_DEVICE_LOCK and taken(own.sampler, own.saving)
+
+
+class Meetings:
+    """jax.distributed's client, which notes the barriers; None: nobody comes."""
+
+    def __init__(self, barriers: list | None) -> None:
+        self.barriers = barriers
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        if self.barriers is None:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: a barrier\nmore")
+        self.barriers.append((barrier_id, timeout_in_ms))
+
+
+def test_each_meeting_of_the_processes_is_one_of_its_own():
+    meet = HostMeeting(Meetings(met := []))
+    for _ in range(3):
+        meet()
+    assert len({name for name, _ in met}) == 3 and all(ms > 0 for _, ms in met)
+    with pytest.raises(MeshError, match=r"did not come .* DEADLINE_EXCEEDED: a barrier\. Look"):
+        HostMeeting(Meetings(None))()
 
 
 class Device:
@@ -412,9 +479,29 @@ def test_each_process_gives_its_first_devices_to_the_trainer():
     assert [repr(d) for d in sampler.devices.flat] == ["0/2", "0/3"]
 
 
+def test_a_colocated_sampler_has_what_its_process_gives_to_the_trainer():
+    section = mesh(trainer={"fsdp": 4}, sampler={"tensor": 2}, colocated=True)
+    slices = make_slices(section, devices(2, 3))
+    assert [repr(d) for d in slices.trainer.devices.flat] == ["0/0", "0/1", "1/0", "1/1"]
+    assert [[repr(d) for d in m.devices.flat] for m in slices.samplers] == [["0/0", "0/1"]]
+    assert slices.colocated and slices.sampler.shape["tensor"] == 2
+
+
+def test_a_job_without_samplers_has_none_in_several_processes():
+    section = mesh(trainer={"fsdp": 4}, samplers=7).without_samplers
+    slices = make_slices(section, devices(2, 2))
+    assert slices.trainer.size == 4 and slices.samplers == ()
+
+
 @pytest.mark.parametrize(
     ("axes", "each", "told"),
     [
+        (
+            {"trainer": {"fsdp": 4}, "sampler": {"tensor": 4}, "colocated": True},
+            4,
+            "has 4 devices on 2 processes, and mesh.sampler 4",
+        ),
+        ({"trainer": {"fsdp": 4}, "colocated": True}, 4, "2 times the devices of mesh.sampler"),
         ({"trainer": {"fsdp": 3}, "samplers": 2}, 4, "multiples of the number of processes"),
         ({"trainer": {"fsdp": 2}}, 4, "multiples of the number of processes"),
         (

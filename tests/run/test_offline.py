@@ -112,7 +112,7 @@ def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> Non
     "job",
     [
         ("run.job=preference", KTO),
-        pytest.param(("run.job=reward_model",), marks=pytest.mark.slow),
+        pytest.param(("run.job=reward_model",), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
     ids=str,
 )

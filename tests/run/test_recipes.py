@@ -20,8 +20,9 @@ RECIPES = (
     "decoupled_ppo",
     "opd",
     "self_distill",
+    "online_dpo",
 )
-OFTEN = ("self_distill",)
+OFTEN: tuple[str, ...] = ()
 SMALL = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition={digits: 1, eval_size: 16}",
@@ -87,6 +88,7 @@ def test_the_recipe_runs(name: str, folder: Path, teacher: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_all_companions_resumes_where_it_stopped(folder: Path) -> None:
     settings = [
         "algorithm.group_size=4",

@@ -151,6 +151,7 @@ def measured(
     return step.measure(there, PolicyData(batch), Frozen(reference))
 
 
+@pytest.mark.exhaustive
 def test_with_replay_the_ratio_is_one_though_the_routers_differ_and_without_it_is_not():
     _, trainer = weights()
     step, batch = step_on(), packed(groups())

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_async.config.load import _all_paths
 from jaxrl_async.config.schema import Config
-from jaxrl_async.train import main
+from jaxrl_async.train_command import main
 
 SECRETS = {
     "HF_TOKEN": "hf_5ecretA",
@@ -33,6 +33,7 @@ def test_no_setting_holds_a_secret():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_writes_nothing_of_the_environment_down(tmp_path, monkeypatch, capfd):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

@@ -104,6 +104,7 @@ def test_eight_devices_agree_with_one_on_the_losses_of_the_first_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_colocated_and_asynchronous_stays_within_the_bound(tmp_path: Path) -> None:
     metrics, _ = run(tmp_path, "mesh.colocated=true", "staleness.max_staleness=2", "run.steps=6")
     assert [line["step"] for line in metrics] == list(range(7))
@@ -144,6 +145,7 @@ def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_at_max_staleness_0_a_curriculum_resumes_bit_for_bit(paced: Path) -> None:
     wishes = (
         "staleness.max_staleness=0",
@@ -177,7 +179,7 @@ REPLAYED = {
     "kind",
     [
         pytest.param("two samplers on several devices", marks=pytest.mark.exhaustive),
-        "everything that depends on time",
+        pytest.param("everything that depends on time", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_recorded_run_is_replayed_bit_for_bit_each_time(kind: str, tmp_path: Path) -> None:
@@ -288,6 +290,7 @@ def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,6 +355,7 @@ def test_several_rewards_of_a_run_are_told_apart(tmp_path: Path) -> None:
     listed = f"reward.function=[exact, {{{tmp_path}/groups.py:digits: {{weight: 0.5}}}}]"
     lines, _ = run(tmp_path, listed, "algorithm.advantage=discounted", "run.steps=2")
     for line in lines[1:]:
-        total = line["reward/correct"] + 0.5 * line["reward/digits"]
+        of_tokens = 0.5 * 0.1 * line["rollout/length_mean"]
+        total = line["reward/correct"] + 0.5 * line["reward/digits"] + of_tokens
         assert line["reward/mean"] == pytest.approx(total, abs=1e-6)
     assert all(0 <= line["eval/accuracy"] <= 1 for line in lines if "eval/reward" in line)

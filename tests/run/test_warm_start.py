@@ -82,7 +82,9 @@ def after_update(number: int, monkeypatch: pytest.MonkeyPatch, what: signal.Sign
     monkeypatch.setattr(WarmUpdates, "step", interrupted)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[pytest.mark.exhaustive] * (job != "rl")) for job in JOBS]
+)
 def test_a_warm_start_stopped_at_any_update_and_resumed_equals_one_that_was_not(
     runs: Path, job: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_warm_start_stopped_at_any_update_and_resumed_equals_one_that_was_not(
     assert not (root / "warm_start" / "checkpoints").exists(), "the run has its own by now"
 
 
+@pytest.mark.exhaustive
 def test_a_killed_warm_start_goes_on_from_its_newest_checkpoint(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +158,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_healthy_run_in_a_fresh_process_says_nothing_on_stderr(runs: Path) -> None:
     """Whatever is installed beside it: libtpu, orbax, absl, transformers."""
     out, err = start(runs, "run.name=quiet", "warm_start.steps=1").communicate(timeout=300)
@@ -217,8 +221,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "what",
     [
-        "a model that is not there",
-        *(pytest.param(w, marks=pytest.mark.exhaustive) for w in list(REFUSED)[1:]),
+        *(pytest.param(w, marks=pytest.mark.exhaustive) for w in REFUSED),
     ],
 )
 def test_an_error_at_the_start_is_one_message_and_leaves_nothing_behind(

@@ -24,7 +24,7 @@ DEVICES = 2
 def losses(devices: Sequence[jax.Device]) -> list[float]:
     """Of three updates on these devices, of which this process may hold a part."""
     axes = schema.AxesSection(fsdp=DEVICES)
-    section = schema.MeshSection(trainer=axes, sampler=axes, colocated=True)
+    section = schema.MeshSection(trainer=axes).without_samplers
     mesh = make_slices(section, devices).trainer
     architecture = schema.ArchitectureSection(
         layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64

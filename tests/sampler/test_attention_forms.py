@@ -61,6 +61,7 @@ def test_rows_are_taken_over_in_mid_block() -> None:
     sampler.close()
 
 
+@pytest.mark.exhaustive
 def test_ragged_kv_can_be_saved_and_swapped() -> None:
     kinds = {"on_new_weights": "recompute"}
     both = []

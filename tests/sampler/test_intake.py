@@ -11,6 +11,7 @@ from tiny import PARAMS, Script, request
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import UNRECORDED, FixedWeights, Intake, NotYet
+from jaxrl_async.sampler.batch.sequence import BatchStats
 from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import Room
@@ -56,8 +57,9 @@ def inbox(lifetime):
 
 def empty_batch() -> SimpleNamespace:
     engine = SimpleNamespace(spec=SimpleNamespace(total_slots=3))
-    batch = SimpleNamespace(queue=deque(), placed={}, engine=engine)
-    batch.cancel = batch.queue.remove
+    batch = SimpleNamespace(queue=deque(), placed={}, engine=engine, stats=BatchStats())
+    batch.cancel, batch.enqueue = batch.queue.remove, batch.queue.extend
+    batch.output = lambda stage: SimpleNamespace(token_ids=())
     return batch
 
 

@@ -59,7 +59,7 @@ class Driven:
         )  # fmt: skip
         setup, params = set_up((SPEC, PARAMS), section, None, 0, SamplerSettings())
         if device is not None:
-            room = replace(setup.room, vocab=VOCAB, kv_shape=(1, 1, 2))
+            room = replace(setup.room, vocab=VOCAB, kv_shape=(1, 2, 1, 2))
             setup, params = replace(setup, engine=device, room=room), 0
             device.watch = self.watch
         prepared = setup.engine.prepare(params)
@@ -70,8 +70,8 @@ class Driven:
         self.last: dict[str, int] = {}  # of each request's last admission
         admit = self.batch.admit
 
-        def recorded(**how: Any) -> None:
-            admit(**how)
+        def recorded(held: frozenset[str]) -> None:
+            admit(held)
             for s in self.batch.placed.values():
                 self.admitted.setdefault(s.order, self.sampler.version)
                 self.last[s.request.request_id] = self.admitted[s.order]

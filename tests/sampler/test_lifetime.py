@@ -33,7 +33,13 @@ def within(seconds: float, done) -> bool:
     return bool(found)
 
 
-@pytest.mark.parametrize("part", ["make_sampler()", "Router([make_sampler(), make_sampler()])"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "make_sampler()",
+        pytest.param("Router([make_sampler(), make_sampler()])", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_program_that_ends_while_its_sampler_decodes_ends_well(part) -> None:
     code = f"""
         import sys; sys.path.insert(0, {str(HERE)!r})
@@ -79,6 +85,24 @@ def test_who_waits_for_a_sampler_that_nobody_else_holds_gets_the_answer() -> Non
     assert all(len(f.result(60).token_ids) == 24 for f in futures)
 
 
+def test_nor_does_it_go_between_the_request_and_the_thread_that_takes_it_in(monkeypatch) -> None:
+    slow, found = threading.Event(), threading.Event.wait
+
+    def wait(event, timeout=None):  # the thread looks for its part late
+        ended = found(event, timeout)
+        if threading.current_thread().name == "sampler":
+            slow.wait(0.3)
+        return ended
+
+    sampler = make_sampler()
+    sampler.generate([request(0)])
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    (future,) = sampler.start_many([request(1)])
+    del sampler
+    gc.collect()
+    assert future.result(60).token_ids.size
+
+
 def child(sampler, answers) -> None:
     for ask in (
         lambda: sampler.generate([request(0)]),
@@ -109,7 +133,11 @@ def test_a_forked_child_is_told_so_and_the_parent_goes_on() -> None:
         assert sampler.generate([request(0)])[0].token_ids.tolist() == wanted
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: Router([s])], ids=["sampler", "router"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda s: s, pytest.param(lambda s: Router([s]), marks=pytest.mark.exhaustive)],
+    ids=["sampler", "router"],
+)
 def test_an_interrupted_generate_cancels_what_it_waited_for(wrap) -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])

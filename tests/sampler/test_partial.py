@@ -14,12 +14,18 @@ import pytest
 from tiny import PARAMS, SECTION, SPEC, make_sampler, request
 
 from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.sampler.batch.admission import Admission
+from jaxrl_async.sampler.batch.sequence import LiveRequest
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason
 
 HERE = Path(__file__).parent
+ONE = np.ones(1, np.int32)
+NOTHING = Partial(
+    request=request(0), token_ids=ONE[:0], logprobs=np.ones(0, np.float32), versions=ONE[:0], seed=0
+)
 WISH = request(20, max_new_tokens=30, stop_token_ids=(), token_ids=np.arange(20, dtype=np.int32))
 
 
@@ -61,6 +67,35 @@ def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) ->
     assert done.token_ids.tolist() == whole.token_ids.tolist()
     np.testing.assert_allclose(done.logprobs, whole.logprobs, atol=1e-5)
     assert computed == (1 if with_kv else 20 + len(partial.token_ids)), "KV is a short cut"
+
+
+def test_what_has_drawn_elsewhere_overtakes_those_that_wait_and_have_not(whole) -> None:
+    first = make_sampler(block=2)
+    partial = caught_in_flight(first, WISH)
+    first.close()
+    order: list[str] = []
+    with make_sampler(slots=1, reserve=0.0) as second:
+        fresh = [request(i, request_id=f"fresh{i}") for i in range(2)]
+        futures = second.start_many([*fresh, partial])
+        for future in futures:
+            future.add_done_callback(lambda done: order.append(done.result().request_id))
+        tokens = [future.result(60).token_ids.tolist() for future in futures]
+    assert order == [WISH.request_id, "fresh0", "fresh1"]
+    assert tokens[2] == whole.token_ids.tolist()
+
+
+def test_the_queue_keeps_the_order_among_those_that_have_drawn_and_among_the_others() -> None:
+    admission = Admission(None, 2)
+    fresh = [LiveRequest(request=request(i), max_new=1) for i in range(4)]
+    begun = [
+        LiveRequest(request=request(i), max_new=1, partial=replace(NOTHING, token_ids=ONE))
+        for i in range(4, 8)
+    ]
+    unbegun = LiveRequest(request=request(8), max_new=1, partial=NOTHING)
+    admission.enqueue([fresh[0], begun[0], fresh[1], begun[1]])
+    admission.enqueue([unbegun, begun[2], fresh[2]])
+    admission.enqueue([fresh[3], begun[3]])
+    assert list(admission.queue) == [*begun, fresh[0], fresh[1], unbegun, *fresh[2:]]
 
 
 def test_kv_of_other_weights_is_not_used(whole) -> None:

@@ -85,7 +85,7 @@ async def play(sampler: Sampler, plan: list, swaps: int) -> list[tuple[int, int,
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(
-    max_examples=6,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

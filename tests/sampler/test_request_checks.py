@@ -111,7 +111,7 @@ def test_a_malformed_request_hurts_no_neighbour_in_a_sampler_or_behind_a_router(
         assert sampler.error is None and router.living == 1
 
 
-@pytest.mark.parametrize("where", ["_admit", "_start_running", "end"])
+@pytest.mark.parametrize("where", ["_admit", "_start_running", "output"])
 def test_what_raises_for_one_request_on_the_samplers_thread_is_that_requests_alone(where) -> None:
     neighbours = [request(i, key=(i, 0)) for i in range(4)]
     with make_sampler() as sampler:

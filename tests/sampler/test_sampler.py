@@ -18,9 +18,14 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.rollout.env import SingleTurn
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.quota import Quota
+from jaxrl_async.sampler.batch.outcomes import ended
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.sampler.swap import Probe
+from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
 
 SPEC = ModelSpec.from_architecture(
@@ -130,20 +135,19 @@ def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> 
     sampler.close()
 
 
-def test_a_request_whose_end_raises_fails_alone() -> None:
+def test_a_request_whose_end_raises_fails_alone(monkeypatch) -> None:
     sampler = Sampler((SPEC, PARAMS), section=SECTION)
     wishes = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
     sampler.generate(wishes[:1])
-    batch, ended = sampler.loop.batch, []
-    end = batch.end
+    gone = []
 
-    def fails_on_the_second(sequence):
-        ended.append(sequence)
-        if len(ended) == 2:
+    def fails_on_the_second(batch, sequence):
+        gone.append(sequence)
+        if len(gone) == 2:
             raise RuntimeError("injected")
-        return end(sequence)
+        return ended(batch, sequence)
 
-    batch.end = fails_on_the_second
+    monkeypatch.setattr("jaxrl_async.sampler.sampler.ended", fails_on_the_second)
     futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in wishes])
     assert len(futures[0].result(timeout=60).token_ids) == 6
     with pytest.raises(RuntimeError, match="injected"):
@@ -224,6 +228,47 @@ def test_cancelling_frees_the_slot_for_others(sampler: Sampler) -> None:
         assert_same(completion, sampler.generate([request(20 + i)])[0])
 
 
+def test_what_a_cancelled_request_had_drawn_is_counted(sampler: Sampler) -> None:
+    tokens = np.arange(5, dtype=np.int32)
+    (future,) = sampler.start_many(
+        [request(1, forced_length=32, max_new_tokens=32, token_ids=tokens)]
+    )
+
+    def cancel_once_drawn() -> int:
+        drawn = sum(len(p.token_ids) for p in sampler.loop.unfinished())
+        return drawn if drawn and future.cancel() else 0
+
+    while not (drawn := sampler.between_blocks(cancel_once_drawn)):
+        assert not future.done(), "a command comes between two blocks"
+    sampler.generate([request(2)])
+    stats = sampler.stats()
+    assert (stats.cancelled, stats.cancelled_tokens) == (1, drawn)
+
+
+def test_with_a_slot_for_each_member_the_first_to_end_are_the_same_each_time() -> None:
+    """Which ones depends on their answers alone: the sampler counts blocks, not time."""
+    prompt = make_prompt(3)
+    limits = EpisodeLimits(
+        sampling=SamplingParams(), stop_token_ids=(1, 2, 3), max_new_tokens=30, max_length=60
+    )
+
+    async def play(sampler: Sampler) -> list[list[int]]:
+        asked = [("g3", prompt, [SavedEpisode()] * 4)]
+        (members,) = begin_groups(sampler, SingleTurn, asked, limits)
+        quota = Quota(wanted=2, least=2)
+        episodes = await play_group(
+            sampler, prompt, members, label="g3", limits=limits, quota=quota
+        )
+        return [e.token_ids.tolist() for e in episodes]
+
+    drawn = []
+    for _ in range(2):
+        sampler = Sampler((SPEC, PARAMS), section=SECTION)
+        drawn.append(asyncio.run(play(sampler)))
+        sampler.close()
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 2
+
+
 def test_closing_wakes_who_still_waits() -> None:
     sampler = Sampler((SPEC, PARAMS), section=SECTION)
     errors: list[BaseException] = []
@@ -254,6 +299,7 @@ def test_a_sampler_sharded_over_four_devices_draws_the_same_tokens(sampler: Samp
     sharded.close()
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
     threads = threading.active_count()
     done = sampler.generate([request(i, max_new_tokens=3) for i in range(1000)])

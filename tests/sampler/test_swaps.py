@@ -105,6 +105,7 @@ def test_a_later_request_never_sees_kv_of_older_weights() -> None:
     np.testing.assert_allclose(done.logprobs, new, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_nor_that_of_a_group_which_the_swap_met_in_mid_answer() -> None:
     """Its members shared one prefill; each second turn, and whoever comes with their prompt."""
     source = Script([], after=3)

@@ -238,6 +238,7 @@ def test_a_record_without_an_answer_cannot_be_graded(grader):
         grader("18", " ")
 
 
+@pytest.mark.exhaustive
 def test_a_long_answer_is_looked_through_once():
     pieces = [
         "1,",

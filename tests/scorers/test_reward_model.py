@@ -14,7 +14,7 @@ from builders import mesh_of, tiny_params, tiny_spec
 from jaxrl_async.config import schema
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import character_tokenizer
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError
 from jaxrl_async.mesh import TRAINER_RULES, DeviceLock, shardings
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.heads import HEAD, head_table, save_head, sequence_scores, with_head
@@ -140,6 +140,9 @@ def test_parts_of_the_function_stay(model):
     fine = Fixed(Score(reward=1.0, parts={"right": 1.0}))
     (scored,) = score(RewardModelScorer(model, function=fine), sequence(9, 1))
     assert scored.parts.keys() == {"right", "model"}
+    taken = Fixed(Score(reward=1.0, parts={"model": 1.0}))  # of an environment
+    with pytest.raises(RefusedScore, match="part named 'model', which is the reward model's"):
+        score(RewardModelScorer(model, function=taken), sequence(9, 1))
 
 
 def test_a_score_that_is_not_finite_names_the_prompt(params):

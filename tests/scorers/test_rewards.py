@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -18,9 +19,9 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.scorers import usercode
 from jaxrl_async.scorers.guard import checked, try_once
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
+from jaxrl_async.tasks import usercode
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -629,3 +630,15 @@ def test_calls_that_are_done_late_or_given_up_never_mix_or_lose_a_thread(delays,
 def test_scorers_need_no_jax():
     code = "import sys, jaxrl_async.scorers.rewards; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_built_in_functions_judge_the_last_turn_of_several():
+    """Before, `exact` compared all turns in one: right answers after a tool call were wrong."""
+    called = replace(episode(b"q", "call(1+1)", b"tool", "2"), num_turns=2)
+    ends = replace(episode(b"q", "2", b"tool", "call(1+1)"), num_turns=2)
+    for name in ("exact", "gsm8k"):
+        right, wrong = score(scorer_of(find_reward(name)), called, ends)
+        assert (right.reward, wrong.reward) == (1.0, 0.0), name
+    seen = []
+    score(scorer_of(lambda completion: float(seen.append(completion) is None)), called)
+    assert seen == ["call(1+1)2"]

@@ -6,7 +6,14 @@ from builders import episode_of, group_of
 
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
-from jaxrl_async.types import Drop, Episode, EpisodeGroup, StopReason
+from jaxrl_async.types import (
+    CancelledGroup,
+    Drop,
+    Episode,
+    EpisodeGroup,
+    StopReason,
+    Ticket,
+)
 
 
 def group(number: int, episodes: list[Episode], rewards: list[float]) -> EpisodeGroup:
@@ -68,4 +75,12 @@ def test_drops_are_counted_by_reason_with_their_length() -> None:
     }
     none = {"staleness/dropped_share": 0.0, "staleness/wasted_tokens": 0.0}
     assert drop_measures([], trained=3) == none
+    cut = CancelledGroup(ticket=Ticket(group=9, version=0), prompt_id=1, oldest=0, lengths=(5, 2))
+    values = drop_measures([], [cut], trained=3)
+    assert values == {
+        "staleness/dropped_stale": 1.0,
+        "staleness/cancelled": 1.0,
+        "staleness/dropped_share": 0.25,
+        "staleness/wasted_tokens": 7.0,
+    }, "the lengths of what was not finished say nothing of a bias"
     assert all(metric_of(key) for key in values)

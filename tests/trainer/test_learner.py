@@ -520,7 +520,7 @@ def test_worked_answers_and_sampling_masks_go_together() -> None:
     assert both[0] == pytest.approx(both[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("kl_in", [pytest.param("loss", marks=pytest.mark.exhaustive), "reward"])
 def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
     algorithm = {"kl_coefficient": 0.5, "kl_in": kl_in, "kl": "k1" if kl_in == "reward" else "k3"}
     told, weights = [], []
@@ -671,3 +671,18 @@ def test_a_reference_looked_up_once_says_what_it_says_in_every_update() -> None:
     assert apart(told[0][1], told[1][1]) < 1e-5
     for key in ("policy/kl_reference", "train/loss"):
         assert told[0][0][key] == pytest.approx(told[1][0][key], rel=1e-4)
+
+
+def test_process_rewards_of_groups_that_are_too_old_are_not_learnt() -> None:
+    def with_process(g: EpisodeGroup) -> EpisodeGroup:
+        steps = [np.where(e.drawn, 0.3 * i, 0).astype(np.float32) for i, e in enumerate(g.episodes)]
+        scores = [replace(s, process_rewards=r) for s, r in zip(g.scores, steps, strict=True)]
+        return replace(g, scores=tuple(scores))
+
+    judged = [with_process(g) for g in GROUPS]  # drawn by version 0
+    young, old, bare = (learner_of(process_max_age=2) for _ in range(3))
+    assert moved(young, judged, version=2)["process/too_old"] == 0
+    assert moved(old, judged, version=3)["process/too_old"] == len(GROUPS)
+    moved(bare, GROUPS, version=3)
+    assert apart(old.params, bare.params) == 0
+    assert apart(young.params, bare.params) > 0

@@ -17,14 +17,8 @@ from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.step_data import (
-    PackedStep,
-    RowIndex,
-    StepRows,
-    deal,
-    moved,
-    repacked,
-)
+from jaxrl_async.trainer.row_index import RowIndex, moved, repacked
+from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal
 from jaxrl_async.types import PackedBatch
 
 VOCAB = 24
@@ -166,7 +160,7 @@ def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, see
     for part in dealt:
         places = RowIndex.of(batch).places_of(part)
         found = repacked(batch, places)
-        np.testing.assert_array_equal(np.unique(found.sequence_ids[places >= 0]), part)
+        np.testing.assert_array_equal(np.unique(found.sequence_ids[places.places >= 0]), part)
         for number in part:
             before, after = batch.sequence_ids == number, found.sequence_ids == number
             for name in ("token_ids", "positions", "mask", "supervised", "behavior_logprobs",
@@ -178,7 +172,7 @@ def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, see
             rows, at = np.nonzero(after)
             assert len(set(rows)) == 1 and (np.diff(at) == 1).all()
             assert len(np.unique(found.segment_ids[after])) == 1
-        for row in range(len(places)):
+        for row in range(len(places.places)):
             real = found.segment_ids[row] > 0
             assert len(np.unique(found.segment_ids[row][real])) == len(
                 np.unique(found.sequence_ids[row][real])

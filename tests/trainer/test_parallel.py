@@ -96,7 +96,7 @@ def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     state, data = step.init(params), PolicyData(batch(), version=3)
     micros = step.objective.micro_batches(data, step.micro_rows)
     context = step.objective.context(data)
-    sums, _ = step._gradients(state.params, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
+    sums, _ = step._gradients(state, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
     found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
     moved, _ = step.apply(state, sums)
     return found | {"weights": jax.tree.map(np.array, moved.params)}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import tiny_spec
 
 from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.config import schema
@@ -31,7 +32,7 @@ RATE, UPDATES = 1e-6, 60
 class Given:
     """An objective whose gradient is its one micro-batch, whatever the weights are."""
 
-    table, prefix, rows_are_independent = TABLE, "train", True
+    spec, table, prefix, rows_are_independent = tiny_spec(8), TABLE, "train", True
 
     def micro_batches(self, data: Any, rows: int) -> Any:
         return [data]

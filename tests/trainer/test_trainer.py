@@ -79,7 +79,7 @@ class Script:
     def wait_taken(self) -> None:
         pass
 
-    def wait_live(self, version: int, timeout_s: float) -> None:
+    def wait_live(self, version: int, timeout_s: float, given_up: object = None) -> None:
         self.events.append(f"live {version}")
 
     def save(self, learner: Any, version: int, numbers: Any) -> None:

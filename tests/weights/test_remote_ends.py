@@ -291,3 +291,18 @@ def test_every_wait_ends_with_the_channel_or_the_session():
 def test_waiting_for_live_weights_without_any_sampler_ends_with_a_reason():
     with TrainerSide(wait_s=0.05) as side, pytest.raises(WeightsError, match=r"remote\.wait_s"):
         side.channel.wait_live(1, 60)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["one that is late", "none there"])
+def test_a_wait_for_live_weights_can_be_given_up(there):
+    stop = threading.Event()
+    with TrainerSide() as side:
+        sampler = side.join().begin()
+        side.publish(1)  # which it never swaps to
+        if not there:
+            sampler.pair.close()
+        waiting = threading.Thread(target=side.channel.wait_live, args=(1, 600, stop.is_set))
+        waiting.start()
+        stop.set()
+        waiting.join(30)
+        assert not waiting.is_alive() and side.channel.live_version == 0

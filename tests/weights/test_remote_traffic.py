@@ -3,10 +3,12 @@
 import random
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from remote_side import TrainerSide, eventually
 
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.weights.link import FunctionLink
 
 ACTIONS = {
@@ -70,18 +72,28 @@ class Traffic:
         if update is not None:
             self.local.live(update.version)
 
+    @staticmethod
+    def is_gone(sampler):
+        return sampler.pair.trainer.ended is not None
+
+    def is_new(self, sampler):
+        return sampler.poll() is None and sampler.drawn[-1:] == [self.published]
+
     def settle(self):
-        """Let everything come to its end: all samplers draw from the newest version."""
-        self.samplers = [s for s in self.samplers if s.pair.trainer.ended is None]
+        """Let everything come to its end: all samplers draw from the newest version, but those that
+        are let go: what was torn before may have been the last try."""
         for sampler in self.samplers:
             sampler.fetching.go.set()
             sampler.fetching.torn = 0
+        for sampler in self.samplers:
             if not sampler.drawn:
-                sampler.begin()
+                with suppress(Disconnected):
+                    sampler.begin()
         if self.local is not None:
             self.poll_local()
         for sampler in self.samplers:
-            sampler.draw_from(self.published)
+            eventually(lambda sampler=sampler: self.is_gone(sampler) or self.is_new(sampler))
+        self.samplers = [s for s in self.samplers if not self.is_gone(s)]
         if self.samplers or self.local is not None:
             eventually(lambda: self.side.channel.live_version == self.published)
         for sampler in self.samplers:

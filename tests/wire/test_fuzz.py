@@ -11,7 +11,7 @@ from wire_peer import completion
 from jaxrl_async import codec
 from jaxrl_async.wire import handshake
 from jaxrl_async.wire.fitting import check_fits
-from jaxrl_async.wire.frames import BEAT_FRAME, FRAME_BYTES, Bye, Inbox, Outbox, bye_frame
+from jaxrl_async.wire.frames import BEAT_FRAME, FRAME_BYTES, Bye, FrameInbox, Outbox, bye_frame
 from jaxrl_async.wire.messages import MESSAGES, Answers, Hello, Live
 from jaxrl_async.wire.session import WireLimits, WireSession
 
@@ -54,7 +54,7 @@ def framed(*messages: bytes) -> list[bytes]:
 def test_frames_carry_any_messages(small: list[bytes], larges: int) -> None:
     large = bytes(FRAME_BYTES + 7)
     messages = [*small, *[large] * larges, *small]
-    inbox, got = Inbox(FRAME_BYTES * 2), []
+    inbox, got = FrameInbox(FRAME_BYTES * 2), []
     for frame in framed(*messages):
         got += [bytes(item) for item in inbox.take(frame) if not isinstance(item, Bye)]
         got += [b"" for _ in inbox.take(BEAT_FRAME)]
@@ -155,7 +155,7 @@ def test_what_a_stranger_claims_costs_no_memory() -> None:
     ]
     tracemalloc.start()
     for frame in claims:
-        inbox = Inbox(256 << 20)
+        inbox = FrameInbox(256 << 20)
         try:
             list(inbox.take(frame))
             raise AssertionError("believed")
@@ -173,7 +173,7 @@ def test_what_a_stranger_claims_costs_no_memory() -> None:
 
 
 def test_a_message_above_the_bound_is_refused_at_its_first_piece() -> None:
-    inbox = Inbox(2 * FRAME_BYTES)
+    inbox = FrameInbox(2 * FRAME_BYTES)
     first, *_ = framed(bytes(3 * FRAME_BYTES))
     try:
         list(inbox.take(first))

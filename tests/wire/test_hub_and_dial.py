@@ -1,5 +1,6 @@
 """A hub and samplers over real sockets, in this process and in others."""
 
+import gc
 import os
 import queue
 import signal
@@ -25,8 +26,8 @@ from jaxrl_async.wire import handshake
 from jaxrl_async.wire.address import write_join_file
 from jaxrl_async.wire.dial import dial
 from jaxrl_async.wire.frames import FRAME_LIMIT
+from jaxrl_async.wire.grpc_link import PATH
 from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.link import PATH
 from jaxrl_async.wire.messages import Answers, Beat, Hello, Live, Start, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
@@ -190,6 +191,36 @@ def test_a_trainer_that_dies_is_noticed(trainer: Trainer) -> None:
         assert ends_itself(child) == "ended the run is over"
     with pytest.raises(Disconnected, match=r"no trainer let this sampler join within 0\.5 s"):
         join(trainer.where, timeout_s=0.5)
+
+
+def test_the_error_of_a_failed_join_keeps_no_call_of_grpc(trainer: Trainer) -> None:
+    """Deleted as the process ends, a call could wait for ever for a lock of a frozen thread."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        places = (trainer.where, f"127.0.0.1:{deaf.getsockname()[1]}")
+        gc.collect()
+        before = [known for known in gc.get_objects() if issubclass(type(known), grpc.Call)]
+        for where, kind in zip(places, (JoinRefused, Disconnected), strict=True):
+            with pytest.raises(kind) as error:
+                join(where, secret=b"no secret of this trainer", timeout_s=1.2)
+            there = [each for each in gc.get_objects() if issubclass(type(each), grpc.Call)]
+            assert error.value.__traceback__ is not None
+            assert all(any(call is known for known in before) for call in there)
+
+
+def test_a_hub_that_closes_waits_once_for_all_who_do_not_take_it() -> None:
+    patient = replace(LIMITS, silence_s=600.0)
+    with (
+        a_trainer(limits=patient) as trainer,
+        a_process(trainer.where, "echo") as first,
+        a_process(trainer.where, "echo") as second,
+    ):
+        for child in (first, second):
+            child.send_signal(signal.SIGSTOP)
+        closing = threading.Thread(target=trainer.hub.close, args=("the run is over", 0.2))
+        closing.start()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+        assert [trainer.ends.get(timeout=WAIT_S) for _ in range(2)] == ["the run is over"] * 2
 
 
 FAILING_TRAINER = """
@@ -405,6 +436,13 @@ def test_those_who_say_nothing_lose_their_place(trainer: Trainer) -> None:
 
 
 # ---- finding the trainer
+
+
+def test_an_address_that_says_nothing_is_told_apart_from_one_where_nobody_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(Disconnected, match=f"last try: {where} gave no answer in time"):
+            join(where, timeout_s=1.5)
 
 
 def test_a_trainer_is_found_by_a_file_that_appears_and_changes(tmp_path: Path) -> None:

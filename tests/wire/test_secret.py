@@ -99,3 +99,7 @@ def test_the_secret_is_the_environments() -> None:
     check_secret(b"", "127.0.0.1:0", loopback=True)
     with pytest.raises(ConfigError, match="openssl rand"):
         check_secret(b"", "10.0.0.1:0", loopback=False)
+    with pytest.raises(ConfigError, match="is shorter than 16 characters: set"):
+        check_secret(b"password", "10.0.0.1:0", loopback=False)
+    check_secret(b"password", "127.0.0.1:0", loopback=True)
+    check_secret(b"0123456789abcdef", "10.0.0.1:0", loopback=False)

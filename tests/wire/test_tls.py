@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from slow_tls import client_hello, dripped
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused
@@ -59,12 +60,12 @@ def files(folder: Path, owner: str, authority: str | None = None) -> TlsFiles:
     return made
 
 
-def make_hub(tls: TlsFiles | None, got: threading.Event) -> Hub:
+def make_hub(tls: TlsFiles | None, got: threading.Event, limits: WireLimits = LIMITS) -> Hub:
     def on_join(session: WireSession, hello: Hello) -> Welcome:
         session.on(Live, lambda message: got.set())
         return WELCOME
 
-    return Hub("127.0.0.1:0", secret=SECRET, tls=tls, limits=LIMITS, on_join=on_join)
+    return Hub("127.0.0.1:0", secret=SECRET, tls=tls, limits=limits, on_join=on_join)
 
 
 def join(
@@ -119,6 +120,15 @@ def test_a_certificate_of_another_name_is_refused(folder: Path) -> None:
     hub = make_hub(files(folder, "ours"), threading.Event())
     with pytest.raises((JoinRefused, Disconnected), match=r"127\.0\.0\.2|name"):
         join(hub, files(folder, "ours"), host="127.0.0.2")
+    hub.close()
+
+
+def test_a_client_whose_tls_comes_a_byte_at_a_time_is_hung_up_on(folder: Path) -> None:
+    tls = files(folder, "ours")
+    hub = make_hub(tls, threading.Event(), WireLimits(join_s=0.5))
+    hello = client_hello(tls)
+    with socket.create_connection(("127.0.0.1", hub.address.port)) as connection:
+        assert 0 < dripped(connection, hello, 0.02) < len(hello)
     hub.close()
 
 

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
+from jaxrl_async.config.seats_section import resident_snapshots
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, Slices
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, DeviceLocks, Slices
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.run.lockstep import Lockstep
@@ -73,13 +74,13 @@ def keep_compiled_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def cache_folder() -> str:
+def compile_cache_folder() -> str:
     """Return the folder of JAX's persistent compilation cache; "": there is none."""
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return folder or ""
 
 
-def check_fits(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
+def check_memory(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
     """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
     process instead of failing."""
     device = mesh.devices.flat[0]
@@ -99,11 +100,13 @@ def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
     processes of their own see for themselves."""
     if config.mesh.remote:
         return
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
-    check_fits(
-        plan.pages * plan.page_bytes,
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype), mesh=slices.sampler)
+    beside = resident_snapshots(config.seats)
+    also = f" and those of {beside} opponents (seats)" if beside else ""
+    check_memory(
+        plan.pages * plan.page_bytes * (1 + beside),
         slices.sampler,
-        "the KV cache of a sampler",
+        f"the KV cache of a sampler{also}",
         "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
     )
 
@@ -117,13 +120,27 @@ class Locks:
 
     trainer: Lock  # updates and publishing
     sampler: Lock  # decode blocks
-    saving: Lock  # checkpoints: orbax compares names between processes, on the samplers' devices
+    saving: Lock  # checkpoints: orbax compares names between processes, on all devices
 
 
-def make_locks(reward: RewardSection, slices: Slices, lockstep: Lockstep) -> Locks:
+def make_locks(
+    reward: RewardSection, slices: Slices, lockstep: Lockstep, *, opponents: bool = False
+) -> Locks:
     """Return the locks for these slices: trainer and samplers share one if they are colocated,
-    trainer and reward model if both run collectives."""
+    trainer and reward model if both run collectives, and so do the sampler and the opponents (if
+    there are any) that share its devices.
+
+    A process that holds one may wait for programs of the others, never for their locks: what holds
+    a lock beside the trainer's thread runs programs of this process alone, which end.
+    """
     collective = reward.model is not None and slices.trainer.size > 1
     devices = DeviceLock() if slices.colocated or collective else NO_DEVICE_LOCK
-    saving = lockstep.saving_lock()
-    return Locks(trainer=devices, sampler=devices if slices.colocated else saving, saving=saving)
+    if lockstep.count == 1:
+        sampler = devices if slices.colocated else NO_DEVICE_LOCK
+        if opponents and not slices.colocated and slices.sampler.size > 1:
+            sampler = DeviceLock()
+        return Locks(trainer=devices, sampler=sampler, saving=NO_DEVICE_LOCK)
+    if slices.colocated:
+        return Locks(trainer=devices, sampler=devices, saving=devices)
+    sampler = DeviceLock()
+    return Locks(trainer=devices, sampler=sampler, saving=DeviceLocks(devices, sampler))

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def check_frozen(config: Config) -> None:
     """Check every directory of frozen weights before anything is trained. Raises CheckpointError,
     ConfigError."""
-    refers = config.algorithm.kl_coefficient > 0
+    refers = config.run.job == "rl" and config.refers
     of_policies = [
         config.teacher.path,
         config.reference.path if refers else None,
@@ -83,12 +83,13 @@ def check_shared_tokens(
 def reference_params(
     config: Config, key: str, path: str | None, policy: Policy, slices: Slices
 ) -> Params:
-    """Load frozen weights of the policy's kind from `path`; None: copy the policy's own.
+    """Load frozen weights of the policy's kind from `path`; None: copy what is trained of the
+    policy, which beside its base is an adapter alone.
 
     key: the setting that names the directory. Raises CheckpointError, ConfigError.
     """
     if path is None:
-        return copied(policy.params)
+        return copied(policy.trained)
     other = load_policy(config.model, path, slices)
     if not other.spec.is_like(policy.spec):
         raise ConfigError(

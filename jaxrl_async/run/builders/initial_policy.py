@@ -1,6 +1,7 @@
 """The tokenizer and the policy that a run begins with, checked before and then loaded or made."""
 
 import functools
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,26 +10,59 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.schema import Config, DataSection, ModelSection
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jaxrl_async.data.tokenizer import (
+    Tokenizer,
+    chat_tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+)
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.frozen_base import (
+    BaseForm,
+    base_bytes,
+    base_shapes,
+    base_table,
+    check_groups,
+    form_of,
+    quantized_base,
+)
 from jaxrl_async.model.hf import check_params, load_spec
+from jaxrl_async.model.lora import adapter_table, lora_of, trained_table
 from jaxrl_async.model.moe import check_experts
+from jaxrl_async.model.own_code import check_unchanged, load_code
+from jaxrl_async.model.own_spec import check_numbers, check_own_base, own_spec
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec, check_positions, num_weights, weight_table
-from jaxrl_async.run.builders.devices import check_fits
+from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
+from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
+from jaxrl_async.run.builders.devices import check_memory
+from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
+log = logging.getLogger(__name__)
 
-def make_tokenizer(data: DataSection, model: ModelSection) -> Tokenizer:
-    """Load the configured tokenizer, else the model's; the built-in task has one of its own.
+ADAPTER_KEY = 1
+"""Folded into the run's seed for an adapter's first numbers."""
+
+
+def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK) -> Tokenizer:
+    """Load the configured tokenizer, else the model's; a task may have words of its own, and the
+    embedded one has.
 
     Raises ConfigError.
     """
     folder = data.tokenizer or model.path
     if folder is not None:
         return load_tokenizer(folder)
+    if task.words:
+        return chat_tokenizer(task.words)
+    if task.records is not None:
+        raise ConfigError(
+            "the task needs a tokenizer: set data.tokenizer or model.path to a Hugging Face "
+            "directory, or give the task words of its own."
+        )
     if data.source != "addition":
         raise ConfigError(
             f"data.source={data.source} needs a tokenizer: set data.tokenizer or model.path to a "
@@ -41,27 +75,49 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     """Return the policy's spec, from its directory or the configuration, once it fits the devices
     and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
     dtype = jnp.dtype(config.model.param_dtype)
+    shape, own = config.model.architecture, config.model.decoder
+    vocab = shape.vocab or _rounded(tokenizer.vocab_size)
     if config.model.path is not None:
-        spec = load_spec(Path(config.model.path))
+        spec = decoder_of(config.model.path, own)
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
     else:
-        spec = ModelSpec.from_architecture(
-            config.model.architecture,
-            config.model.architecture.vocab or _rounded(tokenizer.vocab_size),
-        )
+        spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
         spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
+    check_numbers(spec)
     beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
-    check_fits(
-        num_weights(spec) * (dtype.itemsize + beside),
+    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
+    if form is not None:
+        check_own_base(spec, base_shapes(spec, form, dtype))
+    trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + beside)
+    frozen = lora is not None and config.model.path is not None
+    warmed = num_weights(spec) * (dtype.itemsize + beside)  # all weights learn in a warm start
+    check_memory(
+        base_bytes(spec, form, dtype) + trained if frozen else warmed,
         slices.trainer,
-        "the policy with what its optimizer keeps",
+        "the frozen base" if frozen else "the policy with what its optimizer keeps",
         "Choose a smaller model, or give mesh.trainer more devices.",
     )
     check_experts(spec, slices.trainer, "mesh.trainer")
+    check_groups(spec, form, slices.trainer, "mesh.trainer")
     for mesh in slices.samplers:
         check_experts(spec, mesh, "mesh.sampler")
+        check_groups(spec, form, mesh, "mesh.sampler")
     check_vocabulary(tokenizer, spec.vocab, config.model.path or "model.architecture")
+    return spec
+
+
+def decoder_of(path: str, own: str | None) -> ModelSpec:
+    """Return the decoder of a directory, whose layers may be the user's own class. Raises
+    CheckpointError and ConfigError, also if the class is not the directory's."""
+    code = load_code(own) if own else None
+    spec = load_spec(Path(path))
+    if code is not None and spec.own != code:
+        raise ConfigError(
+            f"model.decoder={own} is not the class of the layers in model.path={path} "
+            f"({spec.own.name if spec.own else spec.family}). Leave model.decoder out, or name "
+            "the directory that a run of this decoder saved."
+        )
     return spec
 
 
@@ -70,10 +126,20 @@ def _rounded(vocab_size: int, multiple: int = 8) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def make_policy(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices) -> Policy:
-    """Load the policy from model.path, or make one with random weights, on the trainer's slice."""
+def make_policy(
+    config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices, base: Path
+) -> Policy:
+    """Load the policy from model.path, or make one with random weights, on the trainer's slice.
+
+    base: where a run that is resumed has kept the weights that its adapter changes.
+    """
+    form = form_of(config.model.lora)
+    check_seal(config, base)
+    check_unchanged(spec.own, base.parent / "decoder", resumed=config.run.resume)
+    if config.model.lora.rank and config.run.resume and config.model.path is None:
+        return load_policy(config.model, str(base), slices, tokenizer, form)
     if config.model.path is not None:
-        return load_policy(config.model, config.model.path, slices, tokenizer)
+        return load_policy(config.model, config.model.path, slices, tokenizer, form)
     make = jax.jit(
         functools.partial(init_params, spec, dtype=jnp.dtype(config.model.param_dtype)),
         out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
@@ -81,16 +147,58 @@ def make_policy(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: S
     return Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
 
 
+def with_adapter_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
+    """Return the policy with a new adapter as model.lora says, if it does, on a base in the form
+    that it says.
+
+    base: a base that no directory of the user's holds is written there whole, for a resumed run.
+    """
+    lora, form = lora_of(policy.spec, config.model.lora), form_of(config.model.lora)
+    if lora is None:
+        return policy
+    whole = not is_quantized(policy.params)
+    if whole and not config.run.resume and config.model.path is None:
+        policy.save_pretrained(base)
+    keep_seal(config, base)
+    if form is not None:
+        policy = _on_quantized_base(policy, form, slices)
+    key = jax.random.fold_in(jax.random.key(config.run.seed), ADAPTER_KEY)
+    where = shardings(adapter_table(policy.spec, lora), slices.trainer, TRAINER_RULES)
+    return policy.adapted(lora, key, where)
+
+
+def _on_quantized_base(policy: Policy, form: BaseForm, slices: Slices) -> Policy:
+    """Return the policy with its weights in this form, and log what they take."""
+    if not is_quantized(policy.params):
+        table = base_table(weight_table(policy.spec), form)
+        where = shardings(table, slices.trainer, TRAINER_RULES)
+        policy = policy.with_params(quantized_base(policy.spec, policy.params, form, where))
+    dtype = policy.params["embed"].dtype
+    log.info(
+        "the frozen base is kept in %s by trainer and samplers: %.1f MiB in place of %.1f",
+        form.kind,
+        base_bytes(policy.spec, form, dtype) / 2**20,
+        base_bytes(policy.spec, None, dtype) / 2**20,
+    )
+    return policy
+
+
 def load_policy(
-    model: ModelSection, path: str, slices: Slices, tokenizer: Tokenizer | None = None
+    model: ModelSection,
+    path: str,
+    slices: Slices,
+    tokenizer: Tokenizer | None = None,
+    form: BaseForm | None = None,
 ) -> Policy:
-    """Load a policy's directory onto the trainer's slice. Raises CheckpointError."""
+    """Load a policy's directory onto the trainer's slice, its matrices in this form. Raises
+    CheckpointError."""
     return Policy.from_pretrained(
         path,
         mesh=slices.trainer,
         rules=TRAINER_RULES,
         dtype=jnp.dtype(model.param_dtype),
         tokenizer=tokenizer,
+        form=form,
     )
 
 

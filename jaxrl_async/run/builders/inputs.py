@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxrl_async.algorithms.answer_pairs import pairs_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum, make_stream
@@ -14,13 +15,22 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
+from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
 from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
+from jaxrl_async.run.builders.league import RunOpponents, check_alone, has_opponents
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
-from jaxrl_async.run.builders.scoring import Scorers, check_reward_parts, make_scorers
+from jaxrl_async.run.builders.listening import check_listening
+from jaxrl_async.run.builders.playing import Play, find_task, make_play
+from jaxrl_async.run.builders.scoring import (
+    Scorers,
+    check_reward_parts,
+    make_scorers,
+    note_process_rewards,
+)
+from jaxrl_async.run.builders.serving import RunServing, run_chat_format
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
@@ -39,7 +49,10 @@ class Inputs:
     faults: FaultCounts
     held_out: Sequence[Prompt]
     scorers: Scorers
-    envs: GuardedEnvs
+    play: Play  # the task
+    serving: RunServing  # not open yet
+    opponents: RunOpponents  # who fills seats in the policy's place; not seated yet
+    envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
 
@@ -51,21 +64,31 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
 
     Raises JaxrlError kinds that name the setting.
     """
+    check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
-    tokenizer, faults = make_tokenizer(config.data, config.model), FaultCounts()
+    if config.pairs.loss is not None:
+        pairs_loss(config.pairs.loss)
+    task, faults = find_task(config), FaultCounts()
+    tokenizer = make_tokenizer(config.data, config.model, task)
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     check_engines(config, spec)
-    locks = make_locks(config.reward, slices, lockstep)
-    held_out = eval_prompts(config.data, tokenizer)
-    scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults)
+    locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config))
+    serving = RunServing(config.endpoint, needed=task.program is not None, count=faults.add)
+    check_alone(config, lockstep)
+    chat = run_chat_format(config, tokenizer) if config.seats else None
+    opponents = RunOpponents(config, chat, spec, faults)
+    play = make_play(config, task, tokenizer, faults.add, serving, opponents)
+    held_out = eval_prompts(config.data, tokenizer, play.own)
+    scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults, task)
     envs = GuardedEnvs(
-        SingleTurn,
+        play.make_env,
         timeout_s=config.faults.env_timeout_s,
         vocab_size=tokenizer.vocab_size,
+        max_length=config.sampler.max_length,
         count=faults.add,
     )
     check_routing(config.algorithm, config.model, spec)
@@ -73,7 +96,8 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
     keep_mask = keeps_masks(config.sampler, config.algorithm)
     check_advisers(config, spec, tokenizer)
     check_kv_fits(config, spec, slices)
-    check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer)
+    note_process_rewards(config)
+    check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)
     inputs = Inputs(
         recorded=recorded,
@@ -84,13 +108,16 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
         faults=faults,
         held_out=held_out,
         scorers=scorers,
+        play=play,
+        serving=serving,
+        opponents=opponents,
         envs=envs,
         keep_mask=keep_mask,
         prompts=make_stream(
-            config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players
+            config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
         ),
     )
-    return inputs, warm_pairs(config, tokenizer) if config.warm_start.steps else None
+    return inputs, warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
 
 
 def recorded_schedule(config: Config) -> Recorded | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
+from jaxrl_async.config.balance_section import BalanceSection
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Choice,
@@ -22,15 +23,18 @@ from jaxrl_async.config.schema import (
 )
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.data.prompts import FittingPairs
+from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.model.frozen_base import restored_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.lora import Lora, lora_of
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary, reference_params
 from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.run.folder import Paths
@@ -43,6 +47,7 @@ from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
+from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.trainer.update import TrainState, Update
 
@@ -62,8 +67,8 @@ def make_step(
     """Make the policy's compiled update."""
     return policy_update(
         spec,
-        learning(config, slices),
-        config.algorithm,
+        learning(config, slices, lora_of(spec, config.model.lora)),
+        as_learnt(config.algorithm, config.pairs),
         total_steps=total_steps,
         temperature=config.sampler.temperature,
         teacher=config.teacher,
@@ -72,8 +77,11 @@ def make_step(
     )
 
 
-def learning(config: Config, slices: Slices) -> LearningSettings:
-    """Return the settings shared by everything that learns on the trainer's slice."""
+def learning(config: Config, slices: Slices, lora: Lora | None = None) -> LearningSettings:
+    """Return the settings shared by everything that learns on the trainer's slice.
+
+    lora: what is trained of a policy; None: all weights.
+    """
     return LearningSettings(
         mesh=slices.trainer,
         rules=TRAINER_RULES,
@@ -83,6 +91,8 @@ def learning(config: Config, slices: Slices) -> LearningSettings:
         param_dtype=jnp.dtype(config.model.param_dtype),
         remat=config.model.remat,
         attention=config.model.attention,
+        lora=lora,
+        balance=config.model.balance,
     )
 
 
@@ -92,17 +102,27 @@ def make_learner(
     slices: Slices,
     tokenizer: Tokenizer,
     keep_mask: bool = False,
+    own: OwnRecords | None = None,
 ) -> Learner:
-    """Make the policy's update with all that learns or advises beside it. Raises ConfigError."""
+    """Make the policy's update with all that learns or advises beside it. Raises ConfigError.
+
+    Args:
+        config: the whole configuration.
+        policy: it learns.
+        slices: the trainer's is used.
+        tokenizer: encodes worked answers.
+        keep_mask: whether sampling masks come with the tokens.
+        own: a task's records, for worked answers.
+    """
     algorithm, teacher = config.algorithm, config.teacher
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
-    state = step.init(policy.params)
+    state = step.init(policy.trained)
     reference = None
-    if algorithm.kl_coefficient > 0:
+    if config.refers:
         reference = reference_params(
             config, "reference.path", config.reference.path, policy, slices
         )
@@ -114,9 +134,10 @@ def make_learner(
         )
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
+        base=base_of(policy),
         own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
         reference=reference,
-        pairs=warm_pairs(config, tokenizer) if mixes else None,
+        pairs=warm_pairs(config, tokenizer, own) if mixes else None,
         **_teacher(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
@@ -125,7 +146,9 @@ def make_learner(
         row_length=config.row_length,
         teacher=teacher,
         reference=config.reference,
+        pairs=config.pairs,
         offload_reference="reference" in config.trainer.offload,
+        process_max_age=config.reward.process.max_age,
         critic_warmup=config.critic.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
@@ -134,6 +157,11 @@ def make_learner(
         seed=config.run.seed,
     )
     return Learner(step, state, settings, companions)
+
+
+def base_of(policy: Policy) -> Params | None:
+    """Return what the policy's adapter changes; None: all weights are trained."""
+    return None if policy.lora is None else policy.params
 
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
@@ -185,13 +213,14 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
         return {}
     section, spec = config.critic, policy.spec
     if section.path is None:
-        params = with_head(spec, policy.params, "value", jax.random.key(config.run.seed))
+        backbone = restored_params(spec, policy.params)
+        params = with_head(spec, backbone, "value", jax.random.key(config.run.seed))
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
     critic = make_critic(
         spec,
-        learning(config, slices),
+        replace(learning(config, slices), balance=BalanceSection()),  # it is the policy's
         learning_rate=section.learning_rate,
         total_steps=updates,
         clip=section.clip,

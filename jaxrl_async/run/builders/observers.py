@@ -6,27 +6,47 @@ from collections.abc import Mapping, Sequence
 from jaxrl_async.config.schema import FaultsSection, MetricsSection
 from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.run.builders.rollouts import RolloutSide
+from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.rates import Counters, Observer, measured_peak_flops
+from jaxrl_async.run.rates import Counters, Observer, PivotCounts, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.trainer.trainer import Trainer
 
 
-def make_observer(section: MetricsSection, side: RolloutSide, lockstep: Lockstep) -> Observer:
+def make_observer(
+    section: MetricsSection, side: RolloutSide, lockstep: Lockstep, serving: RunServing
+) -> Observer:
     """Make the observer, which turns the parts' counters into rates of a step."""
     router, rollouts, faults = side.sampling.router, side.rollouts, side.inputs.faults
-    trainer_mesh = side.inputs.slices.trainer
+    trainer_mesh, scorers = side.inputs.slices.trainer, side.inputs.scorers
 
     def read() -> Counters:
+        played = rollouts.stats()
         return Counters(
             at_s=time.perf_counter(),
             sampler=router.stats(),
             channel=side.sampling.channel.stats(),
             buffer=side.buffer.stats(),
-            gate_wait_s=rollouts.stats().gate_wait_s,
+            gate_wait_s=played.gate_wait_s,
             living=router.living,
-            faults={**faults.read(), "failed_groups": rollouts.stats().failures},
+            faults={
+                **faults.read(),
+                "failed_groups": played.failures,
+                "lost_members": played.lost_members,
+                "lost_forks": played.lost_forks,
+                "restarted_groups": played.restarts,
+            },
+            judge=scorers.judge_cost(),
+            process=scorers.process_tally(),
+            pivots=PivotCounts(
+                forks=played.forks,
+                tokens=played.fork_tokens,
+                shared_tokens=played.shared_tokens,
+            ),
+            cancelled_members=played.cancelled_members,
+            cancelled_turn_tokens=played.cancelled_turn_tokens,
+            endpoint=serving.counts(),
         )
 
     def share(own: dict[str, float]) -> Sequence[Mapping[str, float]]:
@@ -63,7 +83,7 @@ def reading(side: RolloutSide, trainer: Trainer) -> Reading:
         groups=of_rollouts.groups + of_rollouts.failures,
         playing=of_rollouts.active,
         score_s=side.inputs.scorers.oldest_s(),
-        env_s=side.inputs.envs.oldest_s(),
+        env_s=max(side.inputs.envs.oldest_s(), side.inputs.play.oldest_s()),
         published=channel.published_version,
         live=channel.live_version,
         ready=of_buffer.ready,

@@ -10,18 +10,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.spec import Params
-from jaxrl_async.run.builders.devices import cache_folder
+from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.run.builders.devices import compile_cache_folder
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.samplers import (
     Sampling,
     SentWeights,
     make_router,
     sampler_settings,
+    sent_once,
     sent_weights,
 )
 from jaxrl_async.run.lockstep import Lockstep
@@ -32,6 +34,7 @@ from jaxrl_async.run.remote.pinning import place_of_sampler
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
 from jaxrl_async.sampler.setup import kv_plan, room_of
+from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
@@ -50,51 +53,46 @@ log = logging.getLogger(__name__)
 def make_remote_sampling(
     config: Config,
     inputs: Inputs,
-    params: Params,
-    version: int,
+    weights: VersionedParams,
     gate: ReplayBuffer,
     lockstep: Lockstep,
     folder: Path,
     closing: ExitStack,
+    base: Params | None = None,
 ) -> Sampling:
     """Make the router and the channel that samplers join; the first process listens for them.
 
     Args:
         config: remote, mesh, sampler, weights, faults, and the seed.
         inputs: the policy's spec, the slices, and the counts of faults.
-        params: the policy's weights on the trainer's slice.
-        version: of these weights.
+        weights: the policy's, on the trainer's slice.
         gate: notified when a version is live in every sampler.
         lockstep: the processes of the trainer.
         folder: the run's.
         closing: ends processes, connections and offers, also where a later part cannot be made.
+        base: what an adapter changes, on the trainer's slice; it is sent once to each sampler.
+            None: `weights` are all weights.
     """
     faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec)
     sent = sent_weights(config.weights, config.model, spec)
     secret = read_secret() or _own_secret(config)
-    channel = make_remote_channel(config, inputs, sent, version, gate, lockstep, secret)
+    channel = make_remote_channel(config, inputs, sent, weights.version, gate, lockstep, secret)
     closing.callback(channel.close)
-    channel.begin(params)
+    channel.begin(weights.params, base=_base_to_send(config, inputs, base))
     check = RequestCheck(
         room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
     )
     router = make_router(
         config.faults, (), faults, elastic=Elastic(check=check, wait_s=config.remote.wait_s)
     )
-    probe = None if settings.probe is None else settings.probe.token_ids
+    probe = settings.probe_tokens
     if not lockstep.plays:
         return Sampling(
             router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
         )
-    plan = kv_plan(spec, config.sampler, settings.dtype)
     members = Members(
-        Invitation(
-            config=config,
-            spec=spec,
-            layout_hash=manifest_of(sent.lowered).layout_hash,
-            places=plan.slots + plan.reserve,
-        ),
+        invitation(config, spec, sent),
         channel,
         router,
         check,
@@ -119,6 +117,28 @@ def make_remote_sampling(
     if processes is not None:
         processes.start()
     return sampling
+
+
+def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params | None:
+    """Return the frozen base in the types that samplers get; it is copied only to change these."""
+    sent = sent_once(config.weights, config.model, inputs.spec)
+    if base is None or sent is None:
+        return None
+    if manifest_of(base) == manifest_of(sent.lowered):
+        return base
+    where = shardings(sent.table, inputs.slices.trainer, TRAINER_RULES)
+    return PrivateCopy(where, sent.conversion)(base)
+
+
+def invitation(config: Config, spec: ModelSpec, sent: SentWeights) -> Invitation:
+    """Return what a sampler that joins is told, and has to agree with."""
+    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    return Invitation(
+        config=config,
+        spec=spec,
+        layout_hash=manifest_of(sent.lowered).layout_hash,
+        places=plan.slots + plan.reserve,
+    )
 
 
 def make_remote_channel(
@@ -161,8 +181,7 @@ def make_remote_channel(
         copy,
         offering,
         remote,
-        # On a CPU the transports, which check everything, hand on the same memory.
-        checksum=config.weights.checksum and jax.default_backend() != "cpu",
+        checksum=config.weights.checksum,
         count=faults.add,
     )
     return WeightChannel(outbox=outbox, on_live=gate.set_live, version=version, count=faults.add)
@@ -197,7 +216,7 @@ def local_samplers(
         faults=config.faults,
         secret=secret.decode(),
         logs=logs,
-        environment={"JAX_COMPILATION_CACHE_DIR": cache_folder()},
+        environment={"JAX_COMPILATION_CACHE_DIR": compile_cache_folder()},
         count=count,
     )
 

@@ -1,29 +1,34 @@
 """The side of a run that makes groups, from prompts to buffer, and what is recorded of them."""
 
 import functools
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_async.algorithms.shaping import has_signal
+from jaxrl_async.algorithms.answer_pairs import has_pair
+from jaxrl_async.algorithms.shaping import has_signal, shaping
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
-from jaxrl_async.config.schema import (
-    AlgorithmSection,
-    BufferSection,
-    Config,
-    SamplerSection,
-    StalenessSection,
-)
+from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config.schema import Config, SamplerSection
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Gate, Generate
 from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
+from jaxrl_async.rollout.urgency import TurnPriority
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
-from jaxrl_async.run.builders.samplers import Sampling, make_sampling
+from jaxrl_async.run.builders.samplers import (
+    GivingUp,
+    Sampling,
+    make_foreign_sampling,
+    make_sampling,
+)
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Joined, Lockstep
@@ -35,8 +40,7 @@ from jaxrl_async.run.replay.player import (
 )
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.trainer.learner import Learner
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeGroup, SamplingParams, VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +104,19 @@ class RolloutSide:
     joined: Joined  # the buffers of all processes, as the trainer uses them
     sampling: Sampling
     rollouts: RolloutLoop
+    gives_up: Callable[[], bool]  # whether to wait for the samplers' answers no more
 
 
 def make_rollout_side(
     config: Config,
     inputs: Inputs,
     records: Records,
-    learner: Learner,
-    start: StartingPoint,
+    weights: VersionedParams,
     lockstep: Lockstep,
     stop: Stop,
     folder: Path,
     closing: ExitStack,
+    base: Params | None = None,
 ) -> RolloutSide:
     """Make buffer, samplers and rollouts.
 
@@ -119,28 +124,33 @@ def make_rollout_side(
         config: staleness, sampler, and so on.
         inputs: prompts, scorers, environments, and the devices.
         records: where each of them writes.
-        learner: its weights are the samplers' first.
-        start: has the version of these weights.
+        weights: the samplers' first, on the trainer's slice.
         lockstep: the processes, each with a buffer of its own.
         stop: ends waiting for the others' groups.
         folder: the run's.
-        closing: ends samplers in processes of their own, whatever happens.
+        closing: ends samplers in processes of their own and the judge, whatever happens.
+        base: what an adapter changes; None: all weights are trained.
     """
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
     buffer = ReplayBuffer(
-        buffer_settings(config.algorithm, config.staleness, config.buffer, lockstep.players),
+        buffer_settings(config, lockstep.players),
         ledger=records.buffer_ledger,
         note=schedule.write,
     )
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
-    if config.mesh.remote:
+    if config.sampler.engine != "ours":  # its servers run elsewhere, too, but nobody joins
+        sampling = make_foreign_sampling(config, inputs, weights, gate)
+    elif config.mesh.remote:
         sampling = make_remote_sampling(
-            config, inputs, learner.params, start.version, buffer, lockstep, folder, closing
+            config, inputs, weights, buffer, lockstep, folder, closing, base
         )
     else:
-        sampling = make_sampling(config, inputs, learner.params, start.version, schedule, gate)
+        sampling = make_sampling(config, inputs, weights, schedule, gate, base)
     rollouts = make_rollouts(config, inputs, prompts, sampling.router, gate)
+    closing.callback(inputs.scorers.close)
+    if lockstep.plays:
+        inputs.scorers.begin(folder, lockstep.player, lambda: sampling.channel.published_version)
     return RolloutSide(
         inputs=inputs,
         records=records,
@@ -149,6 +159,7 @@ def make_rollout_side(
         joined=lockstep.joined(gate, stop, records.buffer_ledger, records.ledger),
         sampling=sampling,
         rollouts=rollouts,
+        gives_up=GivingUp(stop, sampling.router, inputs.serving.end_sessions),
     )
 
 
@@ -159,11 +170,10 @@ def ordered(
     return OrderedPrompts(prompts, schedule) if isinstance(prompts, Curriculum) else prompts
 
 
-def buffer_settings(
-    algorithm: AlgorithmSection, staleness: StalenessSection, buffer: BufferSection, processes: int
-) -> BufferSettings:
+def buffer_settings(config: Config, processes: int) -> BufferSettings:
     """Return the settings of the buffer in each of so many processes."""
-    settings = BufferSettings(
+    algorithm, staleness, buffer = config.algorithm, config.staleness, config.buffer
+    return BufferSettings(
         groups_per_step=algorithm.groups_per_step // processes,
         max_staleness=staleness.max_staleness,
         lookahead=staleness.lookahead,
@@ -172,13 +182,22 @@ def buffer_settings(
         reuse=buffer.reuse,
         rank=RANKS[buffer.select],
         max_resampled=algorithm.max_resampled,
+        has_signal=worth_learning(config),
     )
-    if not algorithm.dynamic_sampling:
-        return settings
-    signal = functools.partial(
-        has_signal, part=algorithm.signal_part, least_std=algorithm.signal_std
-    )
-    return replace(settings, has_signal=signal)
+
+
+def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
+    """Return what says whether there is something to learn from a group."""
+    algorithm, pairs = config.algorithm, config.pairs
+    tests: list[Callable[[EpisodeGroup], bool]] = []
+    if algorithm.dynamic_sampling:
+        part, least = algorithm.signal_part, algorithm.signal_std
+        tests.append(functools.partial(has_signal, part=part, least_std=least))
+    if pairs.loss is not None:
+        shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
+        how, seed = pairs.choose, config.run.seed
+        tests.append(functools.partial(has_pair, shapings=shapings, how=how, seed=seed))
+    return lambda group: all(test(group) for test in tests)
 
 
 def make_rollouts(
@@ -191,11 +210,14 @@ def make_rollouts(
     """Make the loop that plays the groups."""
     limits = EpisodeLimits(
         sampling=sampling_params(config.sampler),
-        stop_token_ids=inputs.tokenizer.eos_ids,
+        stop_token_ids=inputs.play.stop_token_ids,
         max_new_tokens=config.sampler.max_new_tokens,
         max_length=config.sampler.max_length,
         keep_mask=inputs.keep_mask,
         keep_routing=config.algorithm.keep_routing,
+        priority=TurnPriority(
+            later=config.priorities.later_turns, older_first=config.priorities.older_first
+        ),
     )
     return RolloutLoop(
         prompts,
@@ -204,11 +226,34 @@ def make_rollouts(
         gate,
         settings=RolloutSettings(
             group_size=config.algorithm.group_size,
+            oversample=config.algorithm.oversample,
+            least_members=config.algorithm.least_members,
             limits=limits,
+            pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,
         ),
         make_env=inputs.envs,
         observe=prompts.observe,
+        begins=inputs.opponents.begins,
+    )
+
+
+def pivot_plan(section: PivotSection, inputs: Inputs) -> PivotPlan | None:
+    """Return from where continuations are drawn; None: from nowhere."""
+    if not section.continuations:
+        return None
+    decode = inputs.tokenizer.decode
+
+    @functools.cache
+    def marked(token: int) -> bool:
+        return section.mark in decode([token])
+
+    return PivotPlan(
+        continuations=section.continuations,
+        members=section.members,
+        per_member=section.per_member,
+        where=section.where,
+        marked=marked,
     )
 
 

@@ -14,6 +14,8 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
+from jaxrl_async.model.frozen_base import base_shapes, base_table, form_of, sent_base
+from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.ports import Publisher, Replica
@@ -74,6 +76,25 @@ class Sampling:
             self.processes.close()
 
 
+class GivingUp:
+    """Whether a run that is to stop waits for answers no more: no sampler is there, or SIGTERM
+    leaves no time for slow environments, agents or samplers elsewhere. Once it is so it stays so:
+    the wait for live weights and the evaluation that follows are given up together."""
+
+    def __init__(self, stop: Stop, router: Router, end_sessions: Callable[[], None]) -> None:
+        """end_sessions: called when it becomes so, that agents are told why they are cut off."""
+        self._stop, self._router, self._given_up = stop, router, False
+        self._end_sessions = end_sessions
+
+    def __call__(self) -> bool:
+        """Return whether to wait no more."""
+        hurries = self._stop.is_set() and (self._stop.preempted or not self._router.living)
+        if hurries and not self._given_up:
+            self._given_up = True
+            self._end_sessions()
+        return self._given_up
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWeights:
     """The weights as they are sent to a sampler."""
@@ -89,7 +110,38 @@ class SentWeights:
 
 def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
     """Return what of the policy is sent to samplers, and in which types."""
+    dtype, lora = jnp.dtype(model.dtype), lora_of(spec, model.lora)
+    if lora is not None:
+        kept = dtype if section.eight_bits else jnp.dtype(section.dtype or dtype)
+        return _sent_adapter(kept, spec, lora)
+    return sent_whole(section, model, spec)
+
+
+def _sent_adapter(dtype: Any, spec: ModelSpec, lora: Lora) -> SentWeights:
+    table = adapter_table(spec, lora)
+    whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
+    conversion = Conversion(dtype=dtype, convert=functools.partial(as_sent, lora, dtype=dtype))
+    return SentWeights(
+        table=table, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
+    )
+
+
+def sent_once(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights | None:
+    """Return what is sent once to each sampler, if an adapter follows; None: all weights are
+    trained."""
+    return None if lora_of(spec, model.lora) is None else sent_whole(section, model, spec)
+
+
+def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
+    """Return all weights as they are sent to samplers: once, if an adapter follows."""
     dtype, table = jnp.dtype(model.dtype), weight_table(spec)
+    form = form_of(model.lora)
+    if form is not None:
+        kept = jnp.dtype(section.dtype or dtype)
+        convert = functools.partial(sent_base, dtype=kept)
+        lowered = base_shapes(spec, form, kept)
+        conversion = Conversion(dtype=kept, convert=convert)
+        return SentWeights(table=base_table(table, form), conversion=conversion, lowered=lowered)
     whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     if section.eight_bits is None:
         sent, conversion = table, Conversion(dtype=jnp.dtype(section.dtype or dtype))
@@ -108,8 +160,11 @@ def _is_weight(node: Any) -> bool:
 def make_push(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
 ) -> Push:
-    """Compile the transfer of the policy's weights to one sampler."""
-    sent = sent_weights(section, model, spec)
+    """Compile the transfer of what is trained of the policy to one sampler."""
+    return _push(sent_weights(section, model, spec), trainer, sampler)
+
+
+def _push(sent: SentWeights, trainer: Mesh, sampler: Mesh) -> Push:
     return Push(
         shardings(sent.table, trainer, TRAINER_RULES),
         shardings(sent.table, sampler, SAMPLER_RULES),
@@ -138,24 +193,23 @@ def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
 def make_sampling(
     config: Config,
     inputs: Inputs,
-    params: Params,
-    version: int,
+    weights: VersionedParams,
     schedule: RunSchedule,
     gate: ReplayBuffer | ReplayedBuffer,
+    base: Params | None = None,
 ) -> Sampling:
     """Make the samplers with the policy's weights, and the channel for those that follow.
 
     Args:
         config: sampler, weights, faults, and the seed.
         inputs: the policy's spec, the slices with their locks, and the counts of faults.
-        params: the policy's weights on the trainer's slice.
-        version: of these weights.
+        weights: the policy's, on the trainer's slice.
         schedule: records, or prescribes, what each sampler takes in after which block.
         gate: notified when a version is live in every sampler.
+        base: what an adapter changes, on the trainer's slice; it is sent once. None: `weights` are
+            all weights.
     """
     slices, spec = inputs.slices, inputs.spec
-    if config.sampler.engine != "ours":
-        return make_foreign_sampling(config, inputs, params, version, gate)
     pushes = [
         make_push(config.weights, config.model, spec, slices.trainer, mesh)
         for mesh in slices.samplers
@@ -163,21 +217,29 @@ def make_sampling(
     channel = WeightChannel(
         pushes,
         on_live=gate.set_live,
-        version=version,
+        version=weights.version,
         checksum=config.weights.checksum,
         count=inputs.faults.add,
     )
     settings = replace(
         sampler_settings(config, spec), schedule=schedule, device_lock=inputs.locks.sampler
     )
+
+    def first(push: Push, mesh: Mesh) -> Params:
+        params = push(weights.params)
+        if base is None:
+            return params
+        whole = _push(sent_whole(config.weights, config.model, spec), slices.trainer, mesh)
+        return beside(whole(base), params)
+
     samplers = [
         Sampler(
-            (spec, push(params)),
+            (spec, first(push, mesh)),
             section=config.sampler,
             mesh=mesh,
             seed=config.run.seed,
             weights=channel.subscribe(),
-            version=version,
+            version=weights.version,
             settings=replace(
                 settings,
                 one_thread=uses_one_thread(mesh, colocated=slices.colocated),
@@ -187,33 +249,31 @@ def make_sampling(
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
     router = make_router(config.faults, samplers, inputs.faults, recorded=schedule.home)
-    probe = None if settings.probe is None else settings.probe.token_ids
-    return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
+    return Sampling(router=router, channel=channel, publisher=channel, probe=settings.probe_tokens)
 
 
 def make_foreign_sampling(
     config: Config,
     inputs: Inputs,
-    params: Params,
-    version: int,
+    weights: VersionedParams,
     gate: ReplayBuffer | ReplayedBuffer,
 ) -> Sampling:
     """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
-    probe = sampler_settings(config, inputs.spec).probe
+    settings = sampler_settings(config, inputs.spec)
     engines, channel = make_engines(
         config,
         inputs.spec,
         inputs.slices.trainer,
-        VersionedParams(version=version, params=params),
+        weights,
         on_live=gate.set_live,
-        probe=probe,
+        probe=settings.probe,
         count=inputs.faults.add,
     )
     return Sampling(
         router=make_router(config.faults, engines, inputs.faults),
         channel=channel,
         publisher=channel,
-        probe=None if probe is None else probe.token_ids,
+        probe=settings.probe_tokens,
     )
 
 
@@ -234,16 +294,10 @@ def make_router(
         recorded: in a replay, returns the number of the sampler for a request.
         elastic: for samplers that join and leave; None: there are none.
     """
-    limits = RestartLimits(
-        restarts=section.sampler_restarts,
-        backoff_s=section.backoff_s,
-        hang_s=section.sampler_hang_s,
-        nonfinite_in_a_row=section.nonfinite_in_a_row,
-    )
     awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
     return Router(
         samplers,
-        limits=limits,
+        limits=RestartLimits.of(section),
         count=faults.add,
         clock=awake,
         recorded=recorded,

@@ -4,6 +4,8 @@ from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.evaluate import EvalEffort
+from jaxrl_async.rollout.urgency import TurnPriority
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
 from jaxrl_async.run.checkpoint.store import Checkpoints
@@ -17,10 +19,11 @@ from jaxrl_async.types import SamplingParams
 
 def make_trainer(config: Config, learner: Learner, side: RolloutSide, outlets: Outlets) -> Trainer:
     """Make the trainer: it draws from the rollout side and publishes to its samplers."""
+    source, publisher = side.inputs.opponents.watched(side.joined.source, side.sampling.publisher)
     return Trainer(
         learner=learner,
-        source=side.joined.source,
-        publisher=side.sampling.publisher,
+        source=source,
+        publisher=publisher,
         outlets=outlets,
         settings=TrainerSettings(
             total_steps=config.run.steps,
@@ -61,12 +64,22 @@ def make_outlets(
         make_env=inputs.envs,
         limits=EpisodeLimits(
             sampling=SamplingParams(temperature=config.eval.temperature),
-            stop_token_ids=inputs.tokenizer.eos_ids,
+            stop_token_ids=inputs.play.stop_token_ids,
             max_new_tokens=config.sampler.max_new_tokens,
             max_length=config.sampler.max_length,
+            priority=TurnPriority(
+                first=config.priorities.evaluation, later=config.priorities.evaluation
+            ),
+        ),
+        effort=EvalEffort(
+            at_once=min(config.eval.episodes_at_once, config.endpoint.max_sessions),
+            retries=config.env.retries,
+            backoff_s=config.faults.backoff_s,
+            count=inputs.faults.add,
         ),
         lockstep=lockstep,
         faults=inputs.faults,
+        gives_up=side.gives_up,
     )
     reporter = StepReporter(
         observer=observer,
@@ -75,6 +88,8 @@ def make_outlets(
         tokenizer=inputs.tokenizer,
         prompts=side.prompts,
         samples_every=config.metrics.samples_every,
+        lockstep=lockstep,
+        opponents=inputs.opponents,
     )
     saver = RunSaver(
         config=config,
@@ -93,4 +108,5 @@ def make_outlets(
         save=saver.save,
         should_stop=stop.is_set,
         should_hurry=lambda: stop.preempted,
+        gives_up=side.gives_up,
     )

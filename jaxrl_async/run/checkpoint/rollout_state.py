@@ -140,7 +140,8 @@ class RunSaver:
             return
         active = self.config.staleness.max_staleness > 0
         state = rollouts_state(self.buffer, self.rollouts, active=active)
-        position = self.prompts.state(state.buffer.next_group)
+        # Where there are no rollouts no prompt is drawn: the stream stays where the run began.
+        position = self.prompts.state(state.buffer.next_group) if self.lockstep.plays else None
         state = gathered_state(state, self.accounts, self.ledger, self.lockstep)
         loop = {
             "job": "rl",

@@ -31,7 +31,7 @@ from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
-from jaxrl_async.run.folder import Paths, inside
+from jaxrl_async.run.folder import Paths, is_inside
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
 CHECKSUMS = "checksums.json"
@@ -291,7 +291,7 @@ def check_files(folder: Path) -> None:
     """Raise OSError if a file has changed since the checkpoint was written, or is a link out of
     it."""
     for path in folder.rglob("*"):
-        if not inside(folder, path):
+        if not is_inside(folder, path):
             raise OSError(f"{path} is a link out of the checkpoint")
     try:
         wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))

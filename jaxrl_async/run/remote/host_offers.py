@@ -10,7 +10,7 @@ may leave a version out because a newer one has come; the first process then off
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from jax._src import distributed  # the store has no public name; orbax uses it from there, too
@@ -18,8 +18,8 @@ from jax._src import distributed  # the store has no public name; orbax uses it 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.remote.seams import Offering
-from jaxrl_async.weights.remote.whereabouts import merged
+from jaxrl_async.weights.remote.seams import BASE, Offering
+from jaxrl_async.weights.remote.whereabouts import merged_offers
 
 LOOK_S = 0.02
 """How often the first process looks whether the others have offered, seconds."""
@@ -86,11 +86,12 @@ class HostOffers:
         own = self._own.offer(version, params)
         if self._index:
             self._store.key_value_set(_key(version, self._index), json.dumps(dict(own)))
-            self._store.key_value_set(_newest(self._index), str(version), allow_overwrite=True)
+            if version != BASE:
+                self._store.key_value_set(_newest(self._index), str(version), allow_overwrite=True)
             return own
         until = time.monotonic() + self._timeout_s
         others = [self._of(version, index, until) for index in range(1, self._count)]
-        return merged([own, *others])
+        return merged_offers([own, *others])
 
     def compares(self, params: Params) -> bool:
         """See Offering."""
@@ -119,7 +120,7 @@ class HostOffers:
             if text is not None:
                 offer: dict[str, Any] = json.loads(text)
                 return offer
-            newest = _read(self._store, _newest(index))
+            newest = None if version == BASE else _read(self._store, _newest(index))
             if newest is not None and int(newest) > version:
                 raise WeightsError(
                     f"process {index} of the trainer has version {newest} already, and left "
@@ -148,7 +149,9 @@ class PartPublisher:
     def wait_taken(self) -> None:
         """Return: the next program over all processes waits for the first one."""
 
-    def wait_live(self, version: int, timeout_s: float) -> None:
+    def wait_live(
+        self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
         """Return: the next program over all processes waits for the first one."""
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.run.remote.pinning import Place
+from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
 from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 LOOK_S = 0.2
@@ -33,8 +33,6 @@ CLOSE_S = 5.0
 checkpoint.grace_s, beside a save."""
 JOIN_S = 60.0
 """Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
-FORGIVEN_S = 3600.0
-"""Life of a process after which earlier restarts no longer count, seconds."""
 LOG_TAIL = 2000
 """Characters of a process's output that its last error quotes."""
 
@@ -155,11 +153,13 @@ class LocalSamplers:
                 child.restarts = 0
             log.error("%s ended with code %d", child.name, child.process.returncode)
             self.count("sampler_process_ends")
-        if child.restarts >= self.faults.sampler_restarts:
+        health = Health(restarts=child.restarts, out_s=now - child.ended_at)
+        act = decide(health, RestartLimits.of(self.faults))
+        if act is Act.GIVE_UP:
             child.lost = True
             self.count("samplers_lost")
             log.error("%s is given up after %d restarts", child.name, child.restarts)
-        elif now - child.ended_at >= backoff_s(self.faults.backoff_s, child.restarts):
+        elif act is Act.START:
             child.restarts += 1
             self._start(child)
 

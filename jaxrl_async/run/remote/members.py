@@ -32,7 +32,14 @@ from jaxrl_async.wire.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 GOODBYE_S = 5.0
-"""Longest wait for the samplers to go when the run ends, seconds."""
+"""Longest wait for all samplers to go when the run ends, seconds."""
+PATIENCE = 0.5
+"""Of remote.silence_s: after so long without a word a sampler loses its name to one that asks for
+it. It says something twice in that time."""
+LEAST_GOODBYE_S = 1.0
+"""Of that, what is left in any case for the ends of the connections, seconds."""
+RUN_ENDED = "the run has ended"
+"""What samplers are told then."""
 LOOK_S = 0.1
 """How often a run that waits for its first samplers looks for a stop, seconds."""
 
@@ -106,6 +113,7 @@ class Members:
         self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
         remote = invitation.config.remote
+        self._patience_s = remote.silence_s * PATIENCE
         self._hub = Hub(
             remote.listen,
             secret=secret,
@@ -150,8 +158,9 @@ class Members:
             if time.monotonic() > end:
                 raise RolloutError(
                     f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and the "
-                    f"run begins with {least} (remote.least). Start them with `python -m "
-                    f"jaxrl_async.sample --join {self.address}`, or look at their output."
+                    f"run begins with {least} (remote.least). Start it again, and while it waits "
+                    "start them with `python -m jaxrl_async.sample --join HOST:PORT` (here it was "
+                    f"{self.address}), or look at their output."
                 )
 
     def begin_close(self) -> None:
@@ -164,31 +173,21 @@ class Members:
         with self._changed:
             self._closing = True
             sessions = [session for session, _ in self._joined.values()]
-        for session in sessions:
-            if session.ended is None:
-                try:
-                    session.send(Leave(reason="the run has ended"))
-                except ConnectionError as error:
-                    log.debug("%s: %s", session.peer, error)
+        end_s = time.monotonic() + GOODBYE_S
+        for session in sessions:  # one that takes nothing keeps nobody else waiting
+            threading.Thread(
+                target=_send_away, args=(session,), name="goodbye", daemon=True
+            ).start()
         with self._changed:
             self._changed.wait_for(lambda: not self._joined, GOODBYE_S)
-        self._hub.close("the run has ended")
+        self._hub.close(RUN_ENDED, max(LEAST_GOODBYE_S, end_s - time.monotonic()))
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
         """Take in a sampler that has proved the secret. Raises JoinRefused."""
         welcome = self._invitation.welcome(hello)
-        with self._changed:
-            if self._closing:
-                raise JoinRefused("the run is about to end")
-            earlier, other = self._joined.get(hello.name, (None, hello))
-            if earlier is not None and (not hello.instance or other.instance != hello.instance):
-                raise JoinRefused(
-                    f"a sampler called {hello.name!r} is there already: give each its own --name."
-                )
-            self._joined[hello.name] = session, hello
-            self._drawing.discard(hello.name)  # until it has weights again
+        earlier = self._take_name(session, hello)
         if earlier is not None:
-            earlier.begin_end("it has joined anew over another connection")
+            earlier.lost(f"another {hello.name} has joined in its place")
         session.on_end(lambda reason: self._gone(hello.name, session, reason))
         replica = RemoteReplica(
             session,
@@ -201,6 +200,30 @@ class Members:
         log.info("%s joins (process %d on %s)", hello.name, hello.process, hello.host or "?")
         return welcome
 
+    def _take_name(self, session: WireSession, hello: Hello) -> WireSession | None:
+        """Give a sampler its name; return the session that had it, which must end.
+
+        A name is its owner's as long as the owner says something: whoever comes second then is
+        refused, so that no two living samplers throw each other out. The same sampler, whose
+        connection broke, does not wait. Raises JoinRefused.
+        """
+        silent: WireSession | None = None
+        while True:
+            with self._changed:
+                if self._closing:
+                    raise JoinRefused("the run is about to end")
+                earlier, other = self._joined.get(hello.name, (None, hello))
+                again = bool(hello.instance) and other.instance == hello.instance
+                if earlier is None or earlier is silent or again:
+                    self._joined[hello.name] = session, hello
+                    self._drawing.discard(hello.name)  # until it has weights again
+                    return earlier
+            if earlier.says_something(self._patience_s):
+                raise JoinRefused(
+                    f"a sampler called {hello.name!r} is there already: give each its own --name."
+                )
+            silent = earlier
+
     def _admit(
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
     ) -> None:
@@ -212,14 +235,27 @@ class Members:
         seat = self._router.join(replica)
         log.info("%s draws; seat %d", hello.name, seat)
         with self._changed:
-            if hello.name in self._joined and self._joined[hello.name][0] is session:
+            if self._is_held(hello.name, session):
                 self._drawing.add(hello.name)
             self._changed.notify_all()
 
+    def _is_held(self, name: str, session: WireSession) -> bool:
+        """Return whether the sampler of this name is still the one of this session."""
+        return name in self._joined and self._joined[name][0] is session
+
     def _gone(self, name: str, session: WireSession, reason: str) -> None:
         with self._changed:
-            if name in self._joined and self._joined[name][0] is session:
+            if self._is_held(name, session):
                 del self._joined[name]
                 self._drawing.discard(name)
             self._changed.notify_all()
         log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)
+
+
+def _send_away(session: WireSession) -> None:
+    """Ask a sampler to go, unless it is about to. Blocks while it takes nothing."""
+    if session.ended is None:
+        try:
+            session.send(Leave(reason=RUN_ENDED))
+        except ConnectionError as error:
+            log.debug("%s: %s", session.peer, error)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,16 +16,27 @@ from pydantic import ValidationError
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh
+from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh, spans_processes
+from jaxrl_async.model.frozen_base import form_of
+from jaxrl_async.model.hf import load_params
 from jaxrl_async.model.moe import check_experts
-from jaxrl_async.model.spec import ModelSpec, Params, RopeScaling
+from jaxrl_async.model.own_spec import check_own
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import Session
-from jaxrl_async.run.builders.samplers import sampler_settings, sent_weights, uses_one_thread
+from jaxrl_async.run.builders.samplers import (
+    sampler_settings,
+    sent_once,
+    sent_weights,
+    uses_one_thread,
+)
 from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.setup import SamplerSetup, build_setup
 from jaxrl_async.weights.manifest import manifest_of
+from jaxrl_async.weights.remote.base_bringer import BaseBringer
 from jaxrl_async.weights.remote.receiver import WeightReceiver
+from jaxrl_async.weights.remote.seams import Fetching
+from jaxrl_async.weights.remote.sound import SoundFetching
 from jaxrl_async.weights.remote.transports import make_fetching
 from jaxrl_async.wire.messages import Welcome
 
@@ -42,7 +54,8 @@ class SamplerParts:
     config: Config
     spec: ModelSpec
     mesh: Mesh
-    target: Params  # the weights as ShapeDtypeStructs with shardings
+    target: Params  # what each version brings, as ShapeDtypeStructs with shardings
+    base: Params | None = None  # what comes once, if that is an adapter, likewise
 
     def setup(self, followers: Followers = NO_FOLLOWERS) -> SamplerSetup:
         """Return the setup of the sampler. followers: its other processes, where this one leads."""
@@ -54,42 +67,68 @@ class SamplerParts:
         return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)
 
     def receiver(
-        self, session: Session, files: RemoteSection, *, host: str, secret: bytes
+        self, session: Session, own: RemoteSection, *, host: str, secret: bytes
     ) -> tuple[WeightReceiver, str]:
         """Begin to fetch what is offered on a session; return also the address at which this
         process passes weights on.
 
         Args:
             session: on which the offers come.
-            files: names the certificates.
+            own: names this side's certificates, and its port if it was given one.
             host: of this machine, as other samplers reach it.
             secret: that connections prove.
         """
-        own = files.model_dump(include=TLS_FILES)
+        given = own.model_dump(include=TLS_FILES | ({"data_port"} & own.model_fields_set))
         fetching = make_fetching(
-            self.config.remote.model_copy(update=own),
+            self.config.remote.model_copy(update=given),
             self.target,
-            listen=f"{host}:0",
+            host=host,
             advertise=host,
             secret=secret,
         )
         layout = manifest_of(self.target).layout_hash
-        return WeightReceiver(session, fetching, layout_hash=layout), fetching.address
+        base = None if self.base is None else self._frozen_base(self.base, fetching)
+        receiver = WeightReceiver(session, fetching, layout_hash=layout, base=base)
+        return receiver, fetching.address
+
+    def _frozen_base(self, target: Params, fetching: Fetching) -> BaseBringer:
+        """Return what brings the base: from model.path if this machine has it, and it is sent as it
+        is stored."""
+        path, layout = self.config.model.path, manifest_of(target).layout_hash
+        readable = (
+            path is not None
+            and Path(path).is_dir()
+            and self.config.weights.eight_bits is None
+            and form_of(self.config.model.lora) is None
+            and not spans_processes(self.mesh)
+        )
+
+        def read() -> Params:
+            assert path is not None
+            where = jax.tree.map(lambda x: x.sharding, target)
+            return load_params(path, self.spec, where, jax.tree.leaves(target)[0].dtype)
+
+        return BaseBringer(
+            SoundFetching(fetching=fetching.for_base(target), layout_hash=layout),
+            read if readable else None,
+        )
 
 
 def parts_of(welcome: Welcome) -> SamplerParts:
     """Read a Welcome, and lay the sampler's mesh over the devices of this JAX world. Raises
     ConfigError and MeshError."""
     config = config_of(welcome)
-    spec, mesh = spec_of(welcome.spec), sampler_mesh(welcome.mesh)
+    spec, mesh = sent_spec(welcome.spec), sampler_mesh(welcome.mesh)
     check_experts(spec, mesh, "--mesh")
     sent = sent_weights(config.weights, config.model, spec)
+    base = sent_once(config.weights, config.model, spec)
     return SamplerParts(
         welcome=welcome,
         config=config,
         spec=spec,
         mesh=mesh,
         target=sent.on(mesh, SAMPLER_RULES),
+        base=None if base is None else base.on(mesh, SAMPLER_RULES),
     )
 
 
@@ -133,14 +172,14 @@ def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
     return mesh
 
 
-def spec_of(fields: Mapping[str, Any]) -> ModelSpec:
+def sent_spec(fields: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a Welcome describes. Raises ConfigError."""
     try:
-        spec = ModelSpec(**fields)
-        scaling: Any = spec.rope_scaling
-        return replace(spec, rope_scaling=None if scaling is None else RopeScaling(**scaling))
-    except (TypeError, ValueError) as error:
+        spec = ModelSpec.from_fields(fields)
+    except (KeyError, TypeError, ValueError) as error:
         raise _other_version(error) from None
+    check_own(spec)
+    return spec
 
 
 def _other_version(error: Exception) -> ConfigError:

@@ -10,12 +10,10 @@ import logging
 import os
 import secrets
 import socket
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
@@ -25,6 +23,7 @@ from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, 
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.sampler.remote.server import ReplicaServer
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.weights.remote.shared_memory import machine_boot_id
 from jaxrl_async.weights.remote.source import RemoteSource
 from jaxrl_async.wire.address import locate_trainer
 from jaxrl_async.wire.dial import dial
@@ -39,8 +38,6 @@ LOOK_S = 0.1
 """How often a sampler looks whether it was asked to stop, seconds."""
 BEAT_S = 0.5
 """Longest time between two reports of the statistics, seconds."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Says whether two processes are on one machine."""
 
 
 class Outcome(StrEnum):
@@ -60,7 +57,7 @@ class Joining:
     axes: Mapping[str, int]  # of its slice; {}: as mesh.sampler of the run says
     wait_s: float  # longest time without a trainer
     once: bool  # end when the trainer is gone, rather than wait for it
-    remote: RemoteSection  # its files of certificates
+    remote: RemoteSection  # its files of certificates, and its data_port if it is given one
     process: int = 0  # number of this process among those of the sampler
     processes: int = 1  # of the sampler: one on each host of its slice
 
@@ -107,7 +104,7 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
         hello = Hello(
             name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
             package=jaxrl_async.__version__,
-            host=boot_id(),
+            host=machine_boot_id(),
             process=os.getpid(),
             mesh=joining.axes,
             instance=instance,
@@ -158,7 +155,8 @@ def _serve(
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
     remote, host = config_of(welcome).remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
-    with _ended_by(stop, session):
+    # Before it draws there is nothing to hand back: whoever waits for weights ends.
+    with stop.acting_on(lambda: session.end(f"{stop.reason}, before it drew anything")):
         if joining.processes > 1:
             sampler = lead_sampler(
                 session,
@@ -182,25 +180,6 @@ def _serve(
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
 
 
-@contextmanager
-def _ended_by(stop: Stop, session: WireSession) -> Iterator[None]:
-    """End the session if a stop is asked for inside the `with`: whoever waits for weights there
-    ends, and there is nothing to hand back yet."""
-    built = threading.Event()
-
-    def watch() -> None:
-        while not built.wait(LOOK_S):
-            if stop.is_set():
-                session.end(f"{stop.reason}, before it drew anything")
-                return
-
-    threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
-    try:
-        yield
-    finally:
-        built.set()
-
-
 def _own_sampler(
     joining: Joining,
     shown: Credentials,
@@ -220,6 +199,7 @@ def _own_sampler(
         Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
     )
     weights.live(first.version)
+    receiver.begun()
     return sampler
 
 
@@ -235,11 +215,3 @@ def own_host(trainer: str) -> str:
             return f"[{host}]" if ":" in host else host
     except (OSError, Disconnected):
         return "127.0.0.1"
-
-
-def boot_id() -> str:
-    """Return what tells this machine from others; "": unknown."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -1,6 +1,6 @@
 """A sampler over the hosts of one slice: one process on each, in one JAX world.
 
-    trainer ──session──> process 0: leads ──Begin, Round──> process 1, 2, ...: follow
+    trainer ──session──> process 0: leads ──Begin, rounds──> process 1, 2, ...: follow
                             └──────────── Offer ───────────────> each fetches its own part
 
 The first process joins the run, as a sampler of one process does; the others get the trainer's
@@ -25,16 +25,13 @@ from jaxrl_async.weights.remote.source import RemoteSource
 from jaxrl_async.wire.messages import Prepared, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 
-LOOK_S = 0.1
-"""How often a following process looks whether it was told to go, seconds."""
-
 log = logging.getLogger(__name__)
 
 
 def lead_sampler(
     session: WireSession,
     welcome: Welcome,
-    files: RemoteSection,
+    own: RemoteSection,
     *,
     host: str,
     secret: bytes,
@@ -46,7 +43,7 @@ def lead_sampler(
     Args:
         session: with the trainer.
         welcome: from the trainer.
-        files: names the certificates.
+        own: names the certificates and the port of this side.
         host: of this machine, as others reach it.
         secret: that connections for weights prove.
         stop: asked for if a following process is told to go.
@@ -64,11 +61,13 @@ def lead_sampler(
     setup = parts.setup(crew)
     crew.wait_ready(setup, wait_s)
     relay = OfferRelay(session, crew.sessions)
-    receiver, _ = parts.receiver(relay, files, host=host, secret=secret)
+    receiver, _ = parts.receiver(relay, own, host=host, secret=secret)
     closing.callback(receiver.close)
     weights = JointWeights(relay, RemoteSource(receiver))
     session.send(Prepared())  # each process has only its part: none passes weights on
-    return closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
+    sampler = closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
+    receiver.begun()
+    return sampler
 
 
 def begin_nothing() -> None:
@@ -76,11 +75,11 @@ def begin_nothing() -> None:
     LeaderPlace.told(None, leads=True)
 
 
-def follow_sampler(files: RemoteSection, *, secret: bytes, stop: Stop, wait_s: float) -> None:
+def follow_sampler(own: RemoteSection, *, secret: bytes, stop: Stop, wait_s: float) -> None:
     """Do what the first process of this JAX world does, until its sampler is closed; blocks.
 
     Args:
-        files: names the certificates.
+        own: names the certificates and the port of this side.
         secret: that connections for weights prove.
         stop: asked for by a signal; the first process is then asked to leave.
         wait_s: longest wait for it.
@@ -94,19 +93,18 @@ def follow_sampler(files: RemoteSection, *, secret: bytes, stop: Stop, wait_s: f
     index = jax.process_index()
     session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
     parts = parts_of(welcome)
-    receiver, _ = parts.receiver(session, files, host="127.0.0.1", secret=secret)
-    told_to_go, over = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while not over.wait(LOOK_S):
-            if stop.is_set():
-                told_to_go.set()
-                return
-
-    threading.Thread(target=watch, name="watch for a stop", daemon=True).start()
+    receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=secret)
+    told_to_go, weights = threading.Event(), RemoteSource(receiver)
     try:
-        follow(session, parts.setup(), RemoteSource(receiver), process=index, told_to_go=told_to_go)
+        with stop.acting_on(told_to_go.set):
+            follow(
+                session,
+                parts.setup(),
+                weights,
+                process=index,
+                told_to_go=told_to_go,
+                begun=receiver.begun,
+            )
     finally:
-        over.set()
         receiver.close()
     log.info("the sampler is closed")

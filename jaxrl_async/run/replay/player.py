@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -24,7 +25,7 @@ from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.errors import Closed, ReplayError
 from jaxrl_async.ports import Clock, Intake, NotYet
 from jaxrl_async.run.replay.recording import Recorded, Recording
-from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
+from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +71,15 @@ class Replay:
         self._of_sampler: dict[str, deque[int]] = {}  # indices of events to come
         self._homes: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
         self._fates: dict[int, str] = {}
+        self.cancelled: dict[int, Event] = {}  # groups that became too old while drawn
         for index, event in enumerate(recorded.events):
             if "sampler" in event:
                 self._of_sampler.setdefault(event["sampler"], deque()).append(index)
                 for request in event["take"]:
                     self._homes.setdefault(request, deque()).append(event["sampler"])
             self._fates |= {event[fate]: fate for fate in ("put", "fail") if fate in event}
+            if "oldest" in event:
+                self.cancelled[event["fail"]] = event
 
     # ---- ports.Schedule
 
@@ -272,6 +276,17 @@ class ReplayedBuffer:
     def __init__(self, buffer: ReplayBuffer, replay: Replay, *, curriculum: bool) -> None:
         self._buffer, self._replay, self._curriculum = buffer, replay, curriculum
 
+    def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
+        """See ports.Gate: what was cancelled is prescribed, at its turn."""
+        for number in self._replay.cancelled:
+            self._replay.later("fail", number, lambda n=number: stop(n))  # type: ignore[misc]
+
+    def cancel(self, group: CancelledGroup) -> None:
+        """See ports.Gate; what had been drawn is said as it was recorded."""
+        event = self._replay.cancelled[group.ticket.group]
+        recorded = replace(group, oldest=event["oldest"], lengths=tuple(event["lengths"]))
+        self._replay.later("fail", group.ticket.group, lambda: self._buffer.cancel(recorded))
+
     def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
         """See ports.Gate."""
         with self._replay.turn("admit", timeout_s=timeout_s) as event:
@@ -286,6 +301,10 @@ class ReplayedBuffer:
 
     def put(self, group: EpisodeGroup) -> Drop | None:
         """See ports.Gate; None, since the group's fate is not known before its turn."""
+        if group.ticket.group in self._replay.cancelled:  # it was too old before its last token
+            ticket, prompt_id = group.ticket, group.prompt.prompt_id
+            self.cancel(CancelledGroup(ticket=ticket, prompt_id=prompt_id, oldest=0, lengths=()))
+            return None
         self._replay.later("put", group.ticket.group, lambda: self._buffer.put(group))
         return None
 

@@ -1,11 +1,16 @@
 """Which waiting requests get a slot, and the pages that they begin with. Pure host code."""
 
 import itertools
-from collections import deque
+from collections.abc import Callable, Sequence
 
+from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
 from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_pool import KvPool
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
+from jaxrl_async.sampler.batch.waiting import WaitingQueue
+
+Content = tuple[bytes, bytes]
+"""The salt of a request's adapter, and its tokens: requests of equal content share a prefill."""
 
 
 class Admission:
@@ -13,27 +18,61 @@ class Admission:
     alone."""
 
     def __init__(self, pool: KvPool, total_slots: int) -> None:
-        self.queue: deque[LiveRequest] = deque()
+        self.queue: WaitingQueue[LiveRequest] = WaitingQueue()
         self.limit = Limit(value=total_slots, least=1, most=total_slots)
         self._pool = pool
         self._orders = itertools.count()
         self._preempted_seen = 0
 
-    def begun(self, version: int) -> list[LiveRequest]:
-        """Return the waiting requests whose last saved token was drawn by `version`."""
+    def enqueue(self, incoming: Sequence[LiveRequest]) -> None:
+        """Have requests wait, those that have drawn tokens elsewhere before all that have drawn
+        none: they were asked for longer ago, and whoever asked waits for the last of a group."""
+        ahead = sum(1 for _ in itertools.takewhile(lambda x: x.has_drawn, self.queue.front()))
+        self.queue.put_back([live for live in incoming if live.has_drawn], behind=ahead)
+        self.queue.add(live for live in incoming if not live.has_drawn)
+
+    def begun(self, adapter: str, version: int) -> list[LiveRequest]:
+        """Return the waiting requests of an adapter whose last saved token was drawn by its
+        `version`."""
         return [
             live
             for live in self.queue
-            if live.partial is not None and version in live.partial.versions[-1:]
+            if live.request.adapter == adapter
+            and live.partial is not None
+            and version in live.partial.versions[-1:]
         ]
+
+    def order(
+        self, held: frozenset[str], version_of: Callable[[str], int]
+    ) -> Callable[[], LiveRequest | None]:
+        """Return what gives the next to be admitted; None: nobody.
+
+        Args:
+            held: adapters whose requests have to wait, unless they have begun.
+            version_of: the current version of an adapter.
+        """
+        if not held:
+            return self.queue.head
+        begun = {name: self.begun(name, version_of(name)) for name in held}
+        allowed = [
+            live
+            for live in self.queue
+            if live.request.adapter not in held or live in begun[live.request.adapter]
+        ]
+        left = iter(allowed)
+
+        def following() -> LiveRequest | None:
+            return next(left, None)
+
+        return following
 
     def place(
         self,
         live: LiveRequest,
         slot_index: int,
-        leaders: dict[bytes, Prefilling],
+        leaders: dict[Content, Prefilling],
         *,
-        version: int,
+        weights: PlacedAdapter,
         spare: int,
     ) -> Prefilling | None:
         """Take a request out of the queue with pages for its tokens; None if there are too few.
@@ -43,16 +82,16 @@ class Admission:
             slot_index: the free slot that it gets.
             leaders: requests being prefilled, by content: the request follows one with the same
                 tokens and shares its pages, or becomes a leader itself.
-            version: of the weights that will compute its KV.
+            weights: that will compute its KV.
             spare: pages that must stay free.
         """
         token_ids = live.known_tokens
-        content, prefilled = token_ids.tobytes(), 0
+        content, prefilled = (weights.salt, token_ids.tobytes()), 0
         leader = leaders.get(content)
         if leader is not None:
             pages = self._pool.share(leader.pages, len(token_ids), spare=spare)
         else:
-            pages, prefilled = self._pool.take_for_prompt(token_ids, spare=spare)
+            pages, prefilled = self._pool.take_for_prompt(token_ids, spare=spare, salt=weights.salt)
         if pages is None:
             return None
         prefilling = Prefilling(
@@ -62,12 +101,13 @@ class Admission:
             token_ids=token_ids,
             pages=pages,
             prefilled=prefilled,
-            kv_version=version,
+            kv_version=weights.version,
+            place=weights.place,
         )
         if leader is not None:
             leader.followers.append(prefilling)
         leaders.setdefault(content, prefilling)
-        self.queue.remove(live)
+        self.queue.admit(live)
         return prefilling
 
     def adjust(self, in_flight: int, preempted: int) -> None:

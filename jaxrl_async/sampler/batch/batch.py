@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from jaxrl_async.model.moe import id_dtype
-from jaxrl_async.sampler.batch.admission import Admission
-from jaxrl_async.sampler.batch.decoding import decode_args, kv_of_pages
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
+from jaxrl_async.sampler.batch.admission import Admission, Content
+from jaxrl_async.sampler.batch.decoding import decode_args
 from jaxrl_async.sampler.batch.kv_pool import KvPool
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefill import insert_args, leaders, plan_chunks, saved_chunk
@@ -43,7 +44,7 @@ from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeigh
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import mix_of
-from jaxrl_async.types import Partial
+from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class _StartedBlock(NamedTuple):
     """A decode block that was dispatched."""
 
     on_device: Block
-    version: int  # of the weights that compute it
+    versions: IntArray  # [S] of the weights that compute it, by slot
     running: dict[int, Running]  # by slot index: rows and reserve
 
 
@@ -71,6 +72,7 @@ class Batch:
         prefill_chunk: int = 2048,
         prefix_cache: bool = True,
         one_version: bool = False,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
         """Set up empty slots and pages on the engine's device.
 
@@ -82,9 +84,11 @@ class Batch:
             prefix_cache: keep the KV of finished requests for prompts that begin alike.
             one_version: discard a request's tokens if they were drawn by other weights than it is
                 admitted with.
+            adapters: that requests may name; None: they name none.
         """
         self.engine, self.spec = engine, engine.spec
-        self._seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
+        self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
+        self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
         self.pages = Pages(self.spec.pages)
         self.store = PrefixStore(self.pages, self.spec.page_tokens, enabled=prefix_cache)
         self._pool = KvPool(self.pages, self.store, self.spec.page_tokens)
@@ -95,12 +99,13 @@ class Batch:
             no_page=self.spec.pages,
         )
         self._routes = _routes_of(self.spec)
+        # routes are kept by page, as long as the request
+        self._window = 0 if self.spec.keeps_routes else self.spec.model.widest_window
         self.state: DecodeState = engine.init_decode_state()
-        self._admission = Admission(self._pool, self.spec.total_slots)
-        self.queue = self._admission.queue
+        self.admission = Admission(self._pool, self.spec.total_slots)
+        self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
         self.placed: dict[int, Placed] = {}  # by slot index, in order of admission
         self.stats = BatchStats()
-        self.version = 0
         self._failed: list[tuple[LiveRequest, Exception]] = []
         self._block: _StartedBlock | None = None
 
@@ -112,9 +117,9 @@ class Batch:
         return leaders(self.placed.values())
 
     @property
-    def under_way(self) -> bool:
-        """Whether a request has a slot, or was preempted with tokens of the current weights."""
-        return bool(self.placed) or bool(self._admission.begun(self.version))
+    def version(self) -> int:
+        """Version of the weights, of requests that name no adapter."""
+        return self.weights.base.version
 
     def guarded(self, stage: Stage, work: Callable[..., T]) -> T | None:
         """Do host work for one request; if it raises, end that request and return None."""
@@ -135,44 +140,47 @@ class Batch:
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is held by exactly those that name it."""
         placed = [
-            self.slots.pages[p.slot_index] if isinstance(p, Running) else p.pages
+            self.slots.held(p.slot_index) if isinstance(p, Running) else p.pages
             for p in self.placed.values()
         ]
         self.pages.check_integrity([*placed, self.store.held])
 
     # ---- admission
 
-    def admit(self, *, only_begun: bool = False) -> None:
-        """Give slots and pages to the requests that have waited longest, while both last.
+    def admit(self, held: frozenset[str] = frozenset()) -> None:
+        """Give slots and pages to the requests that are next (WaitingQueue), while both last.
 
-        only_begun: admit only requests with tokens of the current weights.
+        held: adapters of which only requests with tokens of the current weights are admitted.
         """
         free = deque(i for i in range(self.spec.total_slots) if i not in self.placed)
-        shareable = [p for p in self.prefilling if p.kv_version == self.version]  # no older KV
-        by_content = {p.token_ids.tobytes(): p for p in shareable}
-        begun = self._admission.begun
-        waiting = deque(begun(self.version)) if only_begun else self.queue
-        while waiting and free and len(self.placed) < self._admission.limit.requests:
-            live = waiting[0]
+        by_content = {
+            (used.salt, p.token_ids.tobytes()): p
+            for p in self.prefilling
+            if p.kv_version == (used := self.weights.of(p.request)).version  # no older KV
+        }
+        following = self.admission.order(held, self.weights.version_of)
+        while free and len(self.placed) < self.admission.limit.requests:
+            live = following()
+            if live is None:
+                break
             admitted = self.guarded(live, partial(self._admit, by_content, free[0]))
             if admitted is False:
                 break
-            if only_begun:
-                waiting.popleft()
             if admitted:
                 free.popleft()
 
     def _admit(
-        self, by_content: dict[bytes, Prefilling], slot_index: int, live: LiveRequest
+        self, by_content: dict[Content, Prefilling], slot_index: int, live: LiveRequest
     ) -> bool:
         """Give a slot and pages to a waiting request; return False if there are no pages."""
-        saved = live.partial
-        if self._one_version and saved is not None and (saved.versions != self.version).any():
+        saved, used = live.partial, self.weights.of(live.request)
+        if self._one_version and saved is not None and (saved.versions != used.version).any():
             self.stats = self.stats.plus(restarted=1, discarded_tokens=len(saved.token_ids))
             live.partial = None
-        prefilling = self._admission.place(
-            live, slot_index, by_content, version=self.version, spare=len(self.placed)
-        )
+        place = partial(self.admission.place, live, slot_index, by_content, weights=used)
+        prefilling = place(spare=len(self.placed))
+        if prefilling is None and self._gave_back():
+            prefilling = place(spare=len(self.placed))
         if prefilling is None:
             return False
         self.placed[slot_index] = prefilling
@@ -189,12 +197,13 @@ class Batch:
             prefix = self.engine.prefill(weights, self.state, chunk.args)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()
-            args = insert_args(chunk.cells, done, self.spec, self._seed)
+            args = insert_args(chunk.cells, done, self.spec, self.seed)
             self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
             self._routes.expect(prefix.routes, *chunk.cells, args.sources, args.targets)
             for _, leader in done:
-                if leader.kv_version == self.version:
-                    self.store.put(leader.token_ids, leader.pages)
+                used = self.weights.of(leader.request)
+                if leader.kv_version == used.version:
+                    self.store.put(leader.token_ids, leader.pages, used.salt)
                 followers, leader.followers = leader.followers, []
                 for prefilling in (leader, *followers):  # all have the leader's KV
                     prefilling.kv_version = leader.kv_version
@@ -203,6 +212,7 @@ class Batch:
     def _start_running(self, prefilling: Prefilling) -> None:
         """Move a prefilled request to its slot: it decodes from the next block on."""
         slot, num_prefilled = prefilling.slot_index, len(prefilling.token_ids)
+        used = self.weights.of(prefilling.request)
         self.placed[slot] = Running(
             live=prefilling.live,
             slot_index=slot,
@@ -210,19 +220,21 @@ class Batch:
             num_prefilled=num_prefilled,
             kv_version=prefilling.kv_version,
         )
-        self.slots.occupy(slot, num_prefilled, prefilling.pages, self.version)
+        self.slots.occupy(slot, num_prefilled, prefilling.pages, used.version, used.place)
         if prefilling.live.partial is not None:
             self.slots.recall(slot, prefilling.live.partial)
 
     def _restore_kv(self, prefilling: Prefilling) -> None:
         """Write saved KV back into pages if the current weights made it."""
         saved = prefilling.live.partial
-        if saved is None or saved.kv is None or saved.kv_version != self.version:
+        if saved is None or saved.kv is None:
+            return
+        if saved.kv_version != self.weights.of(prefilling.request).version:
             return
         if not self._routes.cover(saved):
             return  # prefilled again, for its experts
         n, prefix, cells = saved_chunk(prefilling, saved.kv, self.spec)
-        args = insert_args(cells, [], self.spec, self._seed)
+        args = insert_args(cells, [], self.spec, self.seed)
         self.state = self.engine.insert(prefix, self.state, args)
         self._routes.restore(saved, n, *cells)
         prefilling.prefilled = n
@@ -241,28 +253,43 @@ class Batch:
         self.state, block = self.engine.generate(
             weights, self.state, args, context_pages=context_pages, mix=mix
         )
-        self._block = _StartedBlock(block, self.version, running)
+        versions = np.full(self.spec.total_slots, self.version, np.int32)
+        for slot, one in running.items():
+            versions[slot] = self.weights.of(one.request).version
+        self._block = _StartedBlock(block, versions, running)
 
     def _with_pages(self, steps: int) -> tuple[list[Running], list[Running]]:
         """Return the rows and the reserve of the next block, with pages for `steps` more tokens.
 
-        If pages run out, the youngest requests are preempted."""
+        If pages run out, requests are preempted: the least urgent, and of those the youngest."""
 
         def has_pages(running: Running) -> bool:
             slot = running.slot_index
             left = running.live.max_new - int(self.slots.drawn[slot])
-            return self.slots.grow(slot, steps, left, self._pool)
+            if self.slots.grow(slot, steps, left, self._pool):
+                return True
+            return self._gave_back() and self.slots.grow(slot, steps, left, self._pool)
 
         spec, rows = self.spec, []
         for running in running_of(self.placed.values())[: spec.slots]:
             while self.placed.get(running.slot_index) is running and not has_pages(running):
-                self.preempt(max(self.placed.values(), key=lambda p: p.order))
+                self.preempt(max(self.placed.values(), key=lambda p: (p.request.priority, p.order)))
             rows.append(running)
         rows = [r for r in rows if self.placed.get(r.slot_index) is r]
         later = running_of(self.placed.values())[spec.slots : spec.total_slots]
         reserve = list(takewhile(has_pages, later))
-        self._admission.adjust(len(self.placed), self.stats.preempted)
+        self.admission.adjust(len(self.placed), self.stats.preempted)
         return rows, reserve
+
+    def _gave_back(self) -> bool:
+        """Free the pages that all layers' windows hide, since memory is short; return whether there
+        were any. Their requests are then neither stored nor saved with KV."""
+        given: list[int] = []
+        if self._window:
+            for running in running_of(self.placed.values()):
+                given += self.slots.give_back(running.slot_index, self._window)
+        self.pages.release(given)
+        return bool(given)
 
     def wait_for_block(self) -> Block | None:
         """Return the started block on the host, None if none was started; changes nothing."""
@@ -270,7 +297,7 @@ class Batch:
 
     def finish_block(self, block: Block | None) -> list[Running]:
         """Take a block's tokens; return the requests that ended, each to be taken out with
-        `end`."""
+        outcomes.ended."""
         if block is None or self._block is None:
             return []
         started, self._block = self._block, None
@@ -278,7 +305,7 @@ class Batch:
             block.tokens,
             block.logprobs,
             block.owners,
-            started.version,
+            started.versions,
             block.full_logprobs,
             block.kept,
         )
@@ -314,28 +341,7 @@ class Batch:
         experts = self._routes.of_request(self.slots.pages[slot], tokens, stage.live.partial)
         return replace(output, expert_ids=experts)
 
-    def end(self, running: Running) -> Output:
-        """Take a request out and return its tokens; keep its KV for later turns if one version of
-        the weights, the current one, made all of it."""
-        output = self.output(running)
-        if running.kv_version is not None and running.kv_version == self.version:
-            whole = np.concatenate([running.request.token_ids, output.token_ids])
-            self.store.put(whole, self.slots.pages[running.slot_index])
-        self.leave(running)
-        return output
-
-    def snapshot(self, stage: Stage, *, with_kv: bool) -> Partial:
-        """Return a request as data; with_kv: and its KV, if one version of the weights made all of
-        it."""
-        saved = live_of(stage).as_partial(self.output(stage), self._seed)
-        if not (with_kv and isinstance(stage, Running) and stage.kv_version is not None):
-            return saved
-        slot = stage.slot_index
-        tokens = int(self.slots.lengths[slot])
-        kv = kv_of_pages(self.state.kv, self.slots.pages[slot], tokens, self.spec)
-        return replace(saved, kv=kv, kv_version=stage.kv_version)
-
-    # ---- leaving early, and new weights
+    # ---- leaving early
 
     def leave(self, placed: Placed) -> None:
         """Free a slot and its pages; the followers of an unfinished prefill wait again."""
@@ -346,7 +352,7 @@ class Batch:
         self.pages.release(placed.pages)
         for follower in placed.followers:
             self.leave(follower)
-        self.queue.extendleft(f.live for f in reversed(placed.followers))
+        self.queue.put_back([follower.live for follower in placed.followers])
         for other in self.placed.values():
             if isinstance(other, Prefilling) and placed in other.followers:
                 other.followers.remove(placed)
@@ -356,9 +362,9 @@ class Batch:
         output, lost = self.output(placed), 0
         if isinstance(placed, Running):
             lost = placed.num_prefilled + len(output.token_ids)
-        placed.live.partial = placed.live.as_partial(output, self._seed)
+        placed.live.partial = placed.live.as_partial(output, self.seed)
         self.leave(placed)
-        self.queue.appendleft(placed.live)
+        self.queue.put_back([placed.live])
         self.stats = self.stats.plus(preempted=1, recomputed_tokens=lost)
 
     def cancel(self, stage: Stage) -> None:
@@ -369,47 +375,6 @@ class Batch:
             self.leave(placed)
         elif live in self.queue:
             self.queue.remove(live)
-
-    def new_version(self, version: int) -> None:
-        """Use this version from now on; KV of earlier versions is no longer shared."""
-        self.store.clear()
-        self.version = version
-        for placed in self.placed.values():
-            begun = isinstance(placed, Running) or placed.prefilled
-            placed.kv_version = None if begun else version
-
-    def recompute(self) -> None:
-        """Have all KV computed again by the current weights; drawn tokens stay."""
-        for slot, placed in list(self.placed.items()):
-            if isinstance(placed, Running):
-                lost, live = int(self.slots.lengths[slot]), placed.live
-                live.partial = live.as_partial(self.output(placed), self._seed)
-                self.placed[slot] = Prefilling(
-                    live=live,
-                    slot_index=slot,
-                    order=placed.order,
-                    token_ids=live.known_tokens,
-                    pages=self.slots.free(slot),
-                    kv_version=self.version,
-                )
-            else:
-                lost = placed.prefilled
-                placed.prefilled, placed.kv_version = 0, self.version
-            self.stats = self.stats.plus(recomputed_tokens=lost)
-
-    def restart(self) -> None:
-        """Have every unfinished request begin again from its prompt, oldest first."""
-        begun = list(self.placed.values())
-        for placed in begun:
-            self.stats = self.stats.plus(
-                restarted=1, discarded_tokens=len(self.output(placed).token_ids)
-            )
-            if isinstance(placed, Prefilling):
-                placed.followers = []
-        for placed in begun:
-            self.leave(placed)
-            placed.live.partial = None
-        self.queue.extendleft(p.live for p in sorted(begun, key=lambda p: -p.order))
 
 
 def _routes_of(spec: EngineSpec) -> Routes | NoRoutes:

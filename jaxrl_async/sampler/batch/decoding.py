@@ -35,16 +35,19 @@ def decode_args(
         drawn=slots.drawn.copy(),
         tables=slots.tables(context_pages + spec.num_pages(spec.block) + 1),
         steps=np.int32(spec.block),
+        places=None if spec.room is None else slots.places.copy(),
     )
     return args, context_pages
 
 
 def kv_of_pages(kv: cache.PagedKV, pages: Sequence[int], tokens: int, spec: EngineSpec) -> AnyArray:
-    """Return the KV of one sequence's tokens, [layers, 2, tokens, N, K], on the host."""
+    """Return the KV of one sequence's tokens, [layers, 2, tokens, N, K], on the host; [layers, 1,
+    tokens, 1, K] of latent attention."""
     width = shapes.steps_of_half(spec.num_pages(tokens))
     table = page_table(pages, width, spec.pages)
     keys, values = jax.device_get(_read_kv(kv, table[None], spec.model.head_dim))
-    return np.stack([keys, values], axis=1)[:, :, :tokens]
+    sides = [keys, values] if values.shape[-1] else [keys]
+    return np.stack(sides, axis=1)[:, :, :tokens]
 
 
 @partial(jax.jit, static_argnums=2)

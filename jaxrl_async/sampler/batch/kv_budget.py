@@ -19,6 +19,7 @@ class MemoryPlan:
     pages: int
     page_tokens: int
     page_bytes: int  # of all layers, keys and values
+    places_bytes: int = 0  # of the places for adapters, on all devices
 
     @property
     def kv_bytes(self) -> int:
@@ -34,6 +35,7 @@ def plan_memory(
     slots: int | None,
     reserve_share: float,
     budget_bytes: int | None,
+    places_bytes: int = 0,
 ) -> MemoryPlan:
     """Return how many pages fit a budget, and how many slots to use them with.
 
@@ -44,8 +46,9 @@ def plan_memory(
         slots: slots that decode; None: as many as fill the pages with sequences of half of
             max_length.
         reserve_share: reserve slots over slots.
-        budget_bytes: for the pages; None: every slot and reserve slot can hold max_length tokens,
-            and the prefix store gets a quarter on top.
+        budget_bytes: for the pages and the places; None: every slot and reserve slot can hold
+            max_length tokens, and the prefix store gets a quarter on top.
+        places_bytes: what the places for adapters take.
 
     Raises ConfigError if not even one sequence of max_length fits: it could never finish.
     """
@@ -56,16 +59,26 @@ def plan_memory(
         reserve = int(slots * reserve_share)
         pages = int((slots + reserve) * longest * (1 + STORE_SHARE))
     else:
-        pages = budget_bytes // page_bytes
+        pages = max(0, budget_bytes - places_bytes) // page_bytes
         if pages < longest:
+            least = longest * page_bytes + places_bytes
+            beside, fewer = "", ""
+            if places_bytes:
+                beside = f" beside {places_bytes / 2**20:.1f} MiB of places for adapters"
+                fewer = ", or fewer or smaller places (AdapterRoom, --max-loras, --max-lora-rank)"
             raise ConfigError(
                 f"sampler.kv_memory_mib: {budget_bytes / 2**20:.1f} MiB hold {pages} pages of "
-                f"{page_tokens} tokens, but one sequence of sampler.max_length ({max_length}) "
-                f"needs {longest}. Give at least {longest * page_bytes / 2**20:.1f} MiB or lower "
-                "sampler.max_length."
+                f"{page_tokens} tokens{beside}, but one sequence of sampler.max_length "
+                f"({max_length}) needs {longest}. Give at least {least / 2**20:.1f} MiB or lower "
+                f"sampler.max_length{fewer}."
             )
         slots = slots or max(1, min(MOST_SLOTS, pages // max(1, (longest + 1) // 2)))
         reserve = int(slots * reserve_share)
     return MemoryPlan(
-        slots=slots, reserve=reserve, pages=pages, page_tokens=page_tokens, page_bytes=page_bytes
+        slots=slots,
+        reserve=reserve,
+        pages=pages,
+        page_tokens=page_tokens,
+        page_bytes=page_bytes,
+        places_bytes=places_bytes,
     )

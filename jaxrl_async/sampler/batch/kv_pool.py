@@ -20,10 +20,12 @@ class KvPool:
             short -= self.store.evict(short)
         return None if short > 0 else self.pages.allocate(count)
 
-    def take_for_prompt(self, token_ids: IntArray, *, spare: int) -> tuple[list[int] | None, int]:
+    def take_for_prompt(
+        self, token_ids: IntArray, *, spare: int, salt: bytes = b""
+    ) -> tuple[list[int] | None, int]:
         """Return the pages of a prompt, those found in the prefix store first, and how many of its
-        tokens they hold already. None as for `take`."""
-        matched = self.store.match(token_ids)
+        tokens they hold already. None as for `take`. salt: of the request's adapter."""
+        matched = self.store.match(token_ids, salt)
         needed = -(-len(token_ids) // self._page_tokens) - len(matched)
         new = self.take(needed, spare=spare)
         if new is None:

@@ -63,7 +63,7 @@ def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
 def plan_chunks(waiting: Sequence[Prefilling], budget: int, spec: EngineSpec) -> Iterator[Chunk]:
     """Yield the chunks of one round: up to `budget` tokens of the requests that come first."""
     sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
-    for length, pieces in shapes.by_bucket(shapes.plan_pieces(sizes, budget)):
+    for length, pieces in shapes.by_bucket(shapes.plan_prefill(sizes, budget)):
         yield make_chunk([(waiting[piece.index], piece.count) for piece in pieces], length, spec)
 
 
@@ -71,7 +71,7 @@ def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpe
     """Pack the next tokens of some requests, each at most `length` of them."""
     rows = shapes.rows_bucket(len(parts))
     n = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
-    tokens, positions, cell_indices = (np.zeros(n, np.int32) for _ in range(3))
+    tokens, positions, cell_indices, places = (np.zeros(n, np.int32) for _ in range(4))
     cells = Cells(np.full(n, spec.pages, np.int32), np.zeros(n, np.int32))
     token_indices = np.zeros((rows, length), np.int32)
     starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
@@ -86,12 +86,22 @@ def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpe
         cells.pages[begin:end] = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
         cells.offsets[begin:end] = where % spec.page_tokens
         starts[row], lengths[row] = start, count
+        places[begin:end] = prefilling.place
         begin = end
     width = shapes.steps_of_half(spec.num_pages(int(starts.max())))
     tables = np.full((rows, width), spec.pages, np.int32)
     for row, (prefilling, _) in enumerate(parts):
         tables[row] = page_table(prefilling.pages, width, spec.pages)
-    args = PrefillArgs(tokens, positions, token_indices, cell_indices, starts, lengths, tables)
+    args = PrefillArgs(
+        tokens,
+        positions,
+        token_indices,
+        cell_indices,
+        starts,
+        lengths,
+        tables,
+        None if spec.room is None else places,
+    )
     return Chunk(parts=parts, args=args, cells=cells)
 
 
@@ -123,8 +133,8 @@ def insert_args(
 
 
 def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:
-    """Return saved KV [layers, 2, tokens, N, K] as a chunk of a request: how many tokens it has,
-    the prefix, and where it goes. The last token is left out: its logits must be computed."""
+    """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
+    prefix, and where it goes. The last token is left out: its logits must be computed."""
     n = min(kv.shape[2], len(prefilling.token_ids) - 1)
     size = shapes.tokens_bucket(max(n, 1), 1 << 30)
     where = np.arange(n)
@@ -133,7 +143,8 @@ def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int,
     padded = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
     padded[:, :, :n] = kv[:, :, :n]
     keys = tuple(jnp.asarray(padded[i, 0]) for i in range(len(padded)))
-    values = tuple(jnp.asarray(padded[i, 1]) for i in range(len(padded)))
+    second = padded[:, 1] if padded.shape[1] == 2 else padded[:, 0, :, :, :0]
+    values = tuple(jnp.asarray(layer) for layer in second)
     logits = jnp.zeros((1, spec.model.vocab), jnp.float32)
     return n, Prefix(NewKV(keys, values), logits), cells
 

@@ -1,9 +1,9 @@
 """KV that outlives its request: full pages, found again by their tokens. Pure host code.
 
 A page's name is a hash chained over all tokens up to its end, so that equal names mean equal
-prefixes. The store holds KV of one version of the weights and is cleared when the version changes,
-so that stale KV is never used. Pages that only the store holds are evicted, least recently used
-first, when memory runs short.
+prefixes by equal weights: the chain of an adapter's pages begins with its name and version. What
+other weights made is forgotten when they change, so that stale KV is never used. Pages that only
+the store holds are evicted, least recently used first, when memory runs short.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ class PrefixStats:
     evicted_pages: int = 0
 
 
-def page_names(token_ids: IntArray, page_tokens: int) -> list[bytes]:
-    """Return one name for each full page of a sequence."""
-    names, chained = [], b""
+def page_names(token_ids: IntArray, page_tokens: int, salt: bytes = b"") -> list[bytes]:
+    """Return one name for each full page of a sequence. salt: of the adapter that made its KV."""
+    names, chained = [], salt
     for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
         content = token_ids[start : start + page_tokens].astype("<i4").tobytes()
         chained = hashlib.blake2b(chained + content, digest_size=16).digest()
@@ -34,11 +34,12 @@ def page_names(token_ids: IntArray, page_tokens: int) -> list[bytes]:
 
 
 class PrefixStore:
-    """Names to pages, for one version of the weights. Owned by the sampler's thread."""
+    """Names to pages, for one version of each adapter. Owned by the sampler's thread."""
 
     def __init__(self, pages: Pages, page_tokens: int, *, enabled: bool = True) -> None:
         self._pages, self._page_tokens, self._enabled = pages, page_tokens, enabled
         self._by_name: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._salts: dict[bytes, bytes] = {}  # of those pages that an adapter made
         self._hit = self._asked = self._evicted = 0
 
     def stats(self) -> PrefixStats:
@@ -52,14 +53,15 @@ class PrefixStore:
         """Pages in the store."""
         return tuple(self._by_name.values())
 
-    def match(self, token_ids: IntArray) -> list[int]:
+    def match(self, token_ids: IntArray, salt: bytes = b"") -> list[int]:
         """Return the pages of the longest stored prefix, which the caller holds from now on too.
 
-        At least one token stays unmatched: its logits must be computed.
+        At least one token stays unmatched: its logits must be computed. salt: of the adapter that
+        computes them.
         """
         pages: list[int] = []
         if self._enabled:
-            names = page_names(token_ids[:-1], self._page_tokens)
+            names = page_names(token_ids[:-1], self._page_tokens, salt)
             for name in names:
                 if name not in self._by_name:
                     break
@@ -74,15 +76,18 @@ class PrefixStore:
         self._hit += matched_pages * self._page_tokens
         self._asked += asked_tokens
 
-    def put(self, token_ids: IntArray, pages: list[int]) -> None:
-        """Keep the full pages of a sequence; `pages` are its pages in order."""
+    def put(self, token_ids: IntArray, pages: list[int], salt: bytes = b"") -> None:
+        """Keep the full pages of a sequence; `pages` are its pages in order. salt: of the adapter
+        that made them."""
         if not self._enabled:
             return
-        names = page_names(token_ids, self._page_tokens)
+        names = page_names(token_ids, self._page_tokens, salt)
         for name, page in reversed(list(zip(names, pages, strict=False))):
             if name not in self._by_name:
                 self._pages.hold([page])
                 self._by_name[name] = page
+                if salt:
+                    self._salts[name] = salt
             self._by_name.move_to_end(name)
 
     def evict(self, count: int) -> int:
@@ -93,12 +98,19 @@ class PrefixStore:
                 break
             if self._pages.holders(page) == 1:
                 evicted.append(name)
-        for name in evicted:
-            self._pages.release([self._by_name.pop(name)])
+        self._drop(evicted)
         self._evicted += len(evicted)
         return len(evicted)
 
     def clear(self) -> None:
         """Forget everything: the weights have changed."""
-        self._pages.release(self._by_name.values())
-        self._by_name.clear()
+        self._drop(list(self._by_name))
+
+    def forget(self, salt: bytes) -> None:
+        """Forget what an adapter's weights have made: they have changed, or are gone."""
+        self._drop([name for name, of in self._salts.items() if of == salt])
+
+    def _drop(self, names: list[bytes]) -> None:
+        for name in names:
+            self._pages.release([self._by_name.pop(name)])
+            self._salts.pop(name, None)

@@ -47,6 +47,11 @@ class LiveRequest:
     number: int = -1  # in the order of arrival, in a sampler of several processes
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether it has saved tokens."""
+        return self.partial is not None and len(self.partial.token_ids) > 0
+
+    @property
     def known_tokens(self) -> IntArray:
         """The prompt and the saved tokens: what has to be prefilled."""
         if self.partial is None or not len(self.partial.token_ids):
@@ -93,6 +98,7 @@ class Prefilling:
     pages: list[int]
     prefilled: int = 0  # of token_ids
     kv_version: int | None  # the one version that made all its KV; None: several did
+    place: int = 0  # of its adapter; 0: it has none
     followers: list["Prefilling"] = field(default_factory=list)  # same tokens: share its prefill
 
     @property
@@ -159,6 +165,7 @@ class BatchStats:
     preempted: int = 0
     restarted: int = 0
     discarded_tokens: int = 0  # drawn, then thrown away by a restart
+    cancelled_tokens: int = 0  # drawn by requests that were cancelled later
 
     def plus(self, **more: int) -> Self:
         """Return new totals with these counts added."""

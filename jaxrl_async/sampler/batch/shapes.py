@@ -24,7 +24,7 @@ class Piece:
     count: int  # tokens to prefill now, >= 1
 
 
-def plan_pieces(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece, ...]:
+def plan_prefill(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece, ...]:
     """Divide a budget of tokens among sequences in their order: first come, first served.
 
     waiting: (prefilled, total) tokens of each sequence. The sequence that reaches the budget gets

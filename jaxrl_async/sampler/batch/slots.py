@@ -28,21 +28,25 @@ class Slots:
     def __init__(self, total_slots: int, *, max_new: int, page_tokens: int, no_page: int) -> None:
         """no_page: the number that stands for no page (the device drops what is written there)."""
         self.page_tokens, self._no_page = page_tokens, no_page
-        self.pages: list[list[int]] = [[] for _ in range(total_slots)]
+        self.pages: list[list[int]] = [[] for _ in range(total_slots)]  # or no_page: given back
         self.lengths = np.zeros(total_slots, np.int32)
         self.drawn = np.zeros(total_slots, np.int32)
         self.logits_versions = np.zeros(total_slots, np.int32)
+        self.places = np.zeros(total_slots, np.int32)  # of their adapters
         self.tokens = np.zeros((total_slots, max_new), np.int32)
         self.logprobs = np.zeros((total_slots, max_new), np.float32)
         self.versions = np.zeros((total_slots, max_new), np.int32)
         self.full_logprobs = np.zeros((total_slots, max_new), np.float32)
         self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
 
-    def occupy(self, slot: int, length: int, pages: Sequence[int], version: int) -> None:
-        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`."""
+    def occupy(
+        self, slot: int, length: int, pages: Sequence[int], version: int, place: int = 0
+    ) -> None:
+        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`, with
+        the adapter in `place`."""
         self.pages[slot] = list(pages)
         self.lengths[slot], self.drawn[slot] = length, 0
-        self.logits_versions[slot] = version
+        self.logits_versions[slot], self.places[slot] = version, place
         self.kept[slot] = []
 
     def recall(self, slot: int, partial: Partial) -> None:
@@ -57,10 +61,27 @@ class Slots:
 
     def free(self, slot: int) -> list[int]:
         """Empty a slot and return its pages, which stay held."""
-        pages, self.pages[slot] = self.pages[slot], []
-        self.lengths[slot] = self.drawn[slot] = 0
+        pages, self.pages[slot] = self.held(slot), []
+        self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
         self.kept[slot] = []
         return pages
+
+    def held(self, slot: int) -> list[int]:
+        """Return the pages that a slot holds: those that it gave back are missing."""
+        return [page for page in self.pages[slot] if page != self._no_page]
+
+    def is_whole(self, slot: int) -> bool:
+        """Return whether a slot holds all of its tokens."""
+        return self._no_page not in self.pages[slot]
+
+    def give_back(self, slot: int, window: int) -> list[int]:
+        """Take out and return the pages that lie behind the window of every later token: the next
+        one, at position `length`, sees those above length - window."""
+        hidden = max(0, int(self.lengths[slot]) - window + 1) // self.page_tokens
+        pages = self.pages[slot]
+        given = [page for page in pages[:hidden] if page != self._no_page]
+        pages[:hidden] = [self._no_page] * min(hidden, len(pages))
+        return given
 
     def missing_pages(self, slot: int, steps: int, limit: int) -> int:
         """Return how many pages a slot needs for `steps` more tokens, `limit` of them at most."""
@@ -96,15 +117,16 @@ class Slots:
         tokens: IntArray,
         logprobs: FloatArray,
         owners: IntArray,
-        version: int,
+        version: int | IntArray,
         full_logprobs: FloatArray | None = None,
         kept: Any = None,
     ) -> list[Span]:
         """Add a block's tokens [R, block] to their slots; return what each slot drew.
 
         A slot's first token was drawn from logits computed before the block and has their version;
-        the others have the block's.
+        the others have the block's: `version`, of all slots or [S] of each.
         """
+        versions = np.broadcast_to(np.asarray(version, np.int32), len(self.pages))
         flat = owners.reshape(-1)
         order = np.argsort(flat, kind="stable")
         slots, starts, counts = np.unique(flat[order], return_index=True, return_counts=True)
@@ -117,14 +139,14 @@ class Slots:
             end = begin + int(count)
             self.tokens[slot, begin:end] = tokens.reshape(-1)[taken]
             self.logprobs[slot, begin:end] = logprobs.reshape(-1)[taken]
-            self.versions[slot, begin:end] = version
+            self.versions[slot, begin:end] = versions[slot]
             self.versions[slot, begin] = self.logits_versions[slot]
             if full_logprobs is not None:
                 self.full_logprobs[slot, begin:end] = full_logprobs.reshape(-1)[taken]
             if kept is not None:
                 words = kept.reshape(-1, kept.shape[-1])[taken]
                 self.kept[slot] += [unpacked_bits(row) for row in words]
-            self.logits_versions[slot] = version
+            self.logits_versions[slot] = versions[slot]
             self.drawn[slot] = end
             self.lengths[slot] += int(count)
             spans.append(Span(int(slot), begin, end))

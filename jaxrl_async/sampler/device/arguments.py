@@ -5,6 +5,7 @@ prefill, T the longest of them, n tokens, P pages, G tokens a page, C context co
 N KV heads, K head width, E stop tokens that a request can have, W pages of the longest table.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl_async.model.cache import NewKV, PagedKV
@@ -17,6 +18,7 @@ class EngineWeights(NamedTuple):
 
     params: Params  # everything but the layers
     layers: list[Params]
+    stack: Sequence[Params] = ()  # all adapters, one tree a layer, see model/adapter_stack.py
 
 
 class PrefillArgs(NamedTuple):
@@ -29,6 +31,7 @@ class PrefillArgs(NamedTuple):
     starts: AnyArray  # [B] int32, tokens that the pages hold already
     lengths: AnyArray  # [B] int32, new tokens, >= 1
     tables: AnyArray  # [B, C / G] int32, pages of the tokens before
+    places: AnyArray | None = None  # [n] int32, place of each token's adapter; 0: it has none
 
 
 class Prefix(NamedTuple):
@@ -71,6 +74,7 @@ class DecodeArgs(NamedTuple):
     drawn: AnyArray  # [S] int32, tokens drawn so far
     tables: AnyArray  # [S, W] int32, each slot's pages, including those that the block will fill
     steps: AnyArray  # [] int32, at most the engine's block
+    places: AnyArray | None = None  # [S] int32, place of each slot's adapter; 0: it has none
 
 
 class DecodeState(NamedTuple):

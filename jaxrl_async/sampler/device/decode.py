@@ -16,9 +16,10 @@ from jax import Array
 
 from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import CachedContext, PagedKV
-from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.kernels import Scoring, ragged_paged
 from jaxrl_async.model.moe import experts_on, id_dtype
 from jaxrl_async.sampler.device.arguments import (
     Block,
@@ -46,6 +47,7 @@ class _Loop(NamedTuple):
     joined: Array  # [R] step at which it joined
     drawn: Array  # [R]
     slot_params: SlotParams  # [R]
+    places: Array | None  # [R] of its adapter
     positions: Array  # [R, block]
     out: Block
 
@@ -114,6 +116,7 @@ def _begin(
         joined=jnp.zeros(R, jnp.int32),
         drawn=per_row(args.drawn),
         slot_params=jax.tree.map(per_row, state.slot_params),
+        places=None if args.places is None else per_row(args.places),
         positions=jnp.zeros((R, T), jnp.int32),
         out=Block(
             tokens=jnp.zeros((R, T), jnp.int32),
@@ -167,6 +170,7 @@ def _take_over(
             joined=put(loop.joined, loop.step),
             drawn=of_slot(loop.drawn, args.drawn),
             slot_params=jax.tree.map(of_slot, loop.slot_params, state.slot_params),
+            places=None if loop.places is None else of_slot(loop.places, args.places),
         )
 
     return jax.lax.while_loop(possible, one, loop)
@@ -205,14 +209,16 @@ def _forward(
     """Run the drawn tokens through the decoder: keep their KV, compute the next logits."""
     positions = loop.next_positions
     keys, values = list(loop.kv.k), list(loop.kv.v)
+    sinks = decoder.sinks_in(spec.model, weights.layers)
     if spec.ragged:
-        attend = _attend_pages(spec, loop, positions, keys)
+        attend = _attend_pages(spec, loop, positions, keys, sinks)
     else:
-        attend = _attend_columns(spec, loop, keys, values, context_pages)
+        attend = _attend_columns(spec, loop, (keys, values), context_pages, sinks)
     chosen: list[Array] = []
     x = decoder.flat_forward(
         spec.model,
-        *weights,
+        weights.params,
+        layers_with_stack(spec.room, weights.layers, weights.stack, loop.places),
         tokens,
         positions,
         attend,
@@ -234,46 +240,109 @@ def _forward(
 
 
 def _attend_columns(
-    spec: EngineSpec, loop: _Loop, keys: list[Array], values: list[Array], context_pages: int
+    spec: EngineSpec,
+    loop: _Loop,
+    copies: tuple[list[Array], list[Array]],
+    context_pages: int,
+    sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the gathered context: all rows append at the same column behind it."""
+    """Return attention over the gathered context (`copies`: keys and values of each layer): all
+    rows append at the same column behind it."""
+    keys, values = copies
     C = context_pages * spec.page_tokens
     columns = jnp.arange(C + spec.block)
     in_block = (columns >= C + loop.joined[:, None]) & (columns <= C + loop.step)
     visible = (columns < loop.base[:, None]) & (columns < C) | in_block
+    # the positions of the columns: as many before the block as it is numbered, then one a step
+    since = columns - C - loop.joined[:, None]
+    positions = jnp.where(columns < C, columns, loop.base[:, None] + since)
+    model = spec.model
+    sights = {
+        w: visible & (positions > loop.next_positions[:, None] - w) if w else visible
+        for w in dict.fromkeys(kind.window for kind in model.pattern)
+    }
+    windows = [kind.window for kind in model.kinds]
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         keys[i] = cache.append(keys[i], k, C + loop.step, keys=True)
         values[i] = cache.append(values[i], v, C + loop.step, keys=False)
-        return cache.attend_columns(q, keys[i], values[i], visible)
+        cap = model.scales.attention_cap
+        return cache.attend_columns(q, keys[i], values[i], sights[windows[i]], cap, sinks[i])
 
     return attend
 
 
 def _attend_pages(
-    spec: EngineSpec, loop: _Loop, positions: Array, pages: list[Array]
+    spec: EngineSpec,
+    loop: _Loop,
+    positions: Array,
+    pages: list[Array],
+    sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages: each row writes into its own page, the kernel reads them."""
+    """Return attention over the pages: each row writes into its own page, the kernel reads them, of
+    a layer with a window only those that hold it."""
     R, G = positions.shape[0], spec.page_tokens
     page = jnp.take_along_axis(loop.tables, (positions // G)[:, None], axis=1)[:, 0]
     owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
     running = owners < spec.total_slots  # a row that has ended still computes, but writes nothing
-    page = jnp.where(running, page, spec.pages)
+    page = jnp.where(running, page, pages[0].shape[0])
+    seen = jnp.where(running, positions, 0)  # of a row that has ended, some token
     kernel = partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+    kinds = spec.model.kinds
+    recent = {w: _recent(spec, loop.tables, seen, w) for w in {kind.window for kind in kinds}}
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         new = cache.interleaved(k, v, pages[i])
         pages[i] = pages[i].at[page, positions % G].set(new, mode="drop")
+        window, scoring = kinds[i].window, decoder.scoring_of(spec.model, kinds[i])
+        tables, begins = recent[window]
+        if window and sinks[i] is not None:
+            return _attend_recent(pages[i], recent[window], q, seen, scoring, sinks[i])
         return kernel(
             q,
             pages[i],
-            jnp.where(running, positions + 1, 1),
-            jnp.minimum(loop.tables, spec.pages - 1),
+            seen - begins + 1,
+            tables,
             jnp.arange(R + 1, dtype=jnp.int32),
             jnp.full((1,), R, jnp.int32),
+            scoring,
+            sinks[i],
         )
 
     return attend
+
+
+def _recent(
+    spec: EngineSpec, tables: Array, positions: Array, window: int
+) -> tuple[Array, Array | int]:
+    """Return the pages that hold the window behind each position, [R, w] of the tables [R, W], and
+    the position of their first token [R]; window 0: all of them, from 0."""
+    most, G = spec.pages - 1, spec.page_tokens
+    count = spec.num_pages(window - 1) + 1
+    if not window or count >= tables.shape[1]:
+        return jnp.minimum(tables, most), 0
+    first = jnp.maximum(positions + 1 - window, 0) // G
+    numbers = jnp.minimum(first[:, None] + jnp.arange(count), tables.shape[1] - 1)
+    return jnp.minimum(jnp.take_along_axis(tables, numbers, axis=1), most), first * G
+
+
+def _attend_recent(
+    pages: Array,
+    recent: tuple[Array, Array | int],
+    q: Array,
+    positions: Array,
+    scoring: Scoring,
+    sinks: Array | None,
+) -> Array:
+    """Attend to the window of a layer with sinks, which the kernel has not within a window: gather
+    its pages (_recent)."""
+    tables, begins = recent
+    context = cache.gather(PagedKV((pages,), ()), tables, q.shape[-1])
+    keys, values = context.k[0], context.v[0]
+    columns = jnp.arange(keys.shape[-1]) + jnp.reshape(jnp.asarray(begins), (-1, 1))
+    own = positions[:, None]
+    visible = (columns <= own) & (columns > own - scoring.window)
+    return cache.attend_columns(q, keys, values, visible, scoring.cap, sinks)
 
 
 def _finish(

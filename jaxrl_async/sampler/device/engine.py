@@ -15,12 +15,15 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, spans_processes, spec_for
+from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, shardings, spans_processes, spec_for
 from jaxrl_async.model import cache
-from jaxrl_async.model.spec import Params
+from jaxrl_async.model.adapter_stack import empty_adapter, stack_table
+from jaxrl_async.model.lora import is_whole
+from jaxrl_async.model.spec import ModelSpec, Params, is_stack
 from jaxrl_async.sampler.device import decode, insertion
 from jaxrl_async.sampler.device.arguments import (
     Block,
@@ -34,6 +37,7 @@ from jaxrl_async.sampler.device.arguments import (
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.types import IntArray
 
 Program = Any
 """A jitted function."""
@@ -45,6 +49,10 @@ class Programs(NamedTuple):
     """The jitted functions of one EngineSpec."""
 
     prepare: Program
+    prepare_adapter: Program
+    empty_places: Program
+    load_place: Program
+    probe: Program
     prefill: Program
     insert: Program
     generate: Program
@@ -67,9 +75,15 @@ def programs_of(spec: EngineSpec) -> Programs:
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
     state = decode_state_shardings(spec)
-    results = _result_shardings(spec, state)
+    results, places = _result_shardings(spec, state), _place_shardings(spec)
     return Programs(
         prepare=jit(partial(insertion.prepare, spec)),
+        prepare_adapter=jit(partial(insertion.prepare_adapter, spec)),
+        empty_places=jit(partial(insertion.empty_places, spec), out_shardings=places),
+        load_place=jit(
+            partial(insertion.load_place, spec), donate_argnums=(0,), out_shardings=places
+        ),
+        probe=jit(partial(insertion.probe, spec)),
         prefill=jit(partial(insertion.prefill, spec), out_shardings=results.prefill),
         insert=jit(  # partial: counted apart
             partial(insertion.insert), donate_argnums=(1,), out_shardings=results.insert
@@ -119,7 +133,18 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     return _Results(prefill=Prefix(chosen, chosen, routes), insert=state, generate=(state, whole))
 
 
-def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> EngineWeights:
+def _place_shardings(spec: EngineSpec) -> Shardings:
+    """Return how the places for adapters are divided, one tree a layer; None: not at all."""
+    if spec.mesh is None or spec.room is None:
+        return None
+    table = stack_table(spec.model, spec.room)
+    stacked = shardings(table, spec.mesh, SAMPLER_RULES)
+    return _by_layer(spec.model, stacked)
+
+
+def weight_shardings(
+    spec: ModelSpec, mesh: Mesh, params: Params, prepared: EngineWeights
+) -> EngineWeights:
     """Return the shardings of prepared weights: on one device, or each as its parameter has it.
 
     A layer's weight is divided as the stacked one, without the dimension that numbers the layers,
@@ -127,10 +152,19 @@ def weight_shardings(mesh: Mesh, params: Params, prepared: EngineWeights) -> Eng
     """
     if mesh.size == 1:  # where layers are fused
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), prepared)
-    shardings = jax.tree.map(lambda w: w.sharding, params)
-    layer = {n: _of_one_layer(s) for n, s in shardings["layers"].items()}
-    rest = {n: s for n, s in shardings.items() if n != "layers"}
-    return EngineWeights(rest, [layer] * len(prepared.layers))
+    placed = jax.tree.map(lambda w: w.sharding, params)
+    rest = {n: s for n, s in placed.items() if not is_stack(n)}
+    return EngineWeights(rest, _by_layer(spec, placed))
+
+
+def _by_layer(spec: ModelSpec, stacked: Shardings) -> list[Shardings]:
+    """Return the shardings of each layer's weights; what has nothing for a stack is left out."""
+    of_layer = {
+        number: {n: _of_one_layer(s) for n, s in stacked.get(stack, {}).items()}
+        for stack, numbers in spec.stacks.items()
+        for number in numbers
+    }
+    return [of_layer[i] for i in range(spec.layers)]
 
 
 def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
@@ -149,10 +183,33 @@ class Engine:
         """Programs compiled so far by engines of this spec; a weight swap must not change it."""
         return self.programs.num_compiled
 
-    def prepare(self, params: Params) -> EngineWeights:
-        """Return the parameters as prefill and generate take them; one copy on the device."""
-        weights: EngineWeights = self.programs.prepare(params)
-        return weights
+    def prepare(self, params: Params, before: EngineWeights | None = None) -> EngineWeights:
+        """Return the parameters as prefill and generate take them; one copy on the device.
+
+        before: weights in use; an adapter alone takes the place of theirs, and shares the rest.
+        """
+        if is_whole(params):
+            weights: EngineWeights = self.programs.prepare(params)
+            if self.spec.room is None:
+                return weights
+            weights = weights._replace(stack=self.programs.empty_places())
+            nothing = empty_adapter(self.spec.model, self.spec.room)
+            return self.load_place(weights, nothing, 1)  # compiled here, not by the first load
+        assert before is not None, "an adapter needs the weights that it changes"
+        layers = self.programs.prepare_adapter(params)
+        pairs = zip(before.layers, layers, strict=True)
+        return before._replace(layers=[{**old, **new} for old, new in pairs])
+
+    def load_place(self, weights: EngineWeights, adapter: Params, place: int) -> EngineWeights:
+        """Write an adapter (adapter_stack.fitted_adapter) to a place, counted from 1. The stack of
+        `weights` is donated."""
+        stack = self.programs.load_place(weights.stack, adapter, np.int32(place))
+        return weights._replace(stack=stack)
+
+    def probe(self, weights: EngineWeights, token_ids: IntArray) -> Array:
+        """Return untempered log-probs of token_ids[1:], [n - 1] float32."""
+        logprobs: Array = self.programs.probe(weights, np.asarray(token_ids, np.int32))
+        return logprobs
 
     def init_decode_state(self) -> DecodeState:
         """Return empty slots and pages, placed on the mesh."""
@@ -213,7 +270,7 @@ class Engine:
         """
         assert self.spec.mesh is not None
         prepare = self.programs.prepare.lower(params)
-        shardings = weight_shardings(self.spec.mesh, params, prepare.out_info)
+        shardings = weight_shardings(self.spec.model, self.spec.mesh, params, prepare.out_info)
         weights, state = shapes_on(prepare.out_info, shardings), self.state_shapes()
         return {
             "prepare": prepare,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.spec import ModelSpec
 
 
@@ -27,6 +28,7 @@ class EngineSpec:
     ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
+    room: AdapterRoom | None = None  # for adapters beside the base; None: for none
     keeps_routes: bool = False  # prefill and generate return each token's experts
 
     def __post_init__(self) -> None:
@@ -42,8 +44,9 @@ class EngineSpec:
 
     @property
     def fused(self) -> bool:
-        """Whether projections of the same input are one product: on one device."""
-        return self.mesh is None or self.mesh.size == 1
+        """Whether projections of the same input are one product: on one device; a user's own layer
+        has its own."""
+        return self.model.own is None and (self.mesh is None or self.mesh.size == 1)
 
     def num_pages(self, tokens: int) -> int:
         """Return how many pages hold this many tokens."""

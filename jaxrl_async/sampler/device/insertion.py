@@ -3,16 +3,20 @@
 Shapes: see sampler/device/arguments.py.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.adapter_stack import empty_stack, layers_with_stack, put_adapter
+from jaxrl_async.model.attention import reference
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.model.spec import Params
+from jaxrl_async.model.spec import Params, is_stack
 from jaxrl_async.sampler.device.arguments import (
     DecodeState,
     EngineWeights,
@@ -24,6 +28,9 @@ from jaxrl_async.sampler.device.arguments import (
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+
+KEPT = ("norm", "bias", "sinks", "correction")
+"""Ends of the names of weights that stay as they are where matrices are bfloat16."""
 
 
 def empty_state(spec: EngineSpec) -> DecodeState:
@@ -44,15 +51,65 @@ def empty_state(spec: EngineSpec) -> DecodeState:
 
 def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
     """Split the parameters into layers, which the decode loop indexes statically."""
-    rest = {name: w for name, w in params.items() if name != "layers"}
+    rest = {name: w for name, w in params.items() if not is_stack(name)}
     quantized = is_quantized(params)
     layers = decoder.split_layers(spec.model, params, fused=spec.fused and not quantized)
     if spec.mixed and not quantized:  # cast once, not at each step; norms and biases stay
         layers = [
-            {n: w if n.endswith(("norm", "bias")) else w.astype(jnp.bfloat16) for n, w in x.items()}
+            {n: w if n.endswith(KEPT) else w.astype(jnp.bfloat16) for n, w in x.items()}
             for x in layers
         ]
     return EngineWeights(rest, layers)
+
+
+def prepare_adapter(spec: EngineSpec, adapter: Params) -> list[Params]:
+    """Split an adapter's matrices (lora.as_sent) into layers."""
+    layers = decoder.split_layers(spec.model, adapter)
+    if spec.mixed:
+        layers = [jax.tree.map(lambda w: w.astype(jnp.bfloat16), layer) for layer in layers]
+    return layers
+
+
+def empty_places(spec: EngineSpec) -> list[Params]:
+    """Return each layer's places for adapters, all empty."""
+    assert spec.room is not None, "there is room for adapters"
+    return empty_stack(spec.model, spec.room, jnp.bfloat16 if spec.mixed else spec.dtype)
+
+
+def load_place(
+    spec: EngineSpec, stack: Sequence[Params], adapter: Params, place: Array
+) -> list[Params]:
+    """Write an adapter (adapter_stack.fitted_adapter) to a place, counted from 1."""
+    assert spec.room is not None, "there is room for adapters"
+    return put_adapter(spec.model, spec.room, stack, adapter, place)
+
+
+def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
+    """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32, by prepared
+    weights."""
+    positions = jnp.arange(token_ids.shape[0])
+    one = jnp.ones_like(token_ids)[None]
+
+    kinds, sinks = spec.model.kinds, decoder.sinks_in(spec.model, weights.layers)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        scoring = decoder.scoring_of(spec.model, kinds[i])
+        return reference(q[None], k[None], v[None], one, scoring, sinks[i])[0]
+
+    x = decoder.flat_forward(
+        spec.model,
+        weights.params,
+        weights.layers,
+        token_ids,
+        positions,
+        attend,
+        dtype=spec.dtype,
+        mixed=spec.mixed,
+        experts=experts_on(spec.mesh, SAMPLER_RULES),
+    )
+    logits = decoder.next_logits(spec.model, weights.params, x[:-1], mixed=spec.mixed)
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, token_ids[1:, None], axis=-1)[:, 0]
 
 
 def prefill(
@@ -63,13 +120,13 @@ def prefill(
     kv: None where the tables name no page.
     """
     B, T = chunk.token_indices.shape
-    within = jnp.arange(T)
-    visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
-    before, seen = None, None
+    before = None
     if chunk.tables.shape[1]:
         assert kv is not None
         before = cache.gather(kv, chunk.tables, spec.model.head_dim)
-        seen = jnp.arange(before.k[0].shape[-1]) < chunk.starts[:, None]
+    columns = None if before is None else before.k[0].shape[-1]
+    kinds, sinks = spec.model.kinds, decoder.sinks_in(spec.model, weights.layers)
+    sights = {kind.window: _sight(chunk, kind.window, columns) for kind in spec.model.pattern}
     keys: list[Array] = []
     values: list[Array] = []
     chosen: list[Array] = []
@@ -81,15 +138,18 @@ def prefill(
             q[chunk.token_indices],
             k[chunk.token_indices],
             v[chunk.token_indices],
-            visible,
+            sights[kinds[i].window][0],
             None if before is None else (before.k[i], before.v[i]),
-            seen,
+            sights[kinds[i].window][1],
+            spec.model.scales.attention_cap,
+            sinks[i],
         )
         return attended.reshape(B * T, *attended.shape[2:])[chunk.cell_indices]
 
     x = decoder.flat_forward(
         spec.model,
-        *weights,
+        weights.params,
+        layers_with_stack(spec.room, weights.layers, weights.stack, chunk.places),
         chunk.token_ids,
         chunk.positions,
         attend,
@@ -103,17 +163,41 @@ def prefill(
     return Prefix(NewKV(tuple(keys), tuple(values)), logits, stacked_routes(spec, chosen))
 
 
+def _sight(chunk: PrefillArgs, window: int, columns: int | None) -> tuple[Array, Array | None]:
+    """Return which new tokens [B, T, T], and which of so many columns before them [B, 1 or T,
+    columns], each query sees.
+
+    Args:
+        chunk: the new tokens.
+        window: of a layer; 0: it has none.
+        columns: None: there are no columns before them.
+    """
+    within = jnp.arange(chunk.token_indices.shape[1])
+    visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
+    visible = visible & (within > within[:, None] - window if window else True)
+    if columns is None:
+        return visible, None
+    places = jnp.arange(columns)
+    seen = places < chunk.starts[:, None, None]
+    if window:
+        seen = seen & (places > (chunk.starts[:, None] + within)[..., None] - window)
+    return visible, seen
+
+
 def choose_experts(spec: EngineSpec, chosen: list[Array]) -> Choose:
     """Return how a pass chooses experts; with keeps_routes it adds their ids to `chosen`."""
     return noting(chosen) if spec.keeps_routes else route
 
 
 def stacked_routes(spec: EngineSpec, chosen: list[Array]) -> Array | None:
-    """Stack layers of [n, k] to [n, layers, k] in the smallest integers; None without
-    keeps_routes."""
+    """Stack layers of [n, k] to [n, layers, k] in the smallest integers, 0 for layers without
+    experts; None without keeps_routes."""
     if not spec.keeps_routes:
         return None
-    return jnp.stack(chosen, axis=1).astype(id_dtype(spec.model.experts))
+    ids = dict(zip(spec.model.routed_layers, chosen, strict=True))
+    none = jnp.zeros_like(chosen[0])
+    whole = [ids.get(layer, none) for layer in range(spec.model.layers)]
+    return jnp.stack(whole, axis=1).astype(id_dtype(spec.model.experts))
 
 
 def insert(prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:

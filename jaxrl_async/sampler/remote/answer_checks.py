@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.request_checks import (
     Room,
-    check_experts,
+    check_expert_ids,
     check_masks,
     checked_ids,
     checked_partial,
@@ -58,7 +58,7 @@ def checked_completion(
     if full is not None and not _is_column(full, np.float32, count):
         raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
     check_masks(name, drawn, request, count)
-    check_experts(name, drawn, len(request.token_ids) + count - 1, room)
+    check_expert_ids(name, drawn, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
 
 

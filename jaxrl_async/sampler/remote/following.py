@@ -1,6 +1,6 @@
 """One sampler over several processes, on the side of those that follow the first (leading.py).
 
-    leader ──Begin, Round, Round, ...──> queue ──> DecodeLoop: the same batch, the same programs
+    leader ──Begin, rounds ...──> queue ──> DecodeLoop: the same batch, the same programs
 
 A follower has no callers: what its batch draws is the leader's to answer. It fetches the part of
 each version of the weights that its own devices need, and takes it when the leader says so.
@@ -9,12 +9,14 @@ each version of the weights that its own devices need, and takes it when the lea
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
 from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
 from jaxrl_async.ports import Session, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.outcomes import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, live_of
 from jaxrl_async.sampler.intake import Taken
 from jaxrl_async.sampler.lifetime import Lifetime
@@ -24,7 +26,7 @@ from jaxrl_async.sampler.requests import Waiter, live_request
 from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.sampler.setup import SamplerSetup
 from jaxrl_async.types import Partial, Request, VersionedParams
-from jaxrl_async.wire.messages import Begin, Dismissed, GivenUp, Leave, Ready, Round
+from jaxrl_async.wire.messages import Begin, Dismissed, GivenUp, JointRound, Leave, Ready
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def follow(
     process: int,
     lost: Lost = end_process,
     told_to_go: threading.Event | None = None,
+    begun: Callable[[], None] = lambda: None,
 ) -> None:
     """Do what the leading process of this sampler does, until its sampler is closed; blocks.
 
@@ -54,13 +57,14 @@ def follow(
         lost: called with the reason, on the session's thread, when the leader is gone.
         told_to_go: set when this process must end soon (preemption): the leader is asked to leave,
             and followed until it has.
+        begun: called once the sampler has its first weights.
 
     Raises Disconnected, WeightsError if the source does not have what the leader begins with, and
     RolloutError if the two have parted.
     """
     follower = Follower(session, setup, weights, lost=lost, told_to_go=told_to_go)
     try:
-        follower.run(process)
+        follower.run(process, begun)
     except BaseException as error:
         log.error("process %d of the sampler stopped: %s", process, error, exc_info=error)
         follower.end(f"process {process} has failed: {type(error).__name__}: {error}")
@@ -84,34 +88,37 @@ class Follower:
         self._session, self._setup, self._weights = session, setup, weights
         self._lost, self._told_to_go = lost, told_to_go
         self._over = False
-        self._orders: queue.SimpleQueue[Begin | Round | Dismissed] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Begin | JointRound | Dismissed] = queue.SimpleQueue()
         session.on(Begin, self._orders.put)
-        session.on(Round, self._orders.put)
+        session.on(JointRound, self._orders.put)
         session.on(GivenUp, lambda order: forget_version(weights, order.version))
         session.on(Dismissed, self._note_dismissed)
         session.on_end(self._session_ended)
 
-    def run(self, process: int) -> None:
-        """Follow until the sampler is closed. Raises as `follow` does."""
+    def run(self, process: int, begun: Callable[[], None] = lambda: None) -> None:
+        """Follow until the sampler is closed; arguments and errors as of `follow`."""
         self._session.send(Ready(process=process, alike=alike_hash(self._setup)))
         begin = self._next()
         if isinstance(begin, Dismissed):
             return
         assert isinstance(begin, Begin), "the first order"
-        first = taken_version(self._weights, begin.version)
-        prepared = self._setup.engine.prepare(first.params)
+        first = taken_version(self._weights, begin.version).params
+        prepared = self._setup.engine.prepare(first)
+        del first
         receiver = FollowingReceiver(self._weights)
         loop = DecodeLoop(
             self._setup,
             Lifetime(self, lambda _: None, name=self._setup.settings.name),
             self._weights,
-            version=first.version,
+            version=begin.version,
             prepared=prepared,
             receiver=receiver,
         )
-        self._weights.live(first.version)
+        self._weights.live(begin.version)
+        begun()
+        del prepared
         batch = loop.open_batch()
-        while isinstance(order := self._next(), Round):
+        while isinstance(order := self._next(), JointRound):
             receiver.order = order
             loop.round(batch)
 
@@ -120,7 +127,7 @@ class Follower:
         self._over = True
         self._session.end(reason)
 
-    def _next(self) -> Begin | Round | Dismissed:
+    def _next(self) -> Begin | JointRound | Dismissed:
         """Wait for the leader's next order. Raises Disconnected."""
         while True:
             if self._told_to_go is not None and self._told_to_go.is_set():
@@ -149,7 +156,7 @@ class FollowingReceiver:
     """Takes in what the leader has taken in at the same place."""
 
     def __init__(self, weights: WeightSource) -> None:
-        self.order = Round()  # to play next
+        self.order = JointRound()  # to play next
         self._weights = weights
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken:
@@ -165,14 +172,14 @@ class FollowingReceiver:
         incoming = [
             _follows(given, order.first_number + i) for i, given in enumerate(order.requests)
         ]
-        batch.queue.extend(incoming)
+        batch.enqueue(incoming)
         cancelled = []
         if order.cancelled:
             known = (*batch.queue, *batch.placed.values())
             by_number = {live_of(stage).number: stage for stage in known}
             cancelled = [by_number[number] for number in order.cancelled]
         for stage in cancelled:
-            batch.cancel(stage)
+            give_up(batch, stage)
         update = None
         if order.version is not None:
             update = taken_version(self._weights, order.version)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
-from jaxrl_async.ports import Message, Session, WeightSource
+from jaxrl_async.ports import Session, WeightSource, WireMessage
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.wire.messages import GivenUp, Live, Offer, Staged, Torn
 
@@ -87,7 +87,7 @@ class OfferRelay:
         else:
             self._trainer.send(message)
 
-    def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
+    def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session."""
         if kind is Offer:
             self._offer_own = handler
@@ -158,7 +158,8 @@ class OfferRelay:
                 self._given_up[version].remove(number)
             elif current is not None and current.version == version:
                 self._staged[number] = staged
-                whole = _summed(self._staged) if self._all_staged else None
+                if self._all_staged:  # the leader may take it now: it is not given up any more
+                    whole, self._torn = _summed(self._staged), False
         if late:
             self._forget(number, version)
         if whole is not None:
@@ -168,8 +169,8 @@ class OfferRelay:
 
     def _note_torn(self, torn: Torn) -> None:
         with self._lock:
-            if self._current is None or self._current.version != torn.version:
-                return
+            if self._current is None or self._current.version != torn.version or self._all_staged:
+                return  # it was offered anew, and has come, before this was heard
             first, self._torn = not self._torn, True
             change = NO_CHANGE if self._waiting is None else self._begin_next()
         if change.offer is not None:
@@ -237,6 +238,7 @@ def _summed(parts: Mapping[int, Staged]) -> Staged:
         num_bytes=sum(part.num_bytes for part in parts.values()),
         seconds=max(part.seconds for part in parts.values()),
         source=own.source,
+        base_bytes=sum(part.base_bytes for part in parts.values()),
     )
 
 

@@ -1,6 +1,6 @@
 """One sampler over several processes, on the side of the one that leads.
 
-    process 0     callers ──> Sampler ──Round──┬──> own batch
+    process 0     callers ──> Sampler ──round──┬──> own batch
                                                ├──> process 1, which follows (following.py)
                                                └──> process 2 ...
 
@@ -33,7 +33,7 @@ from jaxrl_async.sampler.intake import Taken, TakesIn
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSetup
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.wire.messages import Begin, Dismissed, Leave, Ready, Round
+from jaxrl_async.wire.messages import Begin, Dismissed, JointRound, Leave, Ready
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class FollowerCrew:
         for session in self.sessions:
             session.send(Begin(version=version))
 
-    def play(self, following: Round) -> None:
+    def play(self, following: JointRound) -> None:
         """Have the followers play this round. Raises Disconnected."""
         for session in self.sessions:
             session.send(following)
@@ -223,7 +223,7 @@ class LeadingReceiver:
         update = taken.update
         probe = None if update is None else update.probe_logprobs
         self._crew.play(
-            Round(
+            JointRound(
                 requests=tuple(live.partial or live.request for live in taken.incoming),
                 first_number=first,
                 cancelled=tuple(live.number for live in cancelled),

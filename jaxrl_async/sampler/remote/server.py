@@ -1,12 +1,13 @@
 """A sampler behind a session: the sampler's side, in its own process.
 
     │ wire │ ──Start, Cancel──> Sampler ──futures──> done ──one Answers for all──> │ wire │
-    │      │ ──Ask──> asking thread: progress, save ────────────────────Reply───> │      │
+    │      │ ──Ask──> asking thread: progress, save ────────────────────RemoteReply───> │      │
     │      │ ──Leave, or a signal──> what is drawn, between two blocks ─Leaving─> │      │
 
-Each request is answered or handed back, exactly once; what is cancelled is answered by a Failure.
-Requests that come after it has decided to leave are neither: the trainer, which hears of that after
-all answers, deals them again. One thread sends, another asks the sampler what may take a block.
+Each request is answered or handed back, exactly once; what is cancelled is answered by a
+RemoteFailure. Requests that come after it has decided to leave are neither: the trainer, which
+hears of that after all answers, deals them again. One thread sends, another asks the sampler what
+may take a block.
 """
 
 import concurrent.futures
@@ -32,10 +33,10 @@ from jaxrl_async.wire.messages import (
     Beat,
     Cancel,
     Died,
-    Failure,
     Leave,
     Leaving,
-    Reply,
+    RemoteFailure,
+    RemoteReply,
     Start,
 )
 
@@ -71,8 +72,8 @@ class ReplicaServer:
         self._lock = threading.Lock()  # guards all below
         self._held: dict[str, Future[Completion]] = {}  # not answered, and not handed back
         self._completions: list[Completion] = []
-        self._failures: list[Failure] = []
-        self._replies: list[Reply] = []
+        self._failures: list[RemoteFailure] = []
+        self._replies: list[RemoteReply] = []
         self._tasks: deque[Callable[[], None]] = deque()  # for the asking thread
         self._leaves = False  # takes no more requests
         self._leaving: Leaving | None = None  # the last message
@@ -137,7 +138,7 @@ class ReplicaServer:
                     good += self._sampler.checked([given])
                     ids.append(wire_id)
                 except RolloutError as error:
-                    self._failures.append(Failure(request_id=wire_id, error=str(error)))
+                    self._failures.append(RemoteFailure(request_id=wire_id, error=str(error)))
             try:
                 futures = self._sampler.start_many(good)
             except Exception as error:
@@ -191,9 +192,9 @@ class ReplicaServer:
             elif self._held.pop(wire_id, None) is None:
                 return
             elif future.cancelled():
-                self._failures.append(Failure(request_id=wire_id, error="cancelled"))
+                self._failures.append(RemoteFailure(request_id=wire_id, error="cancelled"))
             elif error is not None:
-                self._failures.append(Failure(request_id=wire_id, error=str(error)))
+                self._failures.append(RemoteFailure(request_id=wire_id, error=str(error)))
             else:
                 self._completions.append(future.result())
         self._sender.wake.set()
@@ -219,7 +220,7 @@ class ReplicaServer:
             self._send_answers(completions, failures)
             for reply in replies:
                 for _, error in send_all(self._session, [reply], lambda r: r[0]):
-                    self._session.send(Reply(number=reply.number, error=str(error)))
+                    self._session.send(RemoteReply(number=reply.number, error=str(error)))
             died = self._sampler.error
             if died is not None:
                 blamed = tuple(self._sampler.blamed)
@@ -234,9 +235,9 @@ class ReplicaServer:
             log.debug("the session has ended: %s", error)
             return None
 
-    def _send_answers(self, completions: list[Completion], failures: list[Failure]) -> None:
+    def _send_answers(self, completions: list[Completion], failures: list[RemoteFailure]) -> None:
         too_large = send_all(self._session, completions, lambda c: Answers(completions=c))
-        failures += [Failure(request_id=c.request_id, error=str(e)) for c, e in too_large]
+        failures += [RemoteFailure(request_id=c.request_id, error=str(e)) for c, e in too_large]
         send_all(self._session, failures, lambda f: Answers(failures=f))
 
     def _send_leaving(self, leaving: Leaving) -> None:
@@ -274,9 +275,9 @@ class ReplicaServer:
             else:
                 saved = self._sampler.save(ask.request_id, stop=ask.stop, with_kv=ask.with_kv)
                 partials = (saved,)
-            reply = Reply(number=ask.number, partials=partials)
+            reply = RemoteReply(number=ask.number, partials=partials)
         except Exception as error:
-            reply = Reply(number=ask.number, error=f"{type(error).__name__}: {error}")
+            reply = RemoteReply(number=ask.number, error=f"{type(error).__name__}: {error}")
         with self._lock:
             self._replies.append(reply)
         self._sender.wake.set()

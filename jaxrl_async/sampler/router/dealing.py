@@ -103,25 +103,24 @@ class Dealer:
         if suspects and idle and kept is not None:
             deal.shares[kept] = [suspects.pop(0)]
         deal.waiting.extend(suspects)
-        free = [c for c in candidates if c.seat != kept]
+        free = {c.seat: c for c in candidates if c.seat != kept}
         if not free:
             deal.waiting.extend(others)
             return deal
         for group in [others] if together and others else _groups(others):
-            share = deal.shares.setdefault(self._seat_of(group, free, deal), [])
-            share.extend(group)
+            seat = self._seat_of(group, list(free.values()))
+            deal.shares.setdefault(seat, []).extend(group)
+            if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
+                free[seat] = replace(dealt, in_flight=dealt.in_flight + len(group))
         return deal
 
-    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate], deal: Deal) -> int:
+    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
         """Return the seat for jobs that stay together."""
         job = group[0]
         recorded = self._recorded(job.request.request_id)
         if recorded is not None:
             return recorded
-        candidates = [
-            replace(c, in_flight=c.in_flight + len(deal.shares.get(c.seat, ())))
-            for c in [c for c in free if c.seat != job.avoid] or free
-        ]
+        candidates = [c for c in free if c.seat != job.avoid] or free
         seats = [c.seat for c in candidates]
         prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
         home = self._homes.get(prefix)

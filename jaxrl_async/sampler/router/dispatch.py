@@ -41,10 +41,14 @@ class Dispatcher:
                 raise
 
     def deal_waiting(self) -> None:
-        """Deal the jobs that no replica has."""
+        """Deal the jobs that no replica has, the most urgent first and equal ones in the order of
+        asking: what a replica has handed back overtakes what was asked for later."""
         fleet = self._fleet
         with fleet.lock:
-            jobs, fleet.waiting = fleet.waiting, []
+            jobs, fleet.waiting = (
+                sorted(fleet.waiting, key=lambda j: (j.request.priority, j.order)),
+                [],
+            )
             try:
                 self._deal(jobs)
             except BaseException:

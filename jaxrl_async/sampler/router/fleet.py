@@ -27,7 +27,7 @@ from jaxrl_async.sampler.router.supervise import (
     messages_due,
     trouble,
 )
-from jaxrl_async.sampler.router.totals import Totals
+from jaxrl_async.sampler.router.totals import RouterTotals
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Seat:
     up_at: float  # when the replica began
     moved_at: float  # when it last made progress, or got work
     jobs: dict[RouterJob, None] = field(default_factory=dict)  # unanswered, in the order of dealing
+    had_suspects: bool = False  # whether a request under suspicion was ever dealt here
     work_done: tuple[int, ...] = ()  # see ReplicaStats.work_done
     before: ReplicaStats | None = None  # of the replicas that sat here before
     nonfinite: int = 0  # refused completions in a row
@@ -75,7 +76,7 @@ class Seat:
             seat=self.number,
             in_flight=len(self.jobs),
             places=self.replica.places,
-            tries_suspect=any(job.suspect for job in self.jobs),
+            tries_suspect=self.had_suspects and any(job.suspect for job in self.jobs),
         )
 
 
@@ -108,7 +109,7 @@ class Fleet:
         for number, replica in enumerate(replicas):
             self._seat(number, replica)
         self._next_number = len(replicas)
-        self._totals = Totals()
+        self._totals = RouterTotals()
         self.waiting: list[RouterJob] = []  # no replica has them now
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
         self._empty_at: float | None = None  # since when there has been no replica
@@ -160,7 +161,8 @@ class Fleet:
 
     def take_back(self) -> None:
         """Let the requests wait again that no replica has begun: one that has just joined will get
-        its share. Those under way stay where they are."""
+        its share, and those of one that has gone overtake them. Those under way stay where they
+        are."""
         with self.lock:
             for seat in self.seats:
                 unsent = frozenset(seat.replica.unsent) if seat.at_work else frozenset()
@@ -170,7 +172,6 @@ class Fleet:
                     self.waiting.append(job)
                     if inner is not None:
                         inner.cancel()
-            self.waiting.sort(key=lambda job: job.order)
 
     def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
@@ -186,6 +187,7 @@ class Fleet:
             return False
         if not seat.jobs:
             seat.moved_at = self._clock()
+        seat.had_suspects |= any(job.suspect for job in jobs)
         for job, inner in zip(jobs, inners, strict=True):
             job.inner = inner
             seat.jobs[job] = None
@@ -322,6 +324,8 @@ class Fleet:
             self._blamed_in_a_row += len(guilty)
             back = [job for job in jobs if job not in guilty]
             self.waiting += back
+            if back:
+                self.take_back()
             seat.excused = bool(guilty)
             for earlier in (number for job in guilty for number in job.died[:-1]):
                 if (sat := self.seat(earlier)) is not None:

@@ -29,11 +29,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports import Clock, Replica
-from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.dealing import Dealer, unrecorded
@@ -49,6 +49,9 @@ LOOK_S = 0.2
 """Time between two checks of the replicas, seconds; a death is noticed at once."""
 JOIN_S = 10.0
 """Longest wait for the thread that looks after the replicas, seconds."""
+CLOSE_S = 10.0
+"""Longest wait for all replicas in processes of their own to be closed, seconds: any of them may be
+dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +62,14 @@ class Elastic:
     wait_s: float = 600.0  # longest time without any replica
 
 
-class Router:
+class Router(Living):
     """Several replicas as one sampler. Thread safe: submit from anywhere.
 
     A context manager: leaving it closes it and its replicas.
 
     Attributes:
         fleet: The replicas in their seats.
+        error: Why it ended: no replica is left, or the weights are wrong.
     """
 
     def __init__(
@@ -97,8 +101,8 @@ class Router:
             clock=clock,
             wait_s=None if elastic is None else elastic.wait_s,
         )
-        self._lifetime = Lifetime(self, Router.look_after, name="router")
-        self._dispatcher = Dispatcher(self.fleet, Dealer(recorded or unrecorded), self._lifetime)
+        self.lifetime = Lifetime(self, Router.look_after, name="router")
+        self._dispatcher = Dispatcher(self.fleet, Dealer(recorded or unrecorded), self.lifetime)
         self._started = False
 
     @property
@@ -121,11 +125,6 @@ class Router:
         """Seed of every replica (ports.Generate)."""
         return self.samplers[0].seed if self._elastic is None else self._elastic.check.room.seed
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why it ended: no replica is left, or the weights are wrong."""
-        return self._lifetime.error
-
     def start(self, *, own_thread: bool = True) -> None:
         """Start every replica and the thread that looks after them; the first request does so too.
 
@@ -135,40 +134,36 @@ class Router:
             sampler.start()
         self._started = True
         if own_thread:
-            self._lifetime.start()
+            self.lifetime.start()
 
     def join(self, replica: Replica) -> int:
         """Take a replica in, at any time: it gets its share of the requests that no other has
         begun. Return its seat's number. Raises Closed, and the error that ended the router."""
         with self.fleet.lock:
-            self._lifetime.check_open("the samplers are closed")
+            self.lifetime.check_open("the samplers are closed")
             if self._started:
                 replica.start()
             number = self.fleet.join(replica)
             self.fleet.take_back()
-        self._lifetime.wake.set()
+        self.lifetime.wake.set()
         return number
 
     def close(self) -> None:
         """Stop every replica; requests that are not done fail with Closed. Idempotent."""
-        if self._lifetime.is_forked:
+        if self.lifetime.is_forked:
             return  # everything belongs to the other process
-        self._lifetime.stop(JOIN_S)
+        self.lifetime.stop(JOIN_S)
         for sampler in self.samplers:
-            sampler.close()
+            if sampler.replaceable:
+                sampler.close()
+        close_side_by_side([s for s in self.samplers if not s.replaceable], CLOSE_S)
         closed = Closed("the samplers were closed before the request was done")
         self._dispatcher.end(self.error or closed)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def check_waits(self) -> None:
         """Raise RolloutError where waiting for an answer would never end: on a thread that answers
         requests, or in a forked process."""
-        self._lifetime.check_waits()
+        super().check_waits()
         for sampler in self.samplers:
             sampler.check_waits()
 
@@ -253,7 +248,9 @@ class Router:
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the replicas serve them; works while none is at work."""
-        self._lifetime.check_process()
+        self.lifetime.check_process()
+        if self._elastic is not None or len(self.samplers) > 1:
+            _refuse_adapters(requests)
         if self._elastic is not None:
             return self._elastic.check.checked(requests)
         return self.samplers[0].checked(requests)
@@ -277,7 +274,8 @@ class Router:
         self.check_waits()
         jobs = [job_for_thread(r) for r in self._checked(requests)]
         try:
-            self._submit(jobs, together=together)
+            with ThreadPoolExecutor(1) as undisturbed:  # Ctrl-C leaves no request half dealt
+                undisturbed.submit(self._submit, jobs, together=together).result()
             futures: list[Any] = [job.future for job in jobs]
             return [future.result() for future in futures]
         except BaseException:  # Ctrl-C too: the others are cancelled
@@ -297,7 +295,7 @@ class Router:
         on failure    `error`, and every caller gets it
         """
         try:
-            if not self._lifetime.closed:
+            if not self.lifetime.closed:
                 self.look()
                 return LOOK_S
         except Closed as error:
@@ -326,3 +324,16 @@ def _reported(report: Callable[[], tuple[Partial, ...]]) -> dict[str, Partial]:
     except Exception as error:
         log.warning("a sampler does not report its progress: %s", error)
         return {}
+
+
+def _refuse_adapters(requests: Sequence[Request | Partial]) -> None:
+    """Raise RolloutError for a request that names an adapter: any replica may get it, and each has
+    adapters of its own."""
+    for given in requests:
+        request = given.request if isinstance(given, Partial) else given
+        if isinstance(request, Request) and request.adapter:
+            raise RolloutError(
+                f"request {request.request_id!r}: adapter {request.adapter!r}: several samplers "
+                "behind one router draw with the same weights, and an adapter is loaded into one "
+                "sampler by name. Leave `adapter` out, or ask that sampler itself."
+            )

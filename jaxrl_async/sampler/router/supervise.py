@@ -7,7 +7,9 @@ well ──trouble──> out ──backoff──> restarted ──an hour witho
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
+from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.metrics.fault_counts import backoff_s
 
@@ -25,6 +27,16 @@ class RestartLimits:
     backoff_s: float = 1.0  # before the first restart; each next one waits longer
     hang_s: float = 600.0  # longest time without progress while it has requests
     nonfinite_in_a_row: int = 8  # refused completions
+
+    @classmethod
+    def of(cls, section: FaultsSection) -> Self:
+        """Return the limits that a configuration asks for."""
+        return cls(
+            restarts=section.sampler_restarts,
+            backoff_s=section.backoff_s,
+            hang_s=section.sampler_hang_s,
+            nonfinite_in_a_row=section.nonfinite_in_a_row,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

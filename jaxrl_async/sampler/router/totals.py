@@ -7,7 +7,7 @@ from jaxrl_async.ports import ReplicaStats
 from jaxrl_async.sampler.stats import SamplerStats
 
 
-class Totals:
+class RouterTotals:
     """The statistics from before the last join or leave, and what each replica had counted then.
 
     While nobody joins or leaves, a reading is that of the replicas beside one another.

@@ -24,7 +24,8 @@ from jaxrl_async.algorithms.objective import (
 )
 from jaxrl_async.config import schema
 from jaxrl_async.model.divergence import divergence_of
-from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.model.lora import trained_table
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
@@ -71,7 +72,7 @@ class PolicyObjective:
 
     @property
     def table(self) -> dict[str, Any]:
-        return weight_table(self.spec)
+        return trained_table(self.spec, self.forward.lora)
 
     # ---- host
 
@@ -107,15 +108,18 @@ class PolicyObjective:
 
     def report(self, data: PolicyData, frozen: Frozen, passes: Passes) -> dict[str, float]:
         refers = frozen.reference is not None
-        flops = train_flops(self.spec, data.batch, reference=refers)
-        return packing_measures(data.batch, passes.rows, passes.number) | {"train/flops": flops}
+        lora = self.forward.lora
+        flops = train_flops(self.spec, data.batch, reference=refers, lora=lora)
+        shares = self.forward.decoder.shares_prefixes
+        packing = packing_measures(data.batch, passes.rows, passes.number, shares_prefixes=shares)
+        return packing | {"train/flops": flops}
 
     # ---- inside jit
 
     def loss(
         self, trainable: Params, frozen: Frozen, micro: DeviceBatch, context: PolicyContext
     ) -> tuple[Array, Totals]:
-        x, changed = self.forward(trainable, frozen, micro)
+        x, passed = self.forward(trainable, frozen, micro)
         loss, totals = policy_loss(
             self.recipe,
             x,
@@ -124,8 +128,11 @@ class PolicyObjective:
             context.coefficients,
             num_lags=self.num_lags,
         )
-        if micro.expert_ids is not None and changed is not None:
-            totals.means.update(routing_measures(micro.expert_ids, micro.segment_ids, changed))
+        totals = totals._replace(load=passed.load)
+        if micro.expert_ids is not None and passed.changed is not None:
+            layers = len(self.spec.routed_layers)
+            routing = routing_measures(micro.expert_ids, micro.segment_ids, passed.changed, layers)
+            totals.means.update(routing)
         if micro.supervised_weights is None:
             return loss, totals
         given = x._replace(mask=micro.supervised_weights > 0)
@@ -173,6 +180,7 @@ def policy_update(
         teacher_divergence=divergence_of(section.kind, section.beta),
         whole_kl=recipe.whole_kl,
         has_entropy=recipe.has_entropy,
+        lora=settings.lora,
     )
     objective = PolicyObjective(
         forward=forward,
@@ -187,15 +195,14 @@ def policy_update(
 
 
 def routing_measures(
-    expert_ids: Array, segment_ids: Array, changed: Array
+    expert_ids: Array, segment_ids: Array, changed: Array, layers: int
 ) -> dict[str, tuple[Array, Array]]:
     """Count the tokens whose experts are known, and those that the router would send elsewhere.
 
-    changed: as in decoder.TokenStates.
+    changed: as in decoder.TokenStates. layers: those that have experts.
     """
     real = segment_ids > 0
     known = real & jnp.all(expert_ids[:, :, 0] >= 0, axis=-1)
-    layers = expert_ids.shape[2]
     count = jnp.sum(known)
     return {
         "routing/replayed_share": (count, jnp.sum(real)),

@@ -22,13 +22,14 @@ from jaxrl_async.algorithms.preference_losses import (
     PreferenceLossFn,
     needs_baseline,
     preference_loss,
-    summed,
+    summed_pairs,
 )
 from jaxrl_async.config import schema
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
-from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.model.logprobs import TokenLogprobs, token_logprobs
+from jaxrl_async.model.lora import Lora, joined, trained_table
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
 from jaxrl_async.trainer.update import Frozen, Passes, Update
@@ -56,12 +57,13 @@ class PreferenceObjective:
     spec: ModelSpec
     decoder: DecoderSettings
     loss_of: PreferenceLossFn
+    lora: Lora | None = None
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = False
 
     @property
     def table(self) -> dict[str, Any]:
-        return weight_table(self.spec)
+        return trained_table(self.spec, self.lora)
 
     def micro_batches(self, data: PreferenceData, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
         return micro_batches_of(data.batch, rows)
@@ -74,14 +76,17 @@ class PreferenceObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
     ) -> tuple[Array, Totals]:
-        chosen, rejected = answer_sums(self.logprobs(trainable, micro), micro)
+        policy = self._passed(trainable, frozen, micro)
+        chosen, rejected = answer_sums(policy.logprobs, micro)
         lengths = answer_lengths(micro)
         x = PairInputs(chosen, rejected, *lengths, baseline=context.baseline)
         if frozen.reference is not None:
-            logprobs = jax.lax.stop_gradient(self.logprobs(frozen.reference, micro))
+            still = frozen._replace(noise=None)
+            logprobs = jax.lax.stop_gradient(self.logprobs(frozen.reference, still, micro))
             of_reference = answer_sums(logprobs, micro)
             x = x._replace(reference_chosen=of_reference[0], reference_rejected=of_reference[1])
-        return summed(self.loss_of(x), *lengths, context.weight)
+        loss, totals = summed_pairs(self.loss_of(x), *lengths, context.weight)
+        return loss, totals._replace(load=policy.load)
 
     def measures(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
@@ -93,9 +98,14 @@ class PreferenceObjective:
         known = {} if baseline is None else {"preference/kl_baseline": float(baseline)}
         return pair_measures(data.batch) | known
 
-    def logprobs(self, params: Params, micro: dict[str, Array]) -> Array:
-        """Return the log-probs of a micro-batch's tokens; inside jit."""
-        return token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder).logprobs
+    def logprobs(self, part: Params, frozen: Frozen, micro: dict[str, Array]) -> Array:
+        """Return the log-probs of a micro-batch's tokens by an adapter, or by whole weights; inside
+        jit."""
+        return self._passed(part, frozen, micro).logprobs
+
+    def _passed(self, part: Params, frozen: Frozen, micro: dict[str, Array]) -> TokenLogprobs:
+        params = joined(self.lora, frozen.base, part, frozen.noise)
+        return token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder)
 
 
 def preference_update(
@@ -107,7 +117,9 @@ def preference_update(
     total_steps: int,
 ) -> Update[PreferenceObjective]:
     """Make the update of a policy by a registered preference loss. Raises ConfigError."""
-    objective = PreferenceObjective(spec, settings.decoder(spec), preference_loss.resolve(loss))
+    objective = PreferenceObjective(
+        spec, settings.decoder(spec), preference_loss.resolve(loss), settings.lora
+    )
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
 
 

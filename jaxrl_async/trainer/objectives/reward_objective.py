@@ -8,9 +8,10 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.objective import Totals
-from jaxrl_async.algorithms.preference_losses import bradley_terry, summed
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows
-from jaxrl_async.model.heads import head_table, sequence_scores
+from jaxrl_async.algorithms.preference_losses import bradley_terry, summed_pairs
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, token_states
+from jaxrl_async.model.heads import HEAD, final_scores, head_table
+from jaxrl_async.model.lora import Lora, adapter_table, joined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.preference_objective import (
@@ -32,12 +33,18 @@ class RewardObjective:
     spec: ModelSpec
     decoder: DecoderSettings
     margin: float = 0.0  # by how much the chosen answer is to be better
+    lora: Lora | None = None
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = False
 
     @property
     def table(self) -> dict[str, Any]:
-        return head_table(self.spec, "reward")
+        whole = head_table(self.spec, "reward")
+        return (
+            whole
+            if self.lora is None
+            else {**adapter_table(self.spec, self.lora), HEAD: whole[HEAD]}
+        )
 
     def micro_batches(self, data: PreferenceBatch, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
         return micro_batches_of(data, rows)
@@ -49,10 +56,14 @@ class RewardObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
     ) -> tuple[Array, Totals]:
-        scores = sequence_scores(self.spec, trainable, TokenRows.of(micro), self.decoder)
+        params = joined(self.lora, frozen.base, trainable, frozen.noise)
+        tokens = TokenRows.of(micro)
+        states = token_states(self.spec, params, tokens, self.decoder)
+        scores = final_scores(states, params, tokens, self.decoder)
         lengths = answer_lengths(micro)
-        loss = bradley_terry(*answer_sums(scores, micro), margin=self.margin)
-        return summed(loss, *lengths, context.weight)
+        each = bradley_terry(*answer_sums(scores, micro), margin=self.margin)
+        loss, totals = summed_pairs(each, *lengths, context.weight)
+        return loss, totals._replace(load=states.load)
 
     def measures(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
@@ -75,5 +86,5 @@ def reward_update(
 
     margin: by how much the chosen answer is to be better.
     """
-    objective = RewardObjective(spec, settings.decoder(spec), margin)
+    objective = RewardObjective(spec, settings.decoder(spec), margin, settings.lora)
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)

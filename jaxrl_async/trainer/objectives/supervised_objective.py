@@ -17,7 +17,8 @@ from jaxrl_async.algorithms.objective import Totals, supervised_loss
 from jaxrl_async.algorithms.segments import any_in_sequence, first_tokens
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
-from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.model.lora import Lora, joined, trained_table
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.pack import micro_batches, split
@@ -34,12 +35,13 @@ class SupervisedObjective:
 
     spec: ModelSpec
     decoder: DecoderSettings
+    lora: Lora | None = None
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
 
     @property
     def table(self) -> dict[str, Any]:
-        return weight_table(self.spec)
+        return trained_table(self.spec, self.lora)
 
     def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
         weights = split(token_mean(data), rows, 0.0)
@@ -54,7 +56,8 @@ class SupervisedObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
     ) -> tuple[Array, Totals]:
-        policy = token_logprobs(self.spec, trainable, TokenRows.of(micro), self.decoder)
+        params = joined(self.lora, frozen.base, trainable, frozen.noise)
+        policy = token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder)
         nothing = jnp.zeros_like(policy.logprobs)
         x = TokenInputs(
             policy_logprobs=policy.logprobs,
@@ -64,7 +67,8 @@ class SupervisedObjective:
             versions=jnp.zeros_like(micro["token_ids"]),
             entropy=jax.lax.stop_gradient(policy.entropy),
         )
-        return supervised_loss(x, micro["weights"])
+        loss, totals = supervised_loss(x, micro["weights"])
+        return loss, totals._replace(load=policy.load)
 
     def measures(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
@@ -77,7 +81,8 @@ class SupervisedObjective:
         _, totals = self.loss(trainable, frozen, micro, context)
         mask, segments = micro["mask"], micro["segment_ids"]
         forward = replace(self.decoder, remat="none")
-        matches = greedy_matches(self.spec, trainable, TokenRows.of(micro), forward)
+        params = joined(self.lora, frozen.base, trainable)
+        matches = greedy_matches(self.spec, params, TokenRows.of(micro), forward)
         ends = first_tokens(mask, segments)  # one token of each answer
         right = ends & ~any_in_sequence(~matches, mask, segments)
         means = {
@@ -88,12 +93,13 @@ class SupervisedObjective:
 
     def report(self, data: PackedBatch, frozen: Frozen, passes: Passes) -> dict[str, float]:
         packing = packing_measures(data, passes.rows, passes.number)
-        return packing | {"train/flops": train_flops(self.spec, data, reference=False)}
+        flops = train_flops(self.spec, data, reference=False, lora=self.lora)
+        return packing | {"train/flops": flops}
 
 
 def supervised_update(
     spec: ModelSpec, settings: LearningSettings, *, learning_rate: float, total_steps: int
 ) -> Update[SupervisedObjective]:
     """Make the update of a policy by given answers. Raises ConfigError."""
-    objective = SupervisedObjective(spec, settings.decoder(spec))
+    objective = SupervisedObjective(spec, settings.decoder(spec), settings.lora)
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)

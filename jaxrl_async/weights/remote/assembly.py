@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from jaxrl_async.weights.manifest import Manifest
 from jaxrl_async.weights.remote.boxes import Box, contains, inside, intersection, volume
 from jaxrl_async.weights.remote.host_sums import MODULUS, host_sum
-from jaxrl_async.weights.remote.pieces import Piece
+from jaxrl_async.weights.remote.pieces import WeightPiece
+from jaxrl_async.weights.remote.seams import BASE
 
 POLL_S = 0.1
 """Longest single wait for a piece; conditions are looked at again after it, seconds."""
@@ -81,13 +82,13 @@ class Assembly:
                 return part
         raise KeyError((array, box))
 
-    def view(self, piece: Piece) -> NDArray[Any]:
+    def view(self, piece: WeightPiece) -> NDArray[Any]:
         """Return the memory into which a piece goes."""
         part = self.part(piece.array, piece.box)
         view: NDArray[Any] = part.data[inside(piece.box, part.box)]
         return view
 
-    def checksum(self, piece: Piece, data: NDArray[Any]) -> int:
+    def checksum(self, piece: WeightPiece, data: NDArray[Any]) -> int:
         """Return the checksum of a piece's contents."""
         return host_sum(data, piece.box, self._manifest.entries[piece.array][1])
 
@@ -102,14 +103,14 @@ class Assembly:
             self._sums[array, box] = checksum
         return checksum
 
-    def arrived(self, piece: Piece, checksum: int) -> None:
+    def arrived(self, piece: WeightPiece, checksum: int) -> None:
         """Report a piece whose contents, with this checksum, are in place."""
         with self._changed:
             self._arrived[piece.array][piece.box] = checksum
             self._progress_at = time.monotonic()
             self._changed.notify_all()
 
-    def missing(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def missing(self, pieces: Sequence[WeightPiece]) -> list[WeightPiece]:
         """Return those of these pieces that have not arrived."""
         with self._changed:
             return [p for p in pieces if p.box not in self._arrived[p.array]]
@@ -205,8 +206,8 @@ class Holdings:
             assembly.give_up()
 
     def keep(self, version: int) -> None:
-        """Hand out no other version than this."""
-        for other in [v for v in self.versions if v != version]:
+        """Hand out no other version than this, but the frozen base still."""
+        for other in [v for v in self.versions if v not in (version, BASE)]:
             self.remove(other)
 
     @property

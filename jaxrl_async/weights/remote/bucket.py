@@ -24,7 +24,7 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.manifest import Manifest
 from jaxrl_async.weights.remote.assembly import Assembly, Part, raw_dtype
 from jaxrl_async.weights.remote.boxes import Box, contains, inside, volume
-from jaxrl_async.weights.remote.pieces import Piece
+from jaxrl_async.weights.remote.pieces import WeightPiece
 from jaxrl_async.weights.remote.shared_memory import shard_offsets
 from jaxrl_async.weights.remote.whereabouts import Holder
 
@@ -121,7 +121,7 @@ class FolderReader:
         assembly: Assembly,
         manifest: Manifest,
         holder: Holder,
-        pieces: Sequence[Piece],
+        pieces: Sequence[WeightPiece],
         stopped: Callable[[], str],
     ) -> int:
         """Read pieces into the assembly; return their bytes.

@@ -28,7 +28,7 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.manifest import Manifest
 from jaxrl_async.weights.remote.boxes import Box, contains, inside
 from jaxrl_async.weights.remote.piece_protocol import PeerError
-from jaxrl_async.weights.remote.pieces import Piece, plan_pieces
+from jaxrl_async.weights.remote.pieces import WeightPiece, plan_pieces
 from jaxrl_async.weights.remote.tcp import PullSettings, ask_to_publish
 from jaxrl_async.weights.remote.whereabouts import Whereabouts
 from jaxrl_async.wire.address import Address, parse_address
@@ -120,7 +120,7 @@ class DevicePuller:
         pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
         device_of = {(n, box): boxes[n][box][0] for n, box in targets}
         target_of = {piece: _target(piece, targets) for piece in pieces}
-        arrays: dict[Piece, Any] = {}
+        arrays: dict[WeightPiece, Any] = {}
         for number, holder in enumerate(found.holders):
             asked = [piece for piece in pieces if piece.holder == number]
             if not asked:
@@ -173,11 +173,11 @@ class DevicePuller:
             raise PeerError(f"{address}: {error}") from None
 
 
-def _target(piece: Piece, targets: Sequence[tuple[int, Box]]) -> tuple[int, Box]:
+def _target(piece: WeightPiece, targets: Sequence[tuple[int, Box]]) -> tuple[int, Box]:
     return next(t for t in targets if t[0] == piece.array and contains(t[1], piece.box))
 
 
-def _put_together(box: Box, pieces: Sequence[tuple[Piece, Any]]) -> Any:
+def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, Any]]) -> Any:
     """Join the pieces of one shard, on their device."""
     first = pieces[0][1]
     if len(pieces) == 1:

@@ -106,14 +106,18 @@ class RemoteEnd:
 
     def _on_staged(self, message: Staged) -> None:
         version = _checked(message.version)
-        if not (message.num_bytes >= 0 and message.seconds >= 0):
-            raise WeightsError(f"{message.num_bytes} bytes in {message.seconds} s")
+        least = min(message.num_bytes, message.base_bytes, message.seconds)
+        if not least >= 0:
+            raise WeightsError(
+                f"{message.num_bytes} and {message.base_bytes} bytes in {message.seconds} s"
+            )
         if self._left:
             return
         news = self._outbox.staged(
             self._taker,
             version,
             num_bytes=message.num_bytes,
+            base_bytes=message.base_bytes,
             seconds=message.seconds,
             source=message.source,
         )

@@ -25,7 +25,8 @@ from jaxrl_async.weights.remote.buffers import BufferPool
 from jaxrl_async.weights.remote.device import DevicePuller
 from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
 from jaxrl_async.weights.remote.piece_server import PieceServer
-from jaxrl_async.weights.remote.pieces import Piece, plan_pieces
+from jaxrl_async.weights.remote.pieces import WeightPiece, plan_pieces
+from jaxrl_async.weights.remote.seams import BASE
 from jaxrl_async.weights.remote.shared_memory import SharedReader, machine_boot_id
 from jaxrl_async.weights.remote.tcp import PullSettings, SourceList, pull_all
 from jaxrl_async.weights.remote.whereabouts import Whereabouts, read_whereabouts
@@ -66,7 +67,13 @@ class PieceFetching:
     """
 
     def __init__(
-        self, target: Params, ways: FetchWays, holdings: Holdings, server: PieceServer | None
+        self,
+        target: Params,
+        ways: FetchWays,
+        holdings: Holdings,
+        server: PieceServer | None,
+        *,
+        spare: int = 2,
     ) -> None:
         """Prepare for weights of one layout.
 
@@ -75,13 +82,14 @@ class PieceFetching:
             ways: How to fetch.
             holdings: What `server` passes on.
             server: Passes on what was fetched; None: it is not passed on.
+            spare: Blocks of the host's memory that are kept for the next version, see BufferPool.
         """
         self._manifest, self._ways = manifest_of(target), ways
         leaves, self._structure = jax.tree.flatten(target)
         self._leaves = [(tuple(leaf.shape), leaf.dtype, leaf.sharding) for leaf in leaves]
         self._boxes = [boxes_here(sharding, shape) for shape, _, sharding in self._leaves]
         self._holdings, self._server = holdings, server
-        self._pool, self._reader = BufferPool(), SharedReader()
+        self._pool, self._reader = BufferPool(spare), SharedReader()
         self._files = FolderReader(ways.folder) if ways.folder is not None else None
         self._boot_id = machine_boot_id()
         self._unfinished: tuple[Whereabouts, Assembly] | None = None
@@ -115,12 +123,24 @@ class PieceFetching:
             assembly.give_up()
             raise
         self._unfinished = None
-        self._holdings.keep(version)
+        self._keep(version)
         source = came.most_common(1)[0][0] if came else ""
         params = self._arrays(self._on_devices(assembly))
         return FetchedParams(
             params=params, num_bytes=came.total(), source=source, compared=in_host_memory(params)
         )
+
+    def _keep(self, version: int) -> None:
+        """Pass on a version that has come, in place of older ones; the base only where others can
+        ask for it: it takes the host's memory."""
+        if version != BASE:
+            self._holdings.keep(version)
+        elif self._server is None:
+            self._holdings.remove(version)
+
+    def for_base(self, target: Params) -> "PieceFetching":
+        """See seams.Fetching."""
+        return PieceFetching(target, self._ways, self._holdings, self._server, spare=0)
 
     def close(self) -> None:
         """Stop passing on, and let go of everything. Idempotent."""
@@ -196,7 +216,7 @@ class PieceFetching:
         self,
         assembly: Assembly,
         found: Whereabouts,
-        pieces: Sequence[Piece],
+        pieces: Sequence[WeightPiece],
         stopped: Callable[[], str],
     ) -> Counter[str]:
         """Copy what is in shared memory here, or in remote.folder. What fails is logged: TCP goes
@@ -225,7 +245,7 @@ class PieceFetching:
         self,
         assembly: Assembly,
         found: Whereabouts,
-        pieces: Sequence[Piece],
+        pieces: Sequence[WeightPiece],
         sources: Sequence[str],
         stopped: Callable[[], str],
     ) -> Counter[str]:
@@ -275,7 +295,9 @@ class PieceFetching:
             assembly = Assembly(self._manifest, parts)
             for part in parts:
                 checksum = host_sum(part.data, part.box, assembly.shape_of(part.array))
-                whole = Piece(array=part.array, box=part.box, num_bytes=part.data.nbytes, holder=0)
+                whole = WeightPiece(
+                    array=part.array, box=part.box, num_bytes=part.data.nbytes, holder=0
+                )
                 assembly.arrived(whole, checksum)
             wrong = assembly.wrong_arrays(found.sums)
             if wrong:
@@ -291,7 +313,7 @@ class PieceFetching:
             return None
         self._unfinished = None
         self._holdings.add(found.version, assembly)
-        self._holdings.keep(found.version)
+        self._keep(found.version)
         params = self._arrays(placed)
         return FetchedParams(
             params=params,

@@ -25,7 +25,7 @@ from jaxrl_async.ports import Clock
 from jaxrl_async.types import FloatArray, VersionedParams
 from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.manifest import Manifest, manifest_of
-from jaxrl_async.weights.remote.seams import Offering
+from jaxrl_async.weights.remote.seams import BASE, Offering
 from jaxrl_async.weights.remote.traffic import Traffic
 from jaxrl_async.weights.remote.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
 from jaxrl_async.wire.messages import Offer
@@ -100,6 +100,8 @@ class WeightOutbox:
         self._recipients: dict[Taker, Recipient] = {}
         self._changed = threading.Condition()
         self._pending: VersionedParams | None = None  # on the trainer's devices
+        self._base: Params | None = None  # until it is offered
+        self._base_where: dict[str, Any] | None = None
         self._kept: dict[int, _Kept] = {}
         self._traffic = Traffic()
         self._manifest: Manifest | None = None
@@ -109,6 +111,12 @@ class WeightOutbox:
         self._thread: threading.Thread | None = None
 
     # ---- the trainer's thread
+
+    def begin(self, base: Params) -> None:
+        """Offer what the published adapters change, too, from the first publish on: to each sampler
+        once. Its arrays must stay as they are."""
+        assert self._thread is None, "before the first publish"
+        self._base = base
 
     def publish(self, update: VersionedParams) -> None:
         """Copy the trainer's weights and return at once; the samplers get the newest copy.
@@ -155,7 +163,14 @@ class WeightOutbox:
             self._look()
 
     def staged(
-        self, taker: Taker, version: int, *, num_bytes: int, seconds: float, source: str
+        self,
+        taker: Taker,
+        version: int,
+        *,
+        num_bytes: int,
+        seconds: float,
+        source: str,
+        base_bytes: int = 0,
     ) -> bool:
         """Take note that a sampler has a version; return whether it is news. Raises WeightsError
         if that cannot be."""
@@ -170,6 +185,7 @@ class WeightOutbox:
                     transfer_s=traffic.transfer_s + seconds,
                     sent_bytes=traffic.sent_bytes + (0 if passed else num_bytes),
                     passed_bytes=traffic.passed_bytes + (num_bytes if passed else 0),
+                    base_bytes=traffic.base_bytes + base_bytes,
                 )
             self._look()
             return news
@@ -297,27 +313,37 @@ class WeightOutbox:
             self._transfers.keep(update.version)
 
     def _offered(self, update: VersionedParams) -> _Kept:
-        whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(update.params))
-        needed = self._checksum and whole and not self._offering.compares(update.params)
-        sums = Sums(update.params) if needed else None
-        where = dict(self._offering.offer(update.version, update.params))
-        where["layout"] = self.manifest.layout_hash
+        if self._base is not None:
+            self._base_where = self._where(BASE, self._base)
+            self._base = None
+        probe = update.probe_logprobs
+        return _Kept(
+            where=self._where(update.version, update.params),
+            probe_logprobs=None if probe is None else np.asarray(probe, np.float32),
+        )
+
+    def _where(self, version: int, params: Params) -> dict[str, Any]:
+        """Offer arrays; return where they are, their layout and their checksums."""
+        whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
+        needed = self._checksum and whole and not self._offering.compares(params)
+        sums = Sums(params) if needed else None
+        where = dict(self._offering.offer(version, params))
+        where["layout"] = manifest_of(params).layout_hash
         if sums is not None:
             numbers = sums.read()
             if numbers is None:
                 raise WeightsError("copies of one array differ between the trainer's devices")
             where["sums"] = numbers.tolist()
-        probe = update.probe_logprobs
-        return _Kept(
-            where=where,
-            probe_logprobs=None if probe is None else np.asarray(probe, np.float32),
-        )
+        return where
 
     def _send(self, offer: DueOffer, recipient: Recipient) -> None:
         kept = self._kept[offer.version]
+        where = kept.where
+        if self._base_where is not None and offer.taker.staged is None:
+            where = {**where, "base": self._base_where}
         message = Offer(
             version=offer.version,
-            where=kept.where,
+            where=where,
             sources=offer.sources,
             probe_logprobs=kept.probe_logprobs,
         )

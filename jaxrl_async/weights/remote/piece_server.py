@@ -1,6 +1,7 @@
 """Hand out pieces of weights over TCP: the trainer's, and what a sampler has fetched."""
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.remote.assembly import Holdings
 from jaxrl_async.weights.remote.boxes import Box, volume
-from jaxrl_async.weights.remote.guard import GREETING_S, Guard
+from jaxrl_async.weights.remote.peer_guard import GREETING_S, Guard
 from jaxrl_async.weights.remote.piece_protocol import (
     ANSWER,
     GREETING,
@@ -26,7 +27,7 @@ from jaxrl_async.weights.remote.piece_protocol import (
     PieceRequest,
 )
 from jaxrl_async.wire.address import Address, advertised_address, parse_address
-from jaxrl_async.wire.secret import check_secret
+from jaxrl_async.wire.secret import check_secret, left_of, receive_by
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ PATIENCE_S = 3.0
 """Longest wait for a version or a piece that is to come here, seconds; then the client is told to
 look elsewhere."""
 SOCKET_BUFFER = 4 << 20
+MAX_PORT = 65535
 
 
 class PieceServer:
@@ -53,6 +55,7 @@ class PieceServer:
         holdings: Holdings,
         *,
         listen: str = "127.0.0.1:0",
+        ports: int = 1,
         advertise: str | None = None,
         guard: Guard | None = None,
         silence_s: float = 20.0,
@@ -63,6 +66,7 @@ class PieceServer:
         Args:
             holdings: What is handed out; filled and emptied by others meanwhile.
             listen: HOST:PORT; port 0 takes any free one.
+            ports: How many to try, from that of `listen` on, until one is free.
             advertise: Host under which clients reach this machine; None: that of `listen`.
             guard: What a new connection has to pass.
             silence_s: A client that takes nothing for so long is left, seconds.
@@ -80,16 +84,7 @@ class PieceServer:
         self._closed = False
         wanted = parse_address(listen, what="remote.listen")
         check_secret(self._guard.secret, listen, loopback=wanted.is_loopback)
-        family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
-        try:
-            self._socket = socket.create_server(
-                (wanted.host, wanted.port), family=family, backlog=128
-            )
-        except OSError as error:
-            raise WeightsError(
-                f"cannot hand out weights at {listen}: {error}. Set remote.listen to an address "
-                "of this machine."
-            ) from None
+        self._socket = _listening(wanted, ports)
         port = self._socket.getsockname()[1]
         host = advertised_address(Address(wanted.host, port), advertise).host
         self.address = str(Address(host, port))
@@ -156,14 +151,15 @@ class PieceServer:
                 one.close()
 
     def _admit(self, raw: socket.socket) -> socket.socket:
-        """Hear the greeting, and let the guard look. Raises OSError or PeerError."""
+        """Hear the greeting, and let the guard look, within GREETING_S. Raises OSError or
+        PeerError."""
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-            if Line(raw, GREETING_S).receive_bytes(len(GREETING)) != GREETING:
+            until_s = time.monotonic() + GREETING_S
+            if receive_by(raw, len(GREETING), until_s) != GREETING:
                 raise PeerError("it does not speak this protocol")
-            raw.settimeout(GREETING_S)
-            connection = self._guard.as_server(raw)
+            connection = self._guard.as_server(raw, left_of(until_s))
             with self._lock:
                 self._open.add(connection)  # `close` breaks it, whatever wraps it
             return connection
@@ -209,3 +205,25 @@ class PieceServer:
     def _count(self, name: str, count: int = 1) -> None:
         with self._lock:
             self._counts[name] += count
+
+
+def _listening(wanted: Address, ports: int) -> socket.socket:
+    """Return a socket that listens at the first free port. Raises WeightsError."""
+    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+    last = min(wanted.port + ports - 1, MAX_PORT)
+    for port in range(wanted.port, last + 1):
+        try:
+            made = socket.create_server((wanted.host, port), family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and port < last:
+                continue
+            where = str(wanted) if last == wanted.port else f"{wanted} to {last}"
+            raise WeightsError(
+                f"cannot hand out weights at {where}: {error}. Set remote.listen to an address of "
+                "this machine, and remote.data_port (of a sampler: --data-port) to a free port "
+                "there, or to 0, which takes any."
+            ) from None
+        if port != wanted.port:
+            log.info("port %d is taken here: weights are passed on at %d", wanted.port, port)
+        return made
+    raise AssertionError("at least one port is tried")

@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class WeightPiece:
     """A part of one array, fetched in one request."""
 
     array: int  # number in the manifest
@@ -34,7 +34,7 @@ def plan_pieces(
     holders: Sequence[Holder],
     targets: Iterable[tuple[int, Box]],
     piece_bytes: int = PIECE_BYTES,
-) -> tuple[Piece, ...]:
+) -> tuple[WeightPiece, ...]:
     """Return the pieces of these targets, in the order of the arrays.
 
     Args:
@@ -59,7 +59,9 @@ def plan_pieces(
             owner = min(numbers, key=lambda n: sends[n])
             sends[owner] += volume(part) * itemsize
             pieces += [
-                Piece(array=array, box=small, num_bytes=volume(small) * itemsize, holder=owner)
+                WeightPiece(
+                    array=array, box=small, num_bytes=volume(small) * itemsize, holder=owner
+                )
                 for small in cut(part, piece_bytes // itemsize)
             ]
     return tuple(pieces)

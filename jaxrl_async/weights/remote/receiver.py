@@ -12,20 +12,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import jax
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from jaxrl_async.errors import Disconnected, WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Clock, Session
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.checksum import Checksum, Sums
-from jaxrl_async.weights.manifest import manifest_of
+from jaxrl_async.weights.checksum import Checksum
+from jaxrl_async.weights.remote.base_bringer import BaseBringer
 from jaxrl_async.weights.remote.seams import Fetching
+from jaxrl_async.weights.remote.sound import SoundFetching, checksums_of
 from jaxrl_async.wire.messages import Live, Offer, Staged, Torn
 
 log = logging.getLogger(__name__)
@@ -34,11 +31,6 @@ CLOSE_S = 10.0
 """Longest wait for the thread at the end, seconds."""
 ERROR_CHARACTERS = 2000
 """Longest description of a failed transfer that is sent."""
-
-
-def checksums_of(params: Params) -> Checksum | None:
-    """Return the checksum of each array; None if copies of one shard differ."""
-    return Sums(params).read()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +53,7 @@ class WeightReceiver:
         layout_hash: str,
         checksums: Callable[[Params], Checksum | None] = checksums_of,
         clock: Clock = time.monotonic,
+        base: BaseBringer | None = None,
     ) -> None:
         """Begin to fetch what the trainer offers on this session.
 
@@ -70,9 +63,12 @@ class WeightReceiver:
             layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
             checksums: of whole arrays; on several hosts it adds up what each host has.
             clock: seconds, monotone.
+            base: what the offered adapters change; None: all weights are offered.
         """
-        self._session, self._fetching, self._layout_hash = session, fetching, layout_hash
-        self._checksums, self._clock = checksums, clock
+        self._session, self._base, self._clock = session, base, clock
+        self._fetching = SoundFetching(
+            fetching=fetching, layout_hash=layout_hash, checksums=checksums
+        )
         self.changed = threading.Condition()  # guards all below
         self.staged: VersionedParams | None = None
         self.taken: VersionedParams | None = None  # given to the sampler, but not live yet
@@ -109,12 +105,21 @@ class WeightReceiver:
         )
 
     def take(self) -> VersionedParams | None:
-        """Give the staged weights to the sampler; None if there are none."""
+        """Give the staged weights to the sampler, with the frozen base beside an adapter until
+        `begun`; None if there are none."""
         with self.changed:
             if self.staged is None:
                 return None
-            self.taken, self.staged = self.staged, None
-            return self.taken
+            update = self.taken = self.staged
+            self.staged = None
+            if self._base is None:
+                return update
+            return replace(update, params=self._base.whole(update.params))
+
+    def begun(self) -> None:
+        """Let go of the frozen base: the sampler's engine has it. Idempotent."""
+        if self._base is not None:
+            self._base.release()
 
     def live(self, version: int) -> None:
         """Report that the sampler draws from a version; never blocks."""
@@ -130,7 +135,9 @@ class WeightReceiver:
             self._abort()
             self.changed.notify_all()
         self._thread.join(CLOSE_S)
-        self._fetching.close()
+        self._fetching.fetching.close()
+        if self._base is not None:
+            self._base.close()
         self.wake.set()
 
     @property
@@ -214,17 +221,16 @@ class WeightReceiver:
     def _fetch(self, order: _Order) -> Staged:
         """Fetch a version and stage it, if it is sound. Raises whatever goes wrong."""
         offer = order.offer
-        self._compare_layout(offer.where)
+        base_bytes = 0
+        if self._base is not None:
+            base_bytes = self._base.bring(offer.where, offer.sources, order.abort)
         fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, order.abort)
-        params = fetched.params
-        if not fetched.compared:
-            self._compare_sums(params, offer.where)
         seconds = self._clock() - order.at_s
         with self.changed:
             if order.abort.is_set():
                 raise WeightsError("the transfer was aborted")
             self.staged = VersionedParams(
-                version=offer.version, params=params, probe_logprobs=offer.probe_logprobs
+                version=offer.version, params=fetched.params, probe_logprobs=offer.probe_logprobs
             )
             self.changed.notify_all()
         return Staged(
@@ -232,31 +238,5 @@ class WeightReceiver:
             num_bytes=fetched.num_bytes,
             seconds=seconds,
             source=fetched.source,
+            base_bytes=base_bytes,
         )
-
-    def _compare_layout(self, where: Mapping[str, Any]) -> None:
-        if where.get("layout") != self._layout_hash:
-            raise WeightsError(
-                f"the trainer offers weights of layout {where.get('layout')}, this sampler was "
-                f"built for {self._layout_hash}: use one version of the package and one model "
-                "section for both"
-            )
-
-    def _compare_sums(self, params: Params, where: Mapping[str, Any]) -> None:
-        """Raise WeightsError unless all arrays have the checksums of the trainer's. Not where other
-        processes of the sampler hold parts of them: the transport has compared every piece."""
-        sent = where.get("sums")
-        if sent is None or not all(x.is_fully_addressable for x in jax.tree.leaves(params)):
-            return
-        received = self._checksums(params)
-        if received is None:
-            raise WeightsError("copies of one array differ between devices")
-        names = [name for name, _, _ in manifest_of(params).entries]
-        expected = np.asarray(sent, np.uint32)
-        if expected.shape != received.shape:
-            raise WeightsError(f"{expected.size} checksums came for {received.size} arrays")
-        wrong = [n for n, a, b in zip(names, expected, received, strict=True) if a != b]
-        if wrong:
-            raise WeightsError(
-                f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
-            )

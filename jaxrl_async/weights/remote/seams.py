@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from jaxrl_async.model.spec import Params
 
+BASE = -1
+"""In a version's place: the frozen weights that adapters change, which do not change themselves."""
+
 
 class Offering(Protocol):
     """The trainer's side of a transport."""
@@ -59,7 +62,7 @@ class Fetching(Protocol):
         shardings, and compare their checksums with the trainer's.
 
         Args:
-            version: of the weights.
+            version: of the weights, or BASE.
             where: what `Offering.offer` returned.
             sources: addresses to fetch from, the best first; a source that fails is left for the
                 next, and pieces that have come are kept.
@@ -67,6 +70,11 @@ class Fetching(Protocol):
 
         Raises WeightsError if no source has them, if a checksum differs or if it was aborted.
         """
+        ...
+
+    def for_base(self, target: Params) -> "Fetching":
+        """Return what fetches the frozen base (arrays as ShapeDtypeStructs with shardings), which
+        is passed on beside the versions until either is closed."""
         ...
 
     def close(self) -> None:

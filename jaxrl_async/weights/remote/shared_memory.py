@@ -1,6 +1,6 @@
 """Weights in shared memory, for samplers on the trainer's machine.
 
-    page 0: the version that is in the file, 0 while it is written
+    page 0: the number of the version that is in the file, 0 while it is written
     then every shard of this process, each on a page boundary
 
 The files are used again from version to version, so that the kernel need not find new pages; a
@@ -29,7 +29,8 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.manifest import Manifest
 from jaxrl_async.weights.remote.assembly import Assembly, raw_dtype
 from jaxrl_async.weights.remote.boxes import Box, contains, inside, volume
-from jaxrl_async.weights.remote.pieces import Piece
+from jaxrl_async.weights.remote.pieces import WeightPiece
+from jaxrl_async.weights.remote.seams import BASE
 from jaxrl_async.weights.remote.whereabouts import Holder
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ def machine_boot_id() -> str:
         return ""
 
 
+def number_of(version: int) -> int:
+    """Return what a file's first page says of a version, above 0 also of the frozen base."""
+    return version + 1 - BASE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
     """One file, mapped."""
@@ -60,8 +66,8 @@ class SharedFile:
     inode: int
 
     @property
-    def version(self) -> int:
-        """The version that is in it; 0: none, or it is being written. (Stored plus one.)"""
+    def number(self) -> int:
+        """number_of the version that is in it; 0: none, or it is being written."""
         return int.from_bytes(self.memory[:8], "little")
 
     def array(self, offset: int, box: Box, dtype: str) -> NDArray[Any]:
@@ -113,7 +119,7 @@ class SharedFiles:
 
     def publish(self, version: int) -> None:
         """Say that everything is in the file."""
-        self._used[version].memory[:8] = (version + 1).to_bytes(8, "little")
+        self._used[version].memory[:8] = number_of(version).to_bytes(8, "little")
 
     def withdraw(self, version: int) -> None:
         """Let the file of a version be written again. Idempotent."""
@@ -185,7 +191,7 @@ class SharedReader:
         version: int,
         manifest: Manifest,
         holder: Holder,
-        pieces: Sequence[Piece],
+        pieces: Sequence[WeightPiece],
         stopped: Callable[[], str],
     ) -> int:
         """Copy pieces into the assembly; return their bytes.
@@ -202,9 +208,9 @@ class SharedReader:
         """
         sources = self._sources(manifest, holder)
         file = self._mapped[holder.shared]
-        if file.version != version + 1:
+        if file.number != number_of(version):
             raise WeightsError(f"{holder.shared} no longer has version {version}")
-        copied: list[tuple[Piece, int]] = []
+        copied: list[tuple[WeightPiece, int]] = []
         lock = threading.Lock()
         left = iter(pieces)
 
@@ -224,7 +230,7 @@ class SharedReader:
         with ThreadPoolExecutor(COPIERS) as pool:
             for one in [pool.submit(work) for _ in range(COPIERS)]:
                 one.result()
-        if file.version != version + 1:
+        if file.number != number_of(version):
             raise WeightsError(f"{holder.shared}: version {version} was withdrawn meanwhile")
         for piece, checksum in copied:
             assembly.arrived(piece, checksum)

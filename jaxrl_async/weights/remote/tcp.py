@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.weights.remote.assembly import Assembly
-from jaxrl_async.weights.remote.guard import Guard
+from jaxrl_async.weights.remote.peer_guard import Guard
 from jaxrl_async.weights.remote.piece_protocol import (
     GREETING,
     PUBLISH,
@@ -24,7 +24,7 @@ from jaxrl_async.weights.remote.piece_protocol import (
     PeerError,
     PieceRequest,
 )
-from jaxrl_async.weights.remote.pieces import Piece
+from jaxrl_async.weights.remote.pieces import WeightPiece
 from jaxrl_async.wire.address import parse_address
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Pulled:
     """What came from one source. Changed by its streams, under `lock`."""
 
     num_bytes: int = 0
-    not_here: list[Piece] = field(default_factory=list)  # the source said that it lacks them
+    not_here: list[WeightPiece] = field(default_factory=list)  # the source said that it lacks them
     errors: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,7 +60,7 @@ class PullSettings:
 def pull(
     assembly: Assembly,
     version: int,
-    wanted: Sequence[tuple[str, Sequence[Piece]]],
+    wanted: Sequence[tuple[str, Sequence[WeightPiece]]],
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> list[Pulled]:
@@ -93,7 +93,7 @@ def _stream(
     assembly: Assembly,
     version: int,
     address: str,
-    left: deque[Piece],
+    left: deque[WeightPiece],
     result: Pulled,
     settings: PullSettings,
     stopped: Callable[[], str],
@@ -116,9 +116,9 @@ def _stream(
 
 
 def _pull_over(
-    line: Line, assembly: Assembly, version: int, left: deque[Piece], result: Pulled
+    line: Line, assembly: Assembly, version: int, left: deque[WeightPiece], result: Pulled
 ) -> None:
-    under_way: deque[Piece] = deque()
+    under_way: deque[WeightPiece] = deque()
     scratch = np.empty(0, np.uint8)
     while True:
         while len(under_way) < REQUESTS_AHEAD and (piece := _next(left)):
@@ -152,7 +152,7 @@ def _pull_over(
             result.num_bytes += piece.num_bytes
 
 
-def _next(left: deque[Piece]) -> Piece | None:
+def _next(left: deque[WeightPiece]) -> WeightPiece | None:
     try:
         return left.popleft()
     except IndexError:
@@ -162,7 +162,7 @@ def _next(left: deque[Piece]) -> Piece | None:
 def ask_to_publish(
     address: str,
     version: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[WeightPiece],
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> list[int]:
@@ -222,12 +222,12 @@ class SourceList:
         """Whether no source is left."""
         return not self._left
 
-    def ask(self, pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:
+    def ask(self, pieces: Sequence[WeightPiece]) -> list[tuple[str, list[WeightPiece]]]:
         """Return which pieces to ask for at which addresses."""
         source = self._left[0]
         if source is not None:
             return [(source, list(pieces))]
-        by_holder: dict[str, list[Piece]] = {}
+        by_holder: dict[str, list[WeightPiece]] = {}
         for piece in pieces:
             by_holder.setdefault(self._holders[piece.holder], []).append(piece)
         return [(address, asked) for address, asked in by_holder.items() if address]
@@ -240,7 +240,7 @@ class SourceList:
 def pull_all(
     assembly: Assembly,
     version: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[WeightPiece],
     sources: SourceList,
     settings: PullSettings,
     stopped: Callable[[], str],

@@ -12,8 +12,8 @@ from jaxrl_async.weights.remote.boxes import Box
 from jaxrl_async.weights.remote.bucket import FolderFiles
 from jaxrl_async.weights.remote.device import DevicePublisher, DevicePuller
 from jaxrl_async.weights.remote.fetching import FetchWays, PieceFetching
-from jaxrl_async.weights.remote.guard import Guard
 from jaxrl_async.weights.remote.offering import OfferWays, PieceOffering
+from jaxrl_async.weights.remote.peer_guard import Guard
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.seams import Fetching, Offering
 from jaxrl_async.weights.remote.shared_memory import SharedFiles
@@ -21,6 +21,8 @@ from jaxrl_async.weights.remote.tcp import PullSettings
 from jaxrl_async.wire.address import advertised_address, parse_address
 from jaxrl_async.wire.tls import read_tls
 
+SHARING = 64
+"""Most samplers that share a machine and a remote.data_port: each tries so many ports."""
 STREAMS = ("auto", "tcp", "device")
 """remote.transfer that need a route: pieces over TCP, also if another way is tried first."""
 
@@ -54,7 +56,7 @@ def make_offering(
             section,
             holdings,
             secret,
-            section.listen,
+            _host_of(section.listen),
             section.advertise,
             publish=publisher.publish if publisher else None,
         )
@@ -72,7 +74,7 @@ def make_fetching(
     section: RemoteSection,
     target: Params,
     *,
-    listen: str = "127.0.0.1:0",
+    host: str = "127.0.0.1",
     advertise: str | None = None,
     secret: bytes = b"",
 ) -> Fetching:
@@ -81,9 +83,9 @@ def make_fetching(
     Args:
         section: The settings.
         target: The sampler's arrays as jax.ShapeDtypeStruct with shardings (mesh.shapes_on).
-        listen: HOST:PORT at which it passes weights on; any free port is taken.
-        advertise: Host under which other samplers reach it; None: that of `listen`, or this
-            machine's name.
+        host: Of this machine, where it passes weights on, at the first free port from
+            remote.data_port on; IPv6 in brackets.
+        advertise: Host under which other samplers reach it; None: the same, or this machine's name.
         secret: The shared secret.
 
     Raises WeightsError if it cannot listen, ConfigError for a missing secret or certificate.
@@ -93,9 +95,9 @@ def make_fetching(
     tcp = server = puller = None
     if transfer in STREAMS:
         tcp = PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
-        server = _server(section, holdings, secret, listen, advertise)
+        server = _server(section, holdings, secret, host, advertise, ports=SHARING)
         if transfer == "device":
-            puller = DevicePuller(_host(listen, advertise), tcp)
+            puller = DevicePuller(_host(f"{host}:0", advertise), tcp)
     ways = FetchWays(
         puller=puller,
         shared=transfer in ("auto", "shared_memory"),
@@ -119,20 +121,26 @@ def _server(
     section: RemoteSection,
     holdings: Holdings,
     secret: bytes,
-    listen: str,
+    host: str,
     advertise: str | None,
+    *,
+    ports: int = 1,
     publish: Callable[[int, int, Box], int | None] | None = None,
 ) -> PieceServer:
-    """Serve at the interface of `listen`, on any free port."""
-    host = listen.rpartition(":")[0]
+    """Serve at remote.data_port, or at one of the `ports` from there on."""
     return PieceServer(
         holdings,
-        listen=f"{host}:0",
+        listen=f"{host}:{section.data_port}",
+        ports=ports,
         advertise=advertise,
         guard=_guard(section, secret),
         silence_s=section.silence_s,
         publish=publish,
     )
+
+
+def _host_of(listen: str) -> str:
+    return listen.rpartition(":")[0]
 
 
 def _host(listen: str, advertise: str | None) -> str:

@@ -85,7 +85,7 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
     return Whereabouts(version=version, manifest=manifest, holders=tuple(holders), sums=tuple(sums))
 
 
-def merged(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Put the offers of the trainer's processes (what Offering.offer returned in each) together.
 
     Raises WeightsError if they are of different weights.

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from runs import config_of, many_digits, run_job, weights_of
 
 from jaxrl_async.audit import audit_run
 from jaxrl_async.metrics.metric import comparable
-from jaxrl_async.train import RESUME
+from jaxrl_async.train_command import RESUME
 
 SHORT = (*TINY, "staleness.max_staleness=0", "checkpoint.every=0", "run.steps=3", "mesh.samplers=2")
 LONG = ("staleness.max_staleness=2", "checkpoint={every: 1, keep: 2}")
@@ -129,3 +130,33 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
         run.until_step(run.step + 2)
         run.signal("trainer", signal.SIGTERM)
         assert run.code("trainer") == 75 and not run.problems()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_one_that_was_started_again_takes_the_place_of_its_silent_predecessor(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ways = ("remote.transfer=tcp", f"remote.data_port={port}", "remote.silence_s=50")
+    with joined_run(tmp_path, *LONG, *ways, "run.steps=1000") as run:
+        run.train()
+        run.sample("first")
+        run.until_step(1)
+        for there in (port, port + 1):  # of the trainer, and of the sampler
+            socket.create_connection(("127.0.0.1", there)).close()
+        run.signal("first", signal.SIGSTOP)  # as if its machine were gone
+        run.sample("again", "--name", "first", "--data-port", str(port + 40))
+        run.until_said("trainer", "another first has joined in its place")
+        run.until_step(run.step + 2)
+        socket.create_connection(("127.0.0.1", port + 40)).close()
+        counted = run.faults()
+        assert counted["samplers_cut_off"] == 1 and counted["samplers_joined"] == 2
+        run.signal("first", signal.SIGCONT)
+        assert run.code("first") == 1, "it does not throw the other out again"
+        assert "is there already: give each its own --name" in run.said("first")
+        run.until_step(run.step + 2)
+        run.signal("trainer", signal.SIGTERM)
+        assert run.code("trainer") == 75 and run.code("again") == 0
+        assert run.faults()["samplers_joined"] == 2 and not run.problems()

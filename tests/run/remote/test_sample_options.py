@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from jaxrl_async import sample
+from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import DistributedSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
@@ -70,6 +71,18 @@ def test_what_cannot_work_is_said_in_one_line(
     assert sample.main(["--join", *words]) == code
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+def test_a_sampler_has_a_port_of_its_own_only_if_it_is_given_one() -> None:
+    def own(*words: str) -> RemoteSection:
+        return sample.connections_of(sample._parser().parse_args(["--join", "h:1", *words]))
+
+    assert "data_port" not in own().model_fields_set
+    assert own("--data-port", "7078").data_port == 7078
+    assert "data_port" in own("--data-port", "0").model_fields_set, "any, whatever the run says"
+    for port in ("-1", "65536", "x"):
+        with pytest.raises(SystemExit):
+            own(f"--data-port={port}")
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "soon"])

@@ -6,12 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from runs import many_digits
+from builders import tiny_params, tiny_spec
+from joined_run import TINY as TINIER
+from joined_run import joined_run, saved_rollouts
+from runs import many_digits, run_job
 from safetensors.numpy import load_file
 
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.model.heads import save_head, with_head
+from jaxrl_async.train_command import RESUME
 
 ROOT = Path(__file__).parents[3]
 TINY = (
@@ -123,3 +129,57 @@ def test_a_sampler_over_two_processes_draws_the_same(alone):
     one, two = learnt(alone, "alone"), learnt(alone, "joined")
     for name, weights in one.items():
         np.testing.assert_allclose(two[name], weights, atol=1e-5, err_msg=name)
+
+
+JUDGED = (  # a curriculum whose pass rates come from a function and a reward model together
+    "data.curriculum=hard_first",
+    "data.curriculum_pool=8",
+    "data.curriculum_threshold=0.2",
+    "reward.model_weight=0.25",
+    "staleness.max_staleness=0",
+    "metrics.samples_every=1",
+    "run.steps=4",
+)
+
+
+def reward_model(folder: Path) -> str:
+    """Write a random reward model; return the override that chooses it."""
+    spec = tiny_spec(24)
+    save_head(folder, spec, with_head(spec, tiny_params(spec), "reward", jax.random.key(1)))
+    return f"reward.model={folder}"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_reward_model_and_a_curriculum_go_on_in_a_trainer_over_two_processes(
+    tmp_path: Path,
+) -> None:
+    settings = (*JUDGED, reward_model(tmp_path / "judge"))
+    with joined_run(tmp_path, *settings, "checkpoint={every: 1, keep: 2}") as run:
+        digits = f"reward.function={tmp_path / 'reward.py'}:slow_digits"
+        alone = run_job("addition", tmp_path, *TINIER, *settings, digits, "run.name=alone")
+        run.train_over_two()
+        run.sample("first")
+        run.until(lambda: (run.run / "checkpoints" / "1" / "checksums.json").exists())
+        run.kill("trainer", "trainer-1")
+        version, positions, _ = saved_rollouts(run.run)
+        (curriculum,) = positions["prompts"]  # of the process that has the rollouts
+        assert 1 <= version < 4 and curriculum["next"] == 4 * version
+        assert curriculum["rates"] and curriculum["passed_over"]
+        run.train_over_two(*RESUME)
+        assert run.code("trainer") == 0, run.said("trainer")
+        assert run.code("trainer-1") == run.code("first") == 0
+        judged = run.lines()
+        assert [line["step"] for line in judged] == list(range(5)) and not run.problems()
+    for one, two in zip(alone, judged, strict=True):
+        keys = [k for k in one if k.startswith(("reward/", "data/"))]
+        assert {k: two[k] for k in keys} == pytest.approx({k: one[k] for k in keys}, abs=1e-5)
+    assert {"reward/model", "reward/function", "data/difficulty_mean"} <= judged[-1].keys()
+    assert len({line["reward/model"] for line in judged[1:]}) == 4, "it judges each step anew"
+    assert samples(tmp_path, "run") == samples(tmp_path, "alone")
+
+
+def samples(folder: Path, name: str) -> list[tuple[object, ...]]:
+    """Return prompts and answers of each step."""
+    lines = read_lines(folder / name / "samples.jsonl")
+    return [(x["step"], x["prompt"], x["completion"]) for x in lines]

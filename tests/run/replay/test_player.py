@@ -16,8 +16,8 @@ from jaxrl_async.ports import Intake, NotYet
 from jaxrl_async.run.replay.player import Replay, ReplayedBuffer
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of, read_schedule
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.train import main
-from jaxrl_async.types import Drop
+from jaxrl_async.train_command import main
+from jaxrl_async.types import CancelledGroup, Drop
 
 CONFIG = Path(__file__).parents[3] / "configs" / "addition.yaml"
 JOIN_S = 60.0
@@ -177,6 +177,42 @@ def test_however_the_threads_run_now_the_buffer_does_what_was_recorded(tmp_path_
     assert again["admit"] == [t for t in told if t[0] == "admit"]
     assert again["draw"] == [t for t in told if t[0] == "draw"]
     assert lines(folder / "again.jsonl") == lines(folder / "schedule.jsonl")
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["still drawn", "all drawn by now"])
+def test_a_group_that_was_cancelled_for_its_age_is_cancelled_where_it_was_recorded(
+    finished, replay, tmp_path
+):
+    """With what it had drawn then; whatever it has drawn now, and although nobody asks for age."""
+    events = [
+        {"admit": 0, "count": 9, "version": 0},
+        {"put": 1},
+        {"fail": 0, "reason": "stale", "oldest": 0, "lengths": [2, 1]},
+        {"put": 2},
+        {"draw": 0, "groups": [1, 2], "dropped": []},
+    ]
+    schedule = replay(*events)
+    real, aged, stopped = buffer(note=schedule.write), [], []
+    gate = ReplayedBuffer(real, schedule, curriculum=False)
+
+    def stop(number):
+        stopped.append(number)
+        gone = CancelledGroup(ticket=tickets[number], prompt_id=4, oldest=0, lengths=())
+        gate.cancel(gone)
+
+    gate.watch(aged.append, stop)
+    tickets = gate.admit()
+    if finished:
+        gate.put(make_group(tickets[0]))
+    gate.put(make_group(tickets[2]))
+    assert real.stats().dropped == {}, "not yet"
+    gate.put(make_group(tickets[1]))
+    draw = gate.draw(0)
+    (gone,) = draw.cancelled
+    assert (gone.ticket, gone.oldest, gone.lengths) == (tickets[0], 0, (2, 1))
+    assert stopped == ([] if finished else [0]) and not aged
+    assert real.stats().dropped == {"stale": 1}
+    assert [json.loads(x) for x in lines(tmp_path / "again.jsonl")] == events
 
 
 def test_at_the_end_of_the_recording_the_trainer_is_told_and_nobody_else_is_stopped(replay):

@@ -159,7 +159,7 @@ def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budg
         open_ = [
             (i, d, t) for i, (d, (_, t)) in enumerate(zip(done, waiting, strict=True)) if d < t
         ]
-        pieces = shapes.plan_pieces([(d, t) for _, d, t in open_], budget)
+        pieces = shapes.plan_prefill([(d, t) for _, d, t in open_], budget)
         assert 0 < sum(p.count for p in pieces) <= budget
         assert [p.index for p in pieces] == list(range(len(pieces))), "first come, first served"
         for piece in pieces:

@@ -71,6 +71,7 @@ class Two:
         return leading_sampler(self.setup, self.crew, self.joint.first(WAIT_S), self.joint)
 
 
+@pytest.mark.exhaustive
 def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
     two = Two()
     with two.begun() as sampler:

@@ -12,7 +12,8 @@ from tiny import request
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.sampler.remote import replica as remote_replica
-from jaxrl_async.sampler.remote.replica import WIRE_PLACES, RemoteReplica
+from jaxrl_async.sampler.remote.outstanding import WIRE_PLACES
+from jaxrl_async.sampler.remote.replica import RemoteReplica
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import Completion, Partial, StopReason
@@ -22,10 +23,10 @@ from jaxrl_async.wire.messages import (
     Beat,
     Cancel,
     Died,
-    Failure,
     Leave,
     Leaving,
-    Reply,
+    RemoteFailure,
+    RemoteReply,
     Start,
 )
 from jaxrl_async.wire.session import WireLimits
@@ -106,7 +107,7 @@ def test_requests_go_together_and_come_back_under_their_own_ids(played):
     assert len(played.got[Start]) == 1, "one message for all"
     assert len({r.request_id for r in played.started}) == 3, "though two have one id"
     done = tuple(completion(r) for r in played.started[1:])
-    failed = Failure(request_id=played.started[0].request_id, error="out of luck")
+    failed = RemoteFailure(request_id=played.started[0].request_id, error="out of luck")
     played.say(Answers(completions=done, failures=(failed,)))
     assert [f.result(5).request_id for f in futures[1:]] == ["g1/m0/t0", "g2/m0/t0"]
     with pytest.raises(RolloutError, match="sampler-0: out of luck"):
@@ -140,7 +141,7 @@ def test_who_gives_up_is_told_to_the_sampler_once_and_a_late_answer_is_no_fault(
     until(lambda: sum(len(m.request_ids) for m in played.got[Cancel]) == 2)
     assert [i for m in played.got[Cancel] for i in m.request_ids] == ids[:2]
     played.answer(played.started[0])  # it was done already
-    played.say(Answers(failures=(Failure(request_id=ids[1], error="cancelled"),)))
+    played.say(Answers(failures=(RemoteFailure(request_id=ids[1], error="cancelled"),)))
     played.answer(played.started[2])
     assert futures[2].result(5).request_id == "g2/m0/t0"
     assert played.replica.error is None and not played.faults.read()["refused_answers"]
@@ -337,13 +338,13 @@ def test_progress_is_what_runs_there_and_what_waits_here(played, monkeypatch):
     assert ask.request_id is None
     drawn = (partial_of(played.started[1]), partial_of(played.started[0]))
     played.answer(played.started[0])  # it ended meanwhile
-    played.say(Reply(number=ask.number, partials=drawn))
+    played.say(RemoteReply(number=ask.number, partials=drawn))
     assert [p.request.request_id for p in progress()] == ["g8/m0/t0", "g1/m0/t0"]
     monkeypatch.setattr(remote_replica, "PROGRESS_WAIT_S", 0.01)
     last = [p.request.request_id for p in played.replica.progress()]
     assert last == ["g8/m0/t0", "g1/m0/t0"], "what a silent one said last"
-    played.say(Reply(number=10**6, partials=()))  # to a question of nobody
-    played.say(Reply(number=asked(played, 2).number, error="too late"))
+    played.say(RemoteReply(number=10**6, partials=()))  # to a question of nobody
+    played.say(RemoteReply(number=asked(played, 2).number, error="too late"))
     assert played.replica.error is None
 
 
@@ -356,7 +357,7 @@ def test_a_saved_request_is_there_though_it_was_stopped(played):
     assert ask.stop and ask.request_id == wish.request_id
     half = completion(wish, token_ids=LONG[:2], stop=StopReason.CANCELLED)
     played.say(Answers(completions=(half,)))
-    played.say(Reply(number=ask.number, partials=(partial_of(wish),)))
+    played.say(RemoteReply(number=ask.number, partials=(partial_of(wish),)))
     saved = save()
     assert saved.request.request_id == "g1/m0/t0" and len(saved.token_ids) == 2
     assert future.result(5).stop is StopReason.CANCELLED
@@ -374,7 +375,7 @@ def test_a_question_that_fails_or_is_not_answered_says_so(played, monkeypatch):
         return True
 
     wait = on_thread(fails)
-    played.say(Reply(number=asked(played).number, error="no such request"))
+    played.say(RemoteReply(number=asked(played).number, error="no such request"))
     assert wait()
     monkeypatch.setattr(remote_replica, "SAVE_WAIT_S", 0.01)
     with pytest.raises(TimeoutError, match="did not answer"):

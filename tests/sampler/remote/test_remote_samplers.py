@@ -40,6 +40,7 @@ def same(done, expected):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [2, 3])
 def test_which_sampler_draws_changes_no_token(wishes, expected, count):
     with Remotes(count) as remotes:
@@ -50,6 +51,7 @@ def test_which_sampler_draws_changes_no_token(wishes, expected, count):
         assert remotes.counted() == {"samplers_joined": count}
 
 
+@pytest.mark.exhaustive  # test_joined_runs compares whole runs
 def test_two_processes_draw_bit_by_bit_what_two_threads_draw(wishes) -> None:
     """More than a sampler is sent at a time, so that what waits here must not change its
     schedule."""

@@ -20,7 +20,7 @@ from jaxrl_async.wire.messages import (
     Died,
     Leave,
     Leaving,
-    Reply,
+    RemoteReply,
     Start,
 )
 
@@ -34,7 +34,7 @@ class Served:
         self.server = ReplicaServer(self.pair.sampler, self.sampler, beat_s=0.01)
         self.said: list = []
         self.beats: list = []
-        for kind in (Answers, Reply, Died, Leaving):
+        for kind in (Answers, RemoteReply, Died, Leaving):
             self.pair.trainer.on(kind, self.said.append)
         self.pair.trainer.on(Beat, self.beats.append)
         self.server.start()
@@ -97,8 +97,8 @@ def test_questions_are_answered_after_what_was_done_before(served):
     until(lambda: len(served.completions) >= 1)
     served.ask(Ask(number=1))
     served.ask(Ask(number=2, request_id="nobody"))
-    until(lambda: len(served.of(Reply)) == 2)
-    report, unknown = served.of(Reply)
+    until(lambda: len(served.of(RemoteReply)) == 2)
+    report, unknown = served.of(RemoteReply)
     known = {p.request.request_id: p for p in report.partials}
     before = served.said[: served.said.index(report)]
     done = {c.request_id for m in before if isinstance(m, Answers) for c in m.completions}
@@ -119,9 +119,9 @@ def test_one_that_is_stopped_is_saved_and_answered(served):
     served.sampler.engine.generate = waits
     served.ask(Start(requests=wishes(1)))
     served.ask(Ask(number=1, request_id="w0", stop=True))
-    until(lambda: served.of(Reply) and served.completions)
+    until(lambda: served.of(RemoteReply) and served.completions)
     assert served.completions["w0"].stop is StopReason.CANCELLED
-    (saved,) = served.of(Reply)[0].partials
+    (saved,) = served.of(RemoteReply)[0].partials
     assert saved.token_ids.tolist() == served.completions["w0"].token_ids.tolist()
 
 

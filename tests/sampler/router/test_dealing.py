@@ -1,9 +1,14 @@
 """Which replica gets a request: a pure function."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from jaxrl_async.sampler.router.dealing import REMEMBERED, Candidate, Dealer, choose
+from jaxrl_async.sampler.router.fleet import Seat
 from jaxrl_async.sampler.router.job import RouterJob, job_for_thread
+from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Request
 
 
@@ -71,3 +76,21 @@ def test_the_least_loaded_seat_is_kept_free_for_suspects_that_wait() -> None:
     deal = Dealer().deal([other], seats(1, 2), suspects_wait=True)
     assert deal.shares == {1: [other]}
     assert Dealer().deal([other], seats(1), suspects_wait=True).waiting == [other]
+
+
+def test_what_a_group_costs_does_not_grow_with_the_requests_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed, looked = list[Candidate](), list[RouterJob]()
+
+    def replaced(candidate: Candidate, *, in_flight: int) -> Candidate:
+        changed.append(candidate)
+        return replace(candidate, in_flight=in_flight)
+
+    monkeypatch.setattr("jaxrl_async.sampler.router.dealing.replace", replaced)
+    deal = Dealer().deal([job(n) for n in range(20)], seats(*[0] * 50))
+    assert len(deal.shares) == 20 and len(changed) == 20, "one candidate for each"
+    monkeypatch.setattr(RouterJob, "suspect", property(lambda made: looked.append(made)))
+    seat = Seat(number=0, replica=ScriptedReplica(), up_at=0.0, moved_at=0.0)
+    seat.jobs = dict.fromkeys(job(n) for n in range(20))
+    assert seat.candidate.in_flight == 20 and not looked

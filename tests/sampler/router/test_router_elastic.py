@@ -3,6 +3,7 @@ exactly one answer, and what was handed back is not begun again."""
 
 import itertools
 import logging
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +15,11 @@ from tiny import request
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.router import router as router_module
 from jaxrl_async.sampler.router.job import SUSPECT_AFTER_CUTS, job_for_thread
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import REMIND_S, RestartLimits
-from jaxrl_async.sampler.router.totals import Totals
+from jaxrl_async.sampler.router.totals import RouterTotals
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.scripted_replica import ScriptedReplica
@@ -154,6 +156,27 @@ def test_whoever_joins_gets_its_share_of_what_nobody_has_begun():
     assert [f.result(0).request_id for f in futures] == [r.request_id for r in groups]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_requests_of_one_that_has_gone_overtake_those_that_nobody_has_begun(leaves):
+    router, _, _ = elastic(2)
+    futures = router.start_many([numbered(i) for i in range(10)])
+    first, second = router.samplers
+    under_way, waiting = second.held_ids[:2], second.held_ids[2:]
+    overtakes = [*first.held_ids, *waiting]
+    assert min(waiting) < max(first.held_ids) and max(waiting) > min(first.held_ids)
+    second.unsent = tuple(future for _, future in second.held[2:])
+    if leaves:
+        first.leave([drawn(given) for given, _ in first.held[:2]])
+    else:
+        first.die(Disconnected("the line was cut"))
+    router.look()
+    second.held = [(given, future) for given, future in second.held if not future.cancelled()]
+    assert second.held_ids == (*under_way, *sorted(overtakes)), "in the order of asking"
+    while second.held:
+        second.answer()
+    assert all(f.result(0) for f in futures)
+
+
 def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
     caplog.set_level(logging.WARNING)
     router, clock, _ = elastic(1)
@@ -190,6 +213,45 @@ def test_a_closed_router_takes_nobody_in():
     router.close()
     with pytest.raises(Closed):
         router.join(remote())
+
+
+class SlowToClose(ScriptedReplica):
+    """Its `close` waits for something."""
+
+    def __init__(self, wait):
+        super().__init__("slow", replaceable=False)
+        self.wait, self.closed = wait, False
+
+    def close(self):
+        self.wait()
+        self.closed = True
+        super().close()
+
+
+def test_samplers_elsewhere_are_closed_side_by_side():
+    together = threading.Barrier(3)
+    router, _, _ = elastic()
+    replicas = [SlowToClose(lambda: together.wait(20)) for _ in range(3)]
+    for replica in replicas:
+        router.join(replica)
+    router.close()
+    assert all(replica.closed for replica in replicas), "one waited for another"
+
+
+def test_samplers_that_never_close_keep_the_router_for_one_limit_in_all(monkeypatch, caplog):
+    monkeypatch.setattr(router_module, "CLOSE_S", 0.05)
+    over = threading.Event()
+    router, _, _ = elastic()
+    for wait in (over.wait, over.wait, lambda: None):
+        router.join(SlowToClose(wait))
+    (future,) = router.start_many([numbered(0)])
+    closing = threading.Thread(target=router.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive() and "2 of 3 were not closed within 0.05 s" in caplog.text
+    with pytest.raises(Closed):
+        future.result(0)
+    over.set()
 
 
 def test_one_that_hangs_or_draws_nan_is_removed_for_good():
@@ -263,7 +325,7 @@ def test_a_few_preemptions_are_no_requests_fault():
 
 
 def test_counters_never_fall_and_times_are_means_over_those_that_were_there():
-    totals = Totals()
+    totals = RouterTotals()
     a = SamplerStats(requests_done=5, busy_s=10.0, in_flight=3, compiled_programs=4)
     assert totals.read({0: a}) == a
     totals.change({0: a})  # one joins

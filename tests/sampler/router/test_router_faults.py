@@ -78,6 +78,19 @@ def test_requests_of_a_dead_sampler_go_to_another_and_it_comes_back_after_the_ba
     }  # fmt: skip
 
 
+def test_older_groups_come_first_also_where_a_dead_samplers_requests_come_back():
+    router, _, _ = attended(1)
+    first = router.samplers[0]
+    wanted = [f"g{g}/m{m}/t0" for g in range(4) for m in range(2)]
+    futures = router.start_many(
+        [request(int(name[1]), request_id=name, key=(int(name[1]), 0)) for name in wanted[:6]]
+    )
+    futures += router.start_many([request(3, request_id=name) for name in wanted[6:]])
+    assert list(first.held_ids) == wanted, "in order of admission"
+    for future in futures:
+        future.cancel()
+
+
 def begun(number, drawn):
     """A request under way that has drawn so much."""
     zeros = np.zeros(drawn, np.int32)
@@ -402,7 +415,7 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
         channel.wait_live(version, 60)  # of the one that lives
     tried, prepare = threading.Event(), engine.prepare
 
-    def unprepared(params):
+    def unprepared(params, before=None):
         tried.set()
         raise RuntimeError("no memory")
 

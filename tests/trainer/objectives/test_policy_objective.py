@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.trainer.flops import num_matmul_params, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings, rows_per_micro_batch
@@ -388,12 +390,21 @@ def test_flops_count_weights_tokens_and_causal_attention():
     forward = 2 * num_matmul_params(SPEC) * 14 + attention
     assert train_flops(SPEC, batch, reference=False) == 3 * forward
     assert train_flops(SPEC, batch, reference=True) == 4 * forward
+    lora = lora_of(SPEC, LoraSection(rank=3, targets=("q_proj", "down_proj")))
+    a = ARCHITECTURE
+    inputs_and_outputs = a.width + a.heads * a.head_dim + a.mlp + a.width
+    adapter = 2 * a.layers * 3 * inputs_and_outputs * 14
+    frozen = 2 * num_matmul_params(SPEC) * 14
+    learning = 2 * frozen + 3 * attention + 3 * adapter
+    assert train_flops(SPEC, batch, reference=False, lora=lora) == learning
+    assert train_flops(SPEC, batch, reference=True, lora=lora) == learning + forward
 
 
 def test_a_state_is_a_pytree_of_three():
     assert TrainState._fields == ("params", "opt_state", "step")
 
 
+@pytest.mark.exhaustive
 def test_moments_in_the_hosts_memory_give_the_same_update(params):
     ends = []
     for offload in ((), ("optimizer",)):

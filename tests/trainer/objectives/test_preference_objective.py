@@ -200,7 +200,18 @@ def test_sharding_changes_neither_loss_nor_gradient(params, frozen, loss, axes):
     same_report(one[1], many[1])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "simpo", {"orpo": {"beta": 2.0}}], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "dpo",
+        "kto",
+        *(
+            pytest.param(x, marks=pytest.mark.exhaustive)
+            for x in ("simpo", {"orpo": {"beta": 2.0}})
+        ),
+    ],
+    ids=str,
+)
 def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
     step, frozen = step_of(loss), Frozen(params)
     held_out, wrong = pairs_of(seed=5), mismatched(PAIRS)

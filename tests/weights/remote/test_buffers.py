@@ -4,6 +4,7 @@ import gc
 
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_async.weights.remote.buffers import BufferPool
 
@@ -31,6 +32,7 @@ def test_a_block_that_a_jax_array_has_taken_over_is_free_when_the_array_dies():
     assert pool.in_use_bytes == 0
 
 
+@pytest.mark.exhaustive
 def test_the_same_memory_comes_again():
     pool = BufferPool()
     places = set()

@@ -20,7 +20,7 @@ from jaxrl_async.weights.remote.transports import make_fetching, make_offering
 from jaxrl_async.weights.remote.whereabouts import (
     HeldShard,
     Holder,
-    merged,
+    merged_offers,
     offer_json,
     read_whereabouts,
 )
@@ -149,10 +149,10 @@ def test_a_trainer_over_several_processes_offers_its_parts_together(offered):
     fetching = make_fetching(RemoteSection(transfer="tcp"), target_of(tree, 1, 4))
     with pytest.raises(WeightsError, match="Every process of the trainer must offer its part"):
         fetching.fetch(3, parts[0], [offering.address], threading.Event())
-    got = fetching.fetch(3, merged(parts), [offering.address], threading.Event())
+    got = fetching.fetch(3, merged_offers(parts), [offering.address], threading.Event())
     assert same_bits(got.params, tree)
     parts[1]["holders"][0]["shards"][0][2] += 1
-    whole = merged([*parts[:1], *parts[2:], parts[1]])
+    whole = merged_offers([*parts[:1], *parts[2:], parts[1]])
     with pytest.raises(WeightsError, match="differ from what was sent after 2 repeats"):
         fetching.fetch(3, whole, [offering.address], threading.Event())
     fetching.close()
@@ -189,7 +189,7 @@ def test_copies_of_one_shard_that_differ_between_processes_are_refused():
         for n in (1, 2)
     ]
     with pytest.raises(WeightsError, match="copies of a"):
-        merged(offers)
+        merged_offers(offers)
 
 
 def test_another_model_is_refused_by_the_first_array_that_differs(offered):

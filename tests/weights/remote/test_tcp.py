@@ -10,16 +10,22 @@ import time
 import jax
 import numpy as np
 import pytest
+from slow_tls import client_hello, dripped
 from transport_rig import FetchProcess, Proxy, host_tree, on_trainer, same_bits, target_of
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.remote import fetching as fetching_module
+from jaxrl_async.weights.remote import peer_guard as guard_module
+from jaxrl_async.weights.remote import piece_server as piece_server_module
+from jaxrl_async.weights.remote import transports as transports_module
 from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part
-from jaxrl_async.weights.remote.piece_protocol import ANSWER, HERE
+from jaxrl_async.weights.remote.peer_guard import Guard
+from jaxrl_async.weights.remote.piece_protocol import ANSWER, GREETING, HERE
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.pieces import plan_pieces
 from jaxrl_async.weights.remote.transports import make_fetching, make_offering
+from jaxrl_async.wire.tls import read_tls
 
 TREE = host_tree(rows=4096)
 NUM_BYTES = sum(x.nbytes for x in jax.tree.leaves(TREE))
@@ -242,6 +248,59 @@ def test_strangers_are_hung_up_on_and_hinder_nobody(trainer, sampler, garbage):
             pass  # it was closed with bytes unread
         one.close()
     assert trainer.counts["refused"] >= 20
+
+
+def test_weights_have_the_port_that_was_chosen_and_samplers_the_next_free_ones(sampler):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    section = SECTION.model_copy(update={"data_port": port})
+    offering = make_offering(section, run="port", secret=b"open sesame")
+    assert offering.address == f"127.0.0.1:{port}"
+    with pytest.raises(WeightsError, match=rf"at 127.0.0.1:{port}: .*remote.data_port"):
+        make_offering(section, run="another", secret=b"open sesame")
+    where = offering.offer(0, on_trainer(TREE))
+    first, second = sampler(section), sampler(section)
+    ports = [int(one.address.rpartition(":")[2]) for one in (first, second)]
+    assert port < ports[0] < ports[1] < port + transports_module.SHARING
+    fetch(first, where, [offering.address])
+    assert fetch(second, where, [first.address]).source == first.address
+    offering.close()
+
+
+@pytest.mark.parametrize("slow", ["greeting", "TLS", "proof"])
+def test_a_stranger_that_sends_a_byte_at_a_time_is_hung_up_on(certificates, monkeypatch, slow):
+    monkeypatch.setattr(piece_server_module, "GREETING_S", 0.5)
+    section = SECTION if slow == "proof" else SECTION.model_copy(update=certificates)
+    offering = make_offering(section, run="slow", secret=b"open sesame")
+    host, port = offering.address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        if slow == "greeting":
+            sent, data = dripped(connection, GREETING, 0.4), GREETING
+        else:
+            connection.sendall(GREETING)
+            data = bytes(500)
+            if slow == "TLS":
+                data = client_hello(read_tls(section))
+            sent = dripped(connection, data, 0.02)
+    assert 0 < sent < len(data)
+    end = time.monotonic() + 10
+    while not offering.counts.get("refused") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert offering.counts["refused"] == 1
+    offering.close()
+
+
+def test_a_source_whose_tls_drips_is_left_by_a_sampler(certificates, monkeypatch):
+    monkeypatch.setattr(guard_module, "GREETING_S", 0.5)
+    guard = Guard(secret=b"open sesame", tls=read_tls(SECTION.model_copy(update=certificates)))
+    ours, theirs = socket.socketpair()
+    hello = b"\x16\x03\x03\x01\x00" + bytes(256)  # the head of a record that never ends
+    dripping = threading.Thread(target=dripped, args=(theirs, hello, 0.05))
+    dripping.start()
+    with ours, pytest.raises(OSError):
+        guard.as_client(ours)
+    dripping.join(30)
+    theirs.close()
 
 
 @pytest.mark.parametrize(

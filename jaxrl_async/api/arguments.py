@@ -1,0 +1,272 @@
+"""The arguments of `jaxrl_async.train` as a configuration, and as a task for what is a function.
+
+model     DIR | Policy          model.path
+data      list | dataset | path    records of the task, or data.jsonl.path
+reward    function | name | list   the task's reward, reward.function
+task      Task | class | name      task
+**settings    learning_rate=..., sampler={...}    as in a file
+"""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.folder import given_folder
+from jaxrl_async.tasks.game import Game
+from jaxrl_async.tasks.handed_over import handed_over
+from jaxrl_async.tasks.task import Environment, Task
+
+FLAT = (
+    "run",
+    "algorithm",
+    "sampler",
+    "staleness",
+    "trainer",
+    "data",
+    "eval",
+    "mesh",
+    "checkpoint",
+    "metrics",
+    "model",
+)
+"""Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
+that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
+
+Reward = str | Mapping[str, Any] | Callable[..., Any]
+"""A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
+Data = str | Path | Iterable[Any]
+"""A file or folder of records, or the records: mappings, or texts (prompts)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What a caller brings beside settings; see jaxrl_async.train. A mapping is the section of the
+    same name."""
+
+    model: str | Path | Policy | Mapping[str, Any] | None = None
+    data: Data | Mapping[str, Any] | None = None
+    eval_data: Data | None = None
+    reward: Reward | Sequence[Reward] | None = None
+    task: str | Mapping[str, Any] | Task | type | None = None
+
+
+@contextmanager
+def configured(
+    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
+) -> Iterator[Config]:
+    """Yield the configuration of a call while the `with` lasts: its task is known as long.
+
+    Args:
+        brought: model, data, rewards and task.
+        config: what the settings change: a file, sections, or a Config.
+        settings: sections as mappings, or settings of FLAT by their own names.
+
+    Raises ConfigError and DataError.
+    """
+    tree = _tree_of(config)
+    brought, sections = _without_sections(brought)
+    for name, value in {**sections, **settings}.items():
+        _put(tree, name, value)
+    run = tree.setdefault("run", {})
+    if not (run.get("resume") or run.get("resume_or_start")):
+        run.setdefault("overwrite", True)
+    job = run.get("job", "rl")
+    folder = given_folder(load({"run": run}, where="train").run)
+    if brought.model is not None:
+        tree.setdefault("model", {})["path"] = _model_folder(brought.model, folder)
+    functions, named = _rewards_of(brought.reward)
+    if named:
+        tree.setdefault("reward", {})["function"] = named[0] if len(named) == 1 else named
+    task = _task_of(brought.task)
+    if isinstance(task, str | Mapping) and not functions:
+        tree["task"], task = task, None
+    elif isinstance(task, str | Mapping):
+        raise ConfigError(
+            "train: a task by name has rewards of its own, and cannot take functions beside them. "
+            "Give reward=FILE.py:FUNCTION, or the task as an object."
+        )
+    if isinstance(brought.data, str | Path) or job != "rl":
+        _put_files(tree, brought, folder)
+    elif brought.data is not None:
+        task = _with_records(task or Task(), brought)
+    elif brought.eval_data is not None:
+        raise ConfigError("train: eval_data is given without data. Give both.")
+    if functions:
+        if task is not None and task.reward is not None:
+            raise ConfigError("train: the task has a reward, and reward gives another. Leave one.")
+        task = dataclasses.replace(task or Task(), reward=functions)
+    if task is None:
+        yield load(tree, where="train")
+        return
+    with handed_over(task) as name:
+        tree["task"] = name
+        yield load(tree, where="train")
+
+
+def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str, Any]]]:
+    """Return what is given as objects, and what is given as sections."""
+    given = {"model": brought.model, "data": brought.data, "reward": brought.reward}
+    sections = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Mapping) and value.keys() <= _names_in(name)
+    }
+    return dataclasses.replace(brought, **dict.fromkeys(sections)), sections
+
+
+def _names_in(section: str) -> set[str]:
+    """Return the names of a section's settings."""
+    kind = Config.model_fields[section].annotation
+    return set() if kind is None else set(kind.model_fields)
+
+
+def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    """Return the sections that a configuration writes down, or all of a Config."""
+    if config is None:
+        return {}
+    if isinstance(config, Config):
+        return config.model_dump()
+    if isinstance(config, Mapping):
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    return load(config).model_dump(exclude_unset=True)
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Write a setting that has this name into the tree. Raises ConfigError."""
+    if name in Config.model_fields:
+        if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
+            tree[name] = _joined(tree[name], value)
+        else:
+            tree[name] = dict(value) if isinstance(value, Mapping) else value
+        return
+    for section in FLAT:
+        if name in _names_in(section):
+            tree[section] = _joined(tree.get(section) or {}, {name: value})
+            return
+    known = {*Config.model_fields, *(n for section in FLAT for n in _names_in(section))}
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "jaxrl_async.train takes all settings of a file."
+    raise ConfigError(f"train: {name} is not a setting; {hint}")
+
+
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested mappings as one; where both have a value the new one counts."""
+    joined = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(joined.get(key), Mapping)
+        joined[key] = _joined(joined[key], value) if both else value
+    return joined
+
+
+def _model_folder(model: Any, folder: Path) -> str:
+    """Return the directory of a model; a policy is written to one. Raises ConfigError."""
+    if isinstance(model, str | Path):
+        return str(model)
+    if not isinstance(model, Policy):
+        raise ConfigError(
+            f"train: model is a {type(model).__name__}. Give a directory, a Policy, or settings of "
+            f"the section model ({', '.join(sorted(_names_in('model')))})."
+        )
+    if model.tokenizer is None:
+        raise ConfigError(
+            "train: the policy has no tokenizer. Give Policy(..., tokenizer=...), or load it from "
+            "a directory that has one."
+        )
+    model.merged().save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def _rewards_of(
+    reward: Reward | Sequence[Reward] | None,
+) -> tuple[tuple[Callable[..., Any], ...], list[Any]]:
+    """Return the rewards that are functions, and those that are names."""
+    if reward is None:
+        return (), []
+    single = isinstance(reward, str | Mapping) or callable(reward)
+    each: list[Any] = list(reward) if isinstance(reward, Sequence) and not single else [reward]
+    wrong = [r for r in each if not (isinstance(r, str | Mapping) or callable(r))]
+    if wrong:
+        raise ConfigError(
+            f"train: reward has a {type(wrong[0]).__name__}. Give functions or names, or a list."
+        )
+    return tuple(r for r in each if callable(r)), [r for r in each if not callable(r)]
+
+
+def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
+    """Return a task, or the name of one; a class of environments or games becomes a task."""
+    if task is None or isinstance(task, str | Mapping | Task):
+        return task
+    if inspect.isclass(task) and issubclass(task, Environment):
+        return Task(environment=task)
+    if inspect.isclass(task) and issubclass(task, Game):
+        return Task(game=task)
+    raise ConfigError(
+        f"train: task is a {type(task).__name__}. Give a Task, an Environment or Game class, or a "
+        "name as in a configuration."
+    )
+
+
+def _with_records(task: Task, brought: Brought) -> Task:
+    if task.records is not None:
+        raise ConfigError("train: the task has records, and data gives others. Leave one out.")
+    held_out = None if brought.eval_data is None else _records(brought.eval_data, "eval_data")
+    return dataclasses.replace(task, records=_records(brought.data, "data"), held_out=held_out)
+
+
+def _records(data: Any, name: str) -> list[dict[str, Any]]:
+    """Return records as dicts; a text is a prompt. Raises DataError."""
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise DataError(
+            f"train: {name} is a {type(data).__name__}. Give records in a list, a dataset, or the "
+            "path of a file."
+        )
+    records: list[dict[str, Any]] = []
+    for index, record in enumerate(data):
+        if isinstance(record, str):
+            record = {"prompt": record}
+        if not isinstance(record, Mapping):
+            raise DataError(
+                f"train: {name}[{index}] is a {type(record).__name__}. Give a mapping, such as "
+                '{"question": ..., "answer": ...}, or a text.'
+            )
+        records.append(dict(record))
+    if not records:
+        raise DataError(f"train: {name} is empty. Give at least two records.")
+    return records
+
+
+def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:
+    """Have the configuration read data from files; records are written to some."""
+    if brought.data is None:
+        return
+    data = tree.setdefault("data", {})
+    jsonl = data["jsonl"] = dict(data.get("jsonl") or {})
+    data["source"] = "jsonl"
+    for name, key, given in (
+        ("data", "path", brought.data),
+        ("eval_data", "eval_path", brought.eval_data),
+    ):
+        if isinstance(given, str | Path):
+            jsonl[key] = str(given)
+        elif given is not None:
+            file = folder / f"{name}.jsonl"
+            _write_records(file, _records(given, name), name)
+            jsonl[key] = str(file)
+
+
+def _write_records(file: Path, records: Sequence[Mapping[str, Any]], name: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"train: {name} cannot be written as JSON lines: {error}.") from None
+    file.write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,72 @@
+"""A run as Python sees it when it is over, or later: what its folder holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.metrics.charts import points
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.folder import Paths
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of a run. Everything is read when it is asked for."""
+
+    path: Path
+    """The run's folder."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration that it was made with."""
+        return load(self._paths.config)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """What each update measured, by name (docs/metrics.md); `step` 0 is before the first."""
+        return read_lines(self._paths.metrics)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Sample episodes with their rewards."""
+        return read_lines(self._paths.samples)
+
+    @property
+    def report(self) -> Path:
+        """The run on one HTML page."""
+        return self._paths.report
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy at the end, an adapter's changes added. Raises CheckpointError where the run
+        has written none."""
+        if not self._paths.policy.is_dir():
+            raise CheckpointError(
+                f"{self._paths.policy} is not there: the run has trained a reward model, or did "
+                "not end. Resume it with jaxrl_async.train(..., resume=True)."
+            )
+        return Policy.from_pretrained(self._paths.policy)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps at which a metric was measured, with its values."""
+        return points(self.metrics, name)
+
+    def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
+        """Return the metrics by column, with None where a step has not measured one: what
+        pandas.DataFrame takes. names: columns beside `step`; none: all."""
+        lines = self.metrics
+        columns = names or sorted({key for line in lines for key in line} - {"step"})
+        return {name: [line.get(name) for line in lines] for name in ("step", *columns)}
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def _paths(self) -> Paths:
+        return Paths(self.path)

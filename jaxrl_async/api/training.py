@@ -1,0 +1,137 @@
+"""Train from Python: in one call, or update by update.
+
+The run is that of `python -m jaxrl_async.train`; the arguments are made a configuration first,
+which is written to its folder.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.api.arguments import Brought, Data, Reward, configured
+from jaxrl_async.api.finished_run import Run
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import StopTraining
+from jaxrl_async.metrics.console import OnStep
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run import loop
+from jaxrl_async.tasks.task import Task
+
+
+def train(
+    model: str | Path | Policy | Mapping[str, Any] | None = None,
+    data: Data | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    *,
+    task: str | Mapping[str, Any] | Task | type | None = None,
+    eval_data: Data | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a policy, and return what came of it; blocks.
+
+    Works on any thread and inside a running event loop; Ctrl-C saves and ends the run where it is
+    called on the main thread. A run of the same name is moved aside, unless resume=True.
+
+    Args:
+        model: directory of a Hugging Face model, or a policy; None: random weights of the shape in
+            model={"architecture": ...}.
+        data: records to train on, as mappings (`question` or `messages`, `answer`, and whatever the
+            reward asks for) or texts; or the path of a file of them.
+        reward: a function of (completion, and any of prompt, reference and the records' columns by
+            name), the name of a built-in one, or a list of these, which are added up.
+        task: environments, games, tools or a program; see docs/tasks.md.
+        eval_data: held-out records; None: the last tenth of data, 64 at most.
+        config: what the settings change: a YAML file, sections, or a Config.
+        on_step: called after each update with its number and its metrics; StopTraining ends the
+            run.
+        settings: any setting of a configuration: a section as a mapping, such as
+            sampler={"slots": 32}, or a setting by its own name, such as learning_rate=1e-5,
+            steps=100, group_size=8 or max_new_tokens=256.
+
+    Raises:
+        ConfigError: the arguments do not fit each other.
+        JaxrlError: the run failed; what it says is what to do.
+    """
+    brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
+    with configured(brought, config, settings) as resolved:
+        return Run(loop.train(resolved, on_step))
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One update."""
+
+    number: int
+    """How many updates were made; 0: the evaluation before the first."""
+    metrics: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+
+class Steps:
+    """Updates of a run, to iterate over once: the next is made when it is asked for.
+
+    Leaving the `for` early ends the run with everything saved. Samplers go on between two updates
+    as far as the bound on staleness lets them.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+        self._made: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
+        self._wanted = threading.Semaphore(0)
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="train", daemon=True)
+        self.run: Run | None = None
+        """What came of it; None: it has not ended."""
+
+    def __iter__(self) -> Iterator[StepMetrics]:
+        """Yield each update. Raises what the run raises, and RuntimeError the second time."""
+        self._thread.start()
+        try:
+            self._wanted.release()
+            while (step := self._made.get()) is not None:
+                yield step
+                self._wanted.release()
+        finally:
+            self._closing = True
+            self._wanted.release()
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        self._wanted.acquire()
+        try:
+            self.run = train(**self._arguments, on_step=self._tell)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._made.put(None)
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        if self._closing:
+            raise StopTraining("the caller")
+        self._made.put(StepMetrics(step, dict(values)))
+        self._wanted.acquire()
+        if self._closing:
+            raise StopTraining("the caller")
+
+
+def steps(
+    model: str | Path | Policy | Mapping[str, Any] | None = None,
+    data: Data | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    **arguments: Any,
+) -> Steps:
+    """Return the updates of a run to iterate over; the arguments are those of `train`.
+
+    for step in steps(model=..., data=..., reward=...): print(step.number, step["reward/mean"])
+    """
+    return Steps(model=model, data=data, reward=reward, **arguments)

@@ -1,0 +1,140 @@
+"""Settings of the algorithm and the models beside the policy: reference, critic, teacher.
+
+Needs no JAX.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.choice import Choice, Choices
+from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+
+class AlgorithmSection(Section):
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate of the policy."""
+    group_size: Count = 8
+    """Answers sampled per prompt (G)."""
+    groups_per_step: Count = 8
+    """Prompts per training step (P)."""
+    oversample: NonNegative = 0
+    """Members begun beyond group_size: the first group_size that end make the group, the others are
+    cancelled and counted. Saves waiting for the slowest; favours short answers."""
+    least_members: Positive | None = None
+    """Members with which a group goes on if others fail, counted; null: it fails as a whole."""
+    pivots: PivotSection = PivotSection()
+    """Further continuations of a group's answers, drawn from chosen tokens."""
+    shaping: tuple[Choice, ...] = ()
+    """Transformations of rewards and masks, applied in order before the advantage."""
+    advantage: Choice = "group_normalized"
+    """Advantage estimator."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and sample other prompts instead."""
+    max_resampled: NonNegative = 0
+    """Most groups that dynamic sampling, or pairs.loss for want of a pair, may drop for one step
+    before the run ends; 0: no limit."""
+    signal_part: str | None = None
+    """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
+    reward."""
+    signal_std: float = Field(0.0, ge=0)
+    """Dynamic sampling also drops groups whose rewards have at most this standard deviation."""
+    correction: Choices | None = None
+    """Off-policy correction, one or a list; null: the loss's default (truncate_token; none for a
+    loss that bounds its own ratio or has no ratio)."""
+    anchor: Literal["behavior", "proximal"] = "behavior"
+    """Denominator of the loss's ratio: the policy that drew the token (behavior), or the weights at
+    the start of the step (proximal)."""
+    loss: Choice = "ppo_clip"
+    """Policy loss."""
+    epochs: Positive = 1
+    """Passes over the data of one step; the weights are published once, after the last pass."""
+    minibatches: Positive = 1
+    """Optimizer updates per pass, each on its own part of the step's sequences; if there are fewer
+    sequences, fewer updates are made, and counted."""
+    kl: Choice = "k3"
+    """Estimator of the KL from the reference; full: computed over the whole vocabulary."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL from the reference; 0: no reference is kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: into the loss, or subtracted from the rewards."""
+    kl_target: float | None = Field(None, gt=0)
+    """Target KL to which kl_coefficient is adapted, nats per token; null: the coefficient is
+    constant."""
+    kl_horizon: float = Field(10.0, gt=0)
+    """Time scale of that adaptation, steps (the coefficient changes by at most 20 % / kl_horizon
+    per step)."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
+    entropy_clip: float | None = Field(None, gt=0)
+    """Only tokens with less entropy than this get the bonus, nats; null: all tokens."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Entropy below which the bonus acts, with an adapted weight, nats per token; null: it always
+    acts, with a constant weight."""
+    entropy_step: float = Field(5e-3, gt=0)
+    """Change of the bonus's weight per step, towards the entropy target."""
+    supervised_coefficient: float = Field(0.0, ge=0)
+    """Weight of a supervised (maximum likelihood) loss on worked answers in each step; 0: none."""
+    supervised_batch: Count = 16
+    """Worked answers per step for that loss, from warm_start.path or the task's own."""
+    aggregate: Choice = "token_mean"
+    """How the token losses are averaged into one number."""
+    keep_sampling_mask: bool = False
+    """Take the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p left to
+    draw from."""
+    keep_routing: bool = False
+    """Replay the sampler's choice of experts in the trainer (R3, routing replay);
+    mixture-of-experts models only."""
+
+
+class ReferenceSection(Section):
+    path: str | None = None
+    """Hugging Face directory of the reference policy; null: the initial policy of the run."""
+    refresh_every: NonNegative = 0
+    """Updates between two copies of the policy into the reference; 0: it stays fixed."""
+    ema: float = Field(0.0, ge=0, lt=1)
+    """After each update the reference becomes ema * reference + (1 - ema) * policy; 0: it stays
+    fixed."""
+
+
+class CriticSection(Section):
+    path: str | None = None
+    """Hugging Face directory of a reward model or policy to start the critic from; null: the
+    policy's own weights."""
+    learning_rate: float = Field(1e-5, ge=0)
+    """Peak learning rate of the critic."""
+    warmup_steps: NonNegative = 0
+    """Steps at the start of the run that train only the critic."""
+    clip: float | None = Field(0.2, gt=0)
+    """Clip range of values around the old ones, reward units; null: no clipping."""
+
+
+class TeacherSection(Section):
+    source: Literal["none", "path", "self"] = "none"
+    """Teacher to distil from: none, the model in path, or an older copy of the policy itself
+    (self)."""
+    path: str | None = None
+    """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
+    may be padded to another size."""
+    refresh_every: NonNegative = 10
+    """Updates between two copies of the policy into the teacher of source=self; 0: it stays the
+    initial policy."""
+    form: Literal["advantage", "loss"] = "advantage"
+    """advantage: -log(policy / teacher) of the drawn token is an advantage; loss: a divergence of
+    distributions is a term of the loss."""
+    kind: Literal["reverse", "forward", "js"] = "reverse"
+    """Divergence for form=loss: KL(policy || teacher) (reverse), KL(teacher || policy) (forward) or
+    generalised Jensen-Shannon (js)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture for kind=js."""
+    top_k: NonNegative = 0
+    """Number of likeliest tokens that form=loss compares one by one, all others being lumped
+    together; 0: the whole vocabulary."""
+    top_of: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest tokens those are. The student's are taken at the start of the step with one
+    more pass; they suit kind=reverse, an expectation under the student."""
+    coefficient: float = Field(1.0, ge=0)
+    """Weight of the distillation term."""
+    rewards: float = Field(1.0, ge=0)
+    """Weight of the advantages from rewards beside it; 0: distillation alone."""

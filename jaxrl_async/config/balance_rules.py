@@ -1,0 +1,33 @@
+"""Rules about how evenly experts are used (model.balance). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+
+rule = RuleBook()
+
+
+@rule()
+def an_adapter_leaves_routers_as_they_are(config: Config) -> Iterator[str]:
+    """Refuse to balance experts by routers that are frozen."""
+    balance, rank = config.model.balance, config.model.lora.rank
+    for name, value in (("loss", balance.loss), ("bias_rate", balance.bias_rate)):
+        if rank and value:
+            yield (
+                f"model.balance.{name} ({value:g}) moves routers, which an adapter "
+                f"(model.lora.rank={rank}) leaves as they are. Set {name}=0, or train all weights "
+                "(model.lora.rank=0)."
+            )
+
+
+@rule()
+def a_correction_is_not_rounded_away(config: Config) -> Iterator[str]:
+    """Refuse steps of a correction that bfloat16 loses."""
+    rate, rounding = config.model.balance.bias_rate, config.trainer.rounding
+    if rate and config.model.param_dtype == "bfloat16" and rounding == "nearest":
+        yield (
+            f"model.balance.bias_rate ({rate:g}) is below what bfloat16 can tell apart, and "
+            "trainer.rounding=nearest loses it. Set rounding=masters or stochastic, or "
+            "model.param_dtype=float32."
+        )

@@ -1,0 +1,79 @@
+"""Settings of prompts and records. Needs no JAX."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import Count, Positive, Section
+
+
+class AdditionSection(Section):
+    """The embedded task: a + b, worked out digit by digit with carries."""
+
+    digits: Annotated[int, Field(ge=1, le=9)] = 4
+    """Most digits of a summand."""
+    eval_size: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """Number of held-out problems, which are never trained on."""
+    worked_share: float = Field(1.0, ge=0, le=1)
+    """Share of the answers for the warm start and sft that show the work digit by digit; the others
+    give the sum alone."""
+
+
+class JsonlSection(Section):
+    """Records with a question or chat messages and an answer, or (preference jobs) prompt, chosen
+    and rejected, or prompt, completion and label."""
+
+    path: str = ""
+    """Training records: a file with one JSON object per line, a FILE.parquet, or a folder of such
+    files or of one split that `datasets` saved (both: extra [datasets])."""
+    eval_path: str | None = None
+    """File of held-out records; null: the last eval_size records of path."""
+    eval_size: Positive = 64
+    """Most held-out records to use."""
+    prompt_field: str = "question"
+    """Field with the question, or with chat messages; preference jobs always read `prompt`."""
+    messages_field: str | None = "messages"
+    """Field with chat messages, read where a record has no prompt_field; a last message of the
+    assistant's is the answer. null: none."""
+    answer_field: str | None = "answer"
+    """Field with the answer; null: the records have none, and a reward's reference is empty.
+    Preference jobs read chosen and rejected, or completion."""
+    answer_mark: str | None = None
+    """Text before the final answer, such as '#### ' in GSM8K: a reward's reference is what follows
+    the last one; null: the whole answer. Answers to imitate are never cut."""
+    template: str | None = None
+    """Python format string with {prompt}; null: the chat format (data.chat_format), or the bare
+    prompt if the tokenizer has none."""
+    max_bad_share: float = Field(0.01, ge=0, le=1)
+    """Largest share of records that may be skipped as malformed, too long or incomplete."""
+
+
+class DataSection(Section):
+    source: Literal["addition", "jsonl"] = "addition"
+    """Source of the prompts: the embedded addition task, or records (data.jsonl; parquet, too)."""
+    addition: AdditionSection = AdditionSection()
+    """Settings of the embedded task."""
+    jsonl: JsonlSection = JsonlSection()
+    """Settings of the record file."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer directory; null: that of model.path, or the embedded task's own."""
+    system_prompt: str | None = None
+    """System message before questions, and before messages that begin with none; null: none."""
+    chat_format: str = "auto"
+    """What writes chat messages: the tokenizer's own chat template (template), a FILE.jinja, a
+    renderer of the package `renderers` by name, such as qwen3 (extra [chat]), or (auto) the
+    renderer that fits the model, else the template."""
+    chat_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """What the chat format reads besides messages and tools, such as enable_thinking: false."""
+    keep_thinking: bool = False
+    """Keep the thinking of earlier turns where the chat format drops it, so that a conversation
+    stays one sequence."""
+    max_prompt_tokens: Positive = 64
+    """Longest prompt, tokens; longer ones are skipped, counted and logged."""
+    curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
+    """Order of the prompts: the stream's, or drawn with weights 1 - p (hard_first) or p (1 - p)
+    (frontier_first), p being the prompt's measured pass rate."""
+    curriculum_pool: Count = 64
+    """Upcoming prompts that a curriculum chooses among; each is used exactly once in any case."""
+    curriculum_threshold: float = 0.5
+    """Rewards above this count as correct in the pass rate."""

@@ -1,0 +1,83 @@
+"""Settings of where the run works: processes, and the slices of devices. Needs no JAX."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+
+class DistributedSection(Section):
+    """Several processes, one per host, that make one run. Not needed for one process."""
+
+    detect: bool = True
+    """If the fields below are not set, look for a TPU pod's or GKE's settings in the
+    environment."""
+    coordinator: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    """HOST:PORT at which the others reach process 0; set together with the next two fields or not
+    at all."""
+    num_processes: Positive | None = None
+    """Number of processes in the run."""
+    process_id: NonNegative | None = None
+    """Index of this process, from 0."""
+    wait_s: Positive = 300
+    """Timeout for the other processes to join at the start, seconds."""
+    heartbeat_s: Positive = 100
+    """Silence of one process after which the others exit, seconds."""
+
+
+class AxesSection(Section):
+    data: Count = 1
+    """Devices that hold copies of the weights (data parallel)."""
+    fsdp: Count = 1
+    """Devices that shard each weight and the optimizer state (fully sharded data parallel)."""
+    expert: Count = 1
+    """Devices that shard the experts of each layer, and also the rows (expert parallel);
+    mixture-of-experts models only."""
+    context: Count = 1
+    """Devices that shard the length of each row, for long sequences (context parallel); trainer
+    only."""
+    tensor: Count = 1
+    """Devices that shard each layer's heads and MLP columns (tensor parallel)."""
+
+    @property
+    def num_devices(self) -> int:
+        """data * fsdp * expert * context * tensor."""
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
+
+
+class MeshSection(Section):
+    trainer: AxesSection = AxesSection()
+    """Shape of the trainer's slice."""
+    sampler: AxesSection = AxesSection()
+    """Shape of one sampler's slice: tensor and expert divide its work, the other axes only repeat
+    it. For more throughput, raise samplers."""
+    samplers: Count = 1
+    """Independent samplers, each on its own slice; for small models several beat one wide
+    sampler."""
+    colocated: bool = False
+    """Run trainer and sampler on the same devices, in turns, still asynchronously; with several
+    processes, each has one sampler, on the trainer's devices of this process."""
+    samplers_in: Literal["threads", "processes", "elsewhere"] = "threads"
+    """Where the samplers run: in threads of this process, on slices of its devices; in processes of
+    their own, which the run starts on this machine; or elsewhere: in processes that join the run
+    (python -m jaxrl_async.sample --join HOST:PORT)."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether the samplers run in processes of their own, so that the mesh is the trainer's."""
+        return self.samplers_in != "threads"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the run's own process needs: the larger slice if colocated, else all slices;
+        the trainer's alone if the samplers are processes of their own."""
+        if self.remote:
+            return self.trainer.num_devices
+        both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
+        return max(both) if self.colocated else sum(both)
+
+    @property
+    def without_samplers(self) -> "MeshSection":
+        """The trainer's slice alone, for jobs without a sampler."""
+        return MeshSection(trainer=self.trainer, samplers_in="elsewhere")

@@ -1,0 +1,45 @@
+"""Rules about an adapter that is trained in place of all weights (model.lora). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+
+rule = RuleBook()
+
+
+@rule(job="rl")
+def an_adapter_reaches_our_samplers(config: Config) -> Iterator[str]:
+    """Require samplers that take an adapter: it alone is sent to them."""
+    if config.model.lora.rank and config.sampler.engine != "ours":
+        yield (
+            f"model.lora.rank ({config.model.lora.rank}) sends an adapter alone, which "
+            f"sampler.engine={config.sampler.engine} is not asked to load. Set rank=0, or take "
+            "sampler.engine=ours."
+        )
+
+
+@rule()
+def the_base_of_an_adapter_stays_as_it_was_loaded(config: Config) -> Iterator[str]:
+    """Refuse a warm start of a loaded model: it trains all weights, and an adapter is to be trained
+    because these do not fit."""
+    trained = config.warm_start.steps > 0 and config.run.job != "sft"
+    if config.model.lora.rank and config.model.path is not None and trained:
+        yield (
+            f"warm_start.steps ({config.warm_start.steps}) would train all weights of model.path, "
+            f"and model.lora.rank ({config.model.lora.rank}) an adapter of them. Train the records "
+            "by run.job=sft with the adapter first and give its policy as model.path, or set "
+            "warm_start.steps=0."
+        )
+
+
+@rule(job="rl")
+def trainer_and_samplers_share_a_quantised_base(config: Config) -> Iterator[str]:
+    """Refuse to quantise the samplers' base another way than the trainer's."""
+    base, dtype = config.model.lora.base, config.weights.eight_bits
+    if config.model.lora.rank and base != "full" and dtype:
+        yield (
+            f"weights.dtype={dtype} quantises the samplers' weights alone, and "
+            f"model.lora.base={base} those of trainer and samplers alike. Leave weights.dtype out, "
+            "or set model.lora.base=full."
+        )

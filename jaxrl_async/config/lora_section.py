@@ -1,0 +1,39 @@
+"""Settings of an adapter: model.lora. Needs no JAX."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import Section
+
+ALL_LINEAR = "all-linear"
+"""Target of every matrix of every layer, experts included; not of routers, embedding and head."""
+
+
+class LoraSection(Section):
+    """Train small low-rank changes of frozen weights (LoRA, arXiv:2106.09685). Defaults follow
+    "LoRA Without Regret" (Schulman et al. 2025): every matrix, alpha 32; take about ten times the
+    learning rate of a training of all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Inner width of each change; 0: all weights are trained, and nothing is frozen."""
+    alpha: float = Field(32.0, gt=0)
+    """The change is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    """Matrices that are changed: all-linear, or names such as [q_proj, v_proj], or regular
+    expressions of whole names of any layer, such as model.layers.[0-9]+.self_attn.q_proj."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each adapted matrix's inputs that its change does not see in an update: never in
+    log-probs before it, in the reference, the evaluation or the samplers. Keep 0 for rl."""
+    init: Literal["uniform", "normal"] = "uniform"
+    """How the input side begins: uniform as in PEFT, within 1 / sqrt(inputs); or normal with
+    deviation 1 / rank. The output side begins at 0."""
+    base: Literal["full", "int8", "nf4", "int4"] = "full"
+    """What the frozen matrices are kept in, by trainer and samplers alike (QLoRA,
+    arXiv:2305.14314): in model.param_dtype (full); in 8 bits with a scale for each output (int8);
+    or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4) or
+    whole numbers (int4)."""
+    group_size: Annotated[int, Field(ge=2, le=65_536)] = 64
+    """Most inputs that share a scale in 4 bits; groups lie within a head, and divide the inputs."""

@@ -1,0 +1,125 @@
+"""Settings of the policy's model, and of the weights that are sent to the sampler. Needs no JAX."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.balance_section import BalanceSection
+from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+FamilyName = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "mixtral",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "gpt_oss",
+    "glm4_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+"""The model_type of each family in model.families.registry."""
+ROUTED_FAMILIES: tuple[FamilyName, ...] = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+"""Those with experts."""
+
+
+class ArchitectureSection(Section):
+    """A decoder with random weights, where model.path is not set."""
+
+    family: FamilyName = "qwen3"
+    """Model family: decides about norms, biases, activation, scales and which layers have a
+    window."""
+    layers: Count = 4
+    """Number of layers."""
+    width: Positive = 128
+    """Model width (hidden size)."""
+    heads: Count = 4
+    """Query heads."""
+    kv_heads: Count = 2
+    """Key and value heads; deepseek_v2 and deepseek_v3 have as many as query heads."""
+    head_dim: Positive = 32
+    """Width of a head. Of deepseek_v2 and deepseek_v3 half of it turns, values are as wide as the
+    rest, and the ranks are 4 (queries) and 2 (keys and values) times it."""
+    mlp: Positive = 384
+    """Hidden width of the MLP, or of each expert."""
+    experts: NonNegative = 0
+    """Experts per layer, for the families that have them (qwen3_moe, mixtral, gpt_oss, glm4_moe,
+    qwen2_moe, deepseek_v2, deepseek_v3); 0: a dense MLP."""
+    experts_per_token: Positive = 2
+    """Experts that each token is routed to."""
+    window: Positive | None = None
+    """Tokens that a layer with a sliding window sees, for families that have such layers; null:
+    none has a window."""
+    tied: bool = True
+    """Use the embedding as the output head, too."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary embedding."""
+    vocab: Positive | None = None
+    """Vocabulary size, at least the tokenizer's; null: the tokenizer's."""
+
+
+class ModelSection(Section):
+    path: str | None = None
+    """Hugging Face directory (config.json, *.safetensors); null: random weights of
+    model.architecture."""
+    architecture: ArchitectureSection = ArchitectureSection()
+    """Shape of the model if path is null."""
+    decoder: str | None = None
+    """Your own decoder layer, FILE.py:CLASS (docs/own_decoder.md), with the sizes of
+    model.architecture, or the weights of model.path; null: a family's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the trainer's and the sampler's computations."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the trainer's weights and gradients; trainer.rounding says what becomes of
+    updates below bfloat16's resolution."""
+    remat: Literal["none", "layer", "attention", "dots"] = "none"
+    """What the backward pass recomputes: nothing, each layer, each layer except attention (keeps
+    splash's results on TPUs: 2 bytes per query, token and layer), or everything but matrix products
+    (dots)."""
+    lora: LoraSection = LoraSection()
+    """Train an adapter of low rank instead of all weights."""
+    balance: BalanceSection = BalanceSection()
+    """Spread tokens evenly over the experts of a mixture."""
+    attention: Literal["auto", "reference", "splash", "cudnn"] = "auto"
+    """The trainer's attention: plain JAX (reference), TPU's splash or NVIDIA's cuDNN; auto: by
+    platform."""
+
+
+class WeightsSection(Section):
+    dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    """Data type in which weights are sent and kept by the sampler; null: model.dtype. int8 and
+    float8_e4m3fn quantise the layers' matrices, with one scale per output; the rest is in
+    model.dtype."""
+    probe: bool = True
+    """After each publish, compare the sampler's log-probs of a fixed sequence with the
+    trainer's."""
+    probe_tolerance: float = Field(1e-3, gt=0)
+    """Largest allowed difference between those log-probs, nats."""
+    checksum: bool = True
+    """After each transfer, compare a checksum of every array on both sides before the weights are
+    used."""
+
+    @property
+    def eight_bits(self) -> Literal["int8", "float8_e4m3fn"] | None:
+        """The type to which the sampler's matrices are quantised; None: they are not."""
+        return self.dtype if self.dtype in ("int8", "float8_e4m3fn") else None

@@ -1,0 +1,43 @@
+"""Settings of training on given answers and preferences: warm start, sft, preference.
+
+Needs no JAX.
+"""
+
+from pydantic import Field
+
+from jaxrl_async.config.choice import Choice
+from jaxrl_async.config.section import Count, NonNegative, Section
+
+
+class WarmStartSection(Section):
+    """A short supervised training on prompt-answer pairs before the RL."""
+
+    steps: NonNegative = 0
+    """Number of supervised updates; 0: none."""
+    batch_size: Count = 64
+    """Pairs per update."""
+    learning_rate: float = Field(1e-3, ge=0)
+    """Peak learning rate."""
+    path: str | None = None
+    """File or folder of pairs as data.jsonl.path; null: the training data's own answers."""
+
+
+class SftSection(Section):
+    """Supervised fine-tuning (run.job=sft) by maximum likelihood of the records' answers."""
+
+    batch_size: Count = 64
+    """Prompt-answer pairs per update."""
+
+
+class PreferenceSection(Section):
+    """Training on chosen and rejected answers (run.job=preference and run.job=reward_model)."""
+
+    batch_size: Count = 32
+    """Pairs per update; a single judged answer counts as one."""
+    loss: Choice = "dpo"
+    """Loss of run.job=preference: dpo, ipo, ipo_average, kto, simpo or orpo, with its arguments."""
+    reference: str | None = None
+    """Hugging Face directory of the frozen reference of run.job=preference; null: the initial
+    weights, after the warm start."""
+    margin: float = Field(0.0, ge=0)
+    """Margin by which run.job=reward_model should score the chosen answer higher."""

@@ -1,0 +1,49 @@
+"""Settings of rewards, and of the evaluation. Needs no JAX."""
+
+from pydantic import Field
+
+from jaxrl_async.config.choice import Choices, arguments_of, each_of, name_of
+from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
+from jaxrl_async.config.section import Count, NonNegative, Section
+
+
+class RewardSection(Section):
+    function: Choices | None = None
+    """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), a list of these with
+    weights ([math, {my.py:short: {weight: 0.1}}]), or none if there is a reward model; null: what
+    the task or the judge gives, or exact. If there is a function, it alone judges the evaluation;
+    its part `correct`, 0 to 1, is the accuracy."""
+    function_weight: float = 1.0
+    """Weight of the function's reward beside reward.model's in training; 0: it only judges the
+    evaluation."""
+    model: str | None = None
+    """Folder of a reward model, as written by run.job=reward_model; null: none."""
+    model_weight: float = 1.0
+    """Weight of the reward model's score, which is added to the function's reward."""
+    judge: JudgeSection = JudgeSection()
+    """A language model that judges answers by a rubric, in addition to functions and model."""
+    process: ProcessSection = ProcessSection()
+    """Rewards of the steps within an answer."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Timeout of a function for one answer (for all answers to a prompt if it judges them
+    together), seconds."""
+    threads: Count = 16
+    """Most threads that call reward functions that are not async; async ones wait side by side."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function by name; empty: there is no function."""
+        unset = "none" if self.judge.judges_answers else "exact"
+        chosen = unset if self.function is None else self.function
+        choices = [c for c in each_of(chosen) if name_of(c) != "none"]
+        return {name_of(c): arguments_of(c).get("weight", 1.0) for c in choices}
+
+
+class EvalSection(Section):
+    every: NonNegative = 10
+    """Updates between two evaluations; 0: only at the start and at the end."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature in the evaluation; 0: greedy."""
+    episodes_at_once: Count = 64
+    """Most held-out episodes of environments, games and programs that are played at once; those of
+    one answer to a prompt are asked all at once."""

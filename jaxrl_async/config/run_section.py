@@ -1,0 +1,84 @@
+"""Settings of the run itself: job, steps, faults that it survives, checkpoints, metrics.
+
+Needs no JAX.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import NonNegative, Positive, Section
+
+
+class RunSection(Section):
+    job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
+    """What to train: a policy by rewards (rl), by given answers (sft) or by preferences, or a
+    reward model."""
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
+    """Name of the run; its folder is DIR/NAME."""
+    dir: str = "runs"
+    """Folder of the run folders and of JAX's persistent compilation cache."""
+    seed: NonNegative = 0
+    """Seed of all random numbers: initial weights, data order, sampling."""
+    steps: Positive = 100
+    """Number of updates."""
+    resume: bool = False
+    """Resume from the newest checkpoint in the run's folder (also: --resume)."""
+    resume_or_start: bool = False
+    """Resume the run if its folder holds one, else start it: for jobs that are restarted
+    automatically."""
+    overwrite: bool = False
+    """Start anew even if the run's folder already holds a run; the old one is moved aside."""
+    replay_schedule: str | None = None
+    """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
+    configuration (also: --replay-schedule FILE); null: no replay."""
+
+
+class FaultsSection(Section):
+    """Timeouts and retries before a failure ends the run."""
+
+    backoff_s: float = Field(1.0, ge=0)
+    """Wait before a sampler is restarted or a group is scored again, seconds; doubles with each
+    consecutive failure, up to 60."""
+    sampler_restarts: NonNegative = 3
+    """Restarts of one sampler before it is given up; an hour without a failure resets the count."""
+    sampler_hang_s: float = Field(600.0, gt=0)
+    """Time without a finished block, compilation included, after which a sampler with work counts
+    as hung, seconds."""
+    nonfinite_in_a_row: Positive = 8
+    """Consecutive completions with NaN or infinite log-probs after which a sampler is restarted."""
+    scorer_timeout_s: float = Field(600.0, gt=0)
+    """Timeout for scoring one group, seconds; includes the reward model and waiting for one of
+    reward.threads."""
+    scorer_retries: NonNegative = 2
+    """Retries of scoring a group after an error or a timeout."""
+    env_timeout_s: float = Field(600.0, gt=0)
+    """Timeout of an environment for one reply, seconds."""
+    max_failures: Positive = 8
+    """Consecutive failed groups that end the run."""
+    watchdog_s: float = Field(1800.0, ge=0)
+    """Time without progress, compilation included, after which the run stops and names the part
+    that hangs, seconds; 0: never."""
+
+
+class CheckpointSection(Section):
+    every: NonNegative = 50
+    """Updates between two checkpoints; 0: only at the end."""
+    keep: Positive = 2
+    """How many of the newest checkpoints to keep."""
+    verify: bool = True
+    """Compare every file with its checksum before a checkpoint is restored; if one differs, the
+    previous checkpoint is used."""
+    grace_s: float = Field(25.0, gt=0)
+    """Time after SIGTERM to save and exit (exit code 75), seconds; after that the run exits without
+    saving. Keep it below the job controller's own limit (30 on Kubernetes by default)."""
+
+
+class MetricsSection(Section):
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    samples_every: NonNegative = 10
+    """Updates between two records of sample completions; 0: none."""
+    peak_flops: float | None = Field(None, gt=0)
+    """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
+    product."""

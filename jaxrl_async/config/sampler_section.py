@@ -1,0 +1,83 @@
+"""Settings of the sampler, and of how its groups reach the trainer: staleness and buffer.
+
+Needs no JAX.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+
+class SamplerSection(Section):
+    engine: Literal["ours", "vllm"] = "ours"
+    """What draws tokens: the sampler of this package, or vLLM servers (engine_urls), which need
+    mesh.samplers_in=elsewhere."""
+    engine_urls: tuple[str, ...] = ()
+    """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they serve nobody
+    else."""
+    slots: Count | None = 64
+    """Sequences that each sampler decodes at once (engine=vllm: that it has to answer at once);
+    null: as many as kv_memory_mib holds."""
+    reserve: float = Field(0.5, ge=0, le=1)
+    """Sequences prefilled ahead to take over slots within a block, as a share of the slots."""
+    max_length: Positive = 128
+    """Longest sequence, prompt plus answer, tokens."""
+    max_new_tokens: Positive = 64
+    """Longest answer, tokens."""
+    block: Count = 8
+    """Decode steps per dispatch; weights can be swapped between two dispatches."""
+    prefill_chunk: Positive = 2048
+    """Prompt tokens to prefill between two blocks; a longer prompt takes several rounds."""
+    page_tokens: Positive = 32
+    """Tokens per page of the KV cache."""
+    kv_memory_mib: float | None = Field(None, gt=0)
+    """Memory for one sampler's KV cache, and for the places of adapters if it has some, MiB; null:
+    enough for all slots at max_length."""
+    prefix_cache: bool = True
+    """Keep the KV of finished requests for later requests with the same first tokens."""
+    on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
+    """What happens to running sequences at a weight swap: keep their KV (continue), rebuild it
+    (recompute), finish them first (drain) or start them over (restart)."""
+    matmul: Literal["full", "bfloat16"] = "full"
+    """Precision of matrix products: that of model.dtype (full), or bfloat16 (faster on chips with
+    bfloat16 units)."""
+    attention: Literal["auto", "gathered", "ragged"] = "auto"
+    """Decode attention: dense on gathered pages, or TPU's ragged paged kernel; auto: by
+    platform."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+    top_k: NonNegative = 0
+    """Sample from the k likeliest tokens; 0: from all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample from tokens with at least this probability relative to the likeliest token."""
+
+
+class StalenessSection(Section):
+    max_staleness: NonNegative = 1
+    """Largest staleness of a group: the trainer's version minus that of the group's oldest token;
+    0: synchronous."""
+    lookahead: NonNegative = 0
+    """How many younger groups may overtake a slow one."""
+    when_too_old: Literal["wait", "drop"] = "wait"
+    """Pacing: rollouts wait so that nothing becomes too stale, or run ahead, and groups that are
+    too stale when drawn are dropped."""
+    overcommit: float = Field(1.5, ge=1)
+    """With drop: most groups in memory, as a multiple of (max_staleness + 1) * groups_per_step."""
+    adapt: Literal["none", "ess"] = "none"
+    """How the staleness target adapts: not at all, or by effective sample size (ess); never above
+    max_staleness."""
+    ess_target: float = Field(0.9, ge=0, le=1)
+    """Effective sample size to keep, as a share of the tokens: below it the staleness target is
+    halved, well above it raised by 1."""
+
+
+class BufferSection(Section):
+    select: Literal["strict", "recent", "reward_variance", "advantage_size"] = "strict"
+    """Which groups are drawn first: the oldest (strict), the most recent, or those that teach most
+    by variance of rewards or size of advantages."""
+    reuse: Positive = 1
+    """Most steps that may train on one group, within max_staleness; 1: each group once."""

@@ -1,0 +1,112 @@
+"""Rules about who fills the seats of a game (seats). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.seats_section import FillingSection, fillings
+
+rule = RuleBook()
+
+OWN_CALL_FIELDS = ("model", "messages", "tools", "stream", "n", "temperature", "max_tokens", "seed")
+"""Fields of a player's call that are set otherwise, or with which no reply could be read."""
+OF_ENDPOINTS = (
+    "key_env",
+    "extra",
+    "send_seed",
+    "concurrency",
+    "timeout_s",
+    "retries",
+    "backoff_s",
+)
+"""Settings that only an endpoint reads."""
+
+
+def has_own_weights(filling: FillingSection) -> bool:
+    """Return whether a seat is filled by weights on the sampler's devices."""
+    frozen = filling.model is not None and filling.endpoint is None
+    return frozen or filling.older is not None
+
+
+@rule("seats")
+def each_seat_is_filled_once(config: Config) -> Iterator[str]:
+    """Require exactly one way of filling a seat."""
+    for path, filling in fillings(config.seats):
+        ways = [
+            name
+            for name, there in (
+                ("policy", filling.policy),
+                ("model", filling.model is not None and filling.endpoint is None),
+                ("endpoint", filling.endpoint is not None),
+                ("older", filling.older is not None),
+            )
+            if there
+        ]
+        if len(ways) != 1:
+            yield (
+                f"{path} is filled by {' and '.join(ways) or 'nobody'}. Give one of: policy, "
+                "{model: DIR}, {endpoint: URL, model: NAME}, {older: {every: N}}, or a mixture of "
+                "these."
+            )
+    for path, seat in [
+        *((f"seats.{name}", section) for name, section in config.seats.items()),
+        *((f"seats.{name}.eval", s.eval) for name, s in config.seats.items() if s.eval),
+    ]:
+        beside = seat.policy or seat.model or seat.endpoint or seat.older
+        if seat.mixture and beside:
+            yield f"{path} has a mixture and a filling beside it. Move that into the mixture."
+
+
+@rule("seats")
+def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
+    """Require a model's name of an endpoint, and keep its settings to endpoints."""
+    for path, filling in fillings(config.seats):
+        if filling.endpoint is not None and filling.model is None:
+            yield f"{path}.endpoint needs {path}.model, the model's name there. Set it."
+        if taken := [name for name in OWN_CALL_FIELDS if name in filling.extra]:
+            yield (
+                f"{path}.extra has {', '.join(taken)}, which other settings of the seat decide. "
+                "Leave it out there."
+            )
+        unread = [name for name in OF_ENDPOINTS if filling.is_set(name)]
+        if filling.endpoint is None and unread:
+            yield (
+                f"{path}: {', '.join(unread)} is read by nothing without endpoint. Leave it out."
+            )
+
+
+@rule("seats")
+def seats_are_of_a_run_that_plays(config: Config) -> Iterator[str]:
+    """Refuse seats where nothing is played."""
+    if config.seats and config.run.job != "rl":
+        yield f"seats is read by nothing with run.job={config.run.job}. Leave it out."
+    if config.seats and config.task is None:
+        yield (
+            f"seats ({', '.join(config.seats)}) are those of a game, and task is null. Name a task "
+            "with a game, such as nim."
+        )
+
+
+@rule(job="rl")
+def opponents_have_devices(config: Config) -> Iterator[str]:
+    """Refuse opponents with weights where this process has no sampler's devices for them."""
+    paths = [path for path, filling in fillings(config.seats) if has_own_weights(filling)]
+    if not paths:
+        return
+    instead = "Serve the opponent (python -m jaxrl_async.serve DIR) and set endpoint"
+    if config.mesh.remote:
+        yield (
+            f"{paths[0]} has weights on the sampler's devices, which with mesh.samplers_in="
+            f"{config.mesh.samplers_in} are another process's. {instead}, or samplers_in=threads."
+        )
+    if config.sampler.engine != "ours":
+        yield (
+            f"{paths[0]} has weights on the sampler's devices, and sampler.engine="
+            f"{config.sampler.engine} has none here. {instead}."
+        )
+    if config.mesh.samplers > 1 and config.mesh.sampler.num_devices > 1:
+        yield (
+            f"{paths[0]} takes turns with the sampler whose devices it shares; beside "
+            f"mesh.samplers={config.mesh.samplers} of several devices each all would wait for it. "
+            f"Set mesh.samplers=1 or one device each. {instead} otherwise."
+        )

@@ -1,0 +1,130 @@
+"""Settings of who fills the seats of a game: the section `seats`. Needs no JAX."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+INITIAL = "initial"
+"""Model of a seat that the weights fill with which the run's updates began."""
+
+
+class OlderSection(Section):
+    """The league: snapshots of the policy, of which one plays."""
+
+    every: Positive = 10
+    """A snapshot is taken every so many versions, version 0 included."""
+    keep: Count = 8
+    """Newest snapshots that play."""
+    pick: Literal["uniform", "latest", "worst"] = "uniform"
+    """Which of them plays: any, the newest, or those that the policy loses to most often
+    (prioritised fictitious self-play)."""
+    resident: Count = 2
+    """Most snapshots on the sampler's devices at once; others wait in the run's folder until their
+    turn."""
+
+
+class FillingSection(Section):
+    """Who fills a seat: exactly one of policy, model, endpoint and older."""
+
+    policy: bool = False
+    """The policy itself, whose turns are trained on."""
+    model: str | None = None
+    """A Hugging Face directory whose weights never change, or initial: the run's first weights;
+    with endpoint, the name of the model there."""
+    endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
+    """Address of an OpenAI-compatible endpoint, up to /v1."""
+    older: OlderSection | None = None
+    """Older versions of the policy."""
+    temperature: float | None = Field(None, ge=0)
+    """Its sampling temperature; null: sampler.temperature, or the endpoint's own."""
+    max_tokens: Positive | None = None
+    """Most tokens of one of its messages; null: sampler.max_new_tokens, or the endpoint's own."""
+    key_env: str | None = Field(None, pattern=r"^\w+$")
+    """Environment variable with the endpoint's API key; null: it needs none."""
+    extra: dict[str, Any] = Field({})
+    """Further fields of each call of the endpoint."""
+    send_seed: bool = True
+    """Send the endpoint a seed that depends on run.seed, the game and the turn alone."""
+    concurrency: Count = 16
+    """Most calls of the endpoint under way at once."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Timeout of one call of the endpoint, seconds."""
+    retries: NonNegative = 5
+    """Repeats of a call that broke or met an overload."""
+    backoff_s: float = Field(1.0, ge=0)
+    """Wait before the first repeat, seconds; doubles, up to 60. Retry-After is kept."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_word(cls, given: Any) -> Any:
+        """Take `policy` and `initial` as they stand. Raises ValueError for another word."""
+        words: Mapping[str, Any] = {"policy": {"policy": True}, INITIAL: {"model": INITIAL}}
+        if isinstance(given, str) and given not in words:
+            raise ValueError(
+                f"{given!r} must be policy, initial, or a mapping such as {{model: DIR}}"
+            )
+        return words[given] if isinstance(given, str) else given
+
+
+class WeightedFilling(FillingSection):
+    """One of a mixture."""
+
+    weight: float = Field(1.0, gt=0)
+    """How often it plays, beside the other weights."""
+
+
+class SeatFilling(FillingSection):
+    """Who fills a seat, also by chance."""
+
+    mixture: list[WeightedFilling] = Field([])
+    """Several, of which one plays each group's games."""
+
+    @property
+    def choices(self) -> tuple[FillingSection, ...]:
+        """All who may sit there."""
+        return tuple(self.mixture) or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How often each of `choices` does."""
+        return tuple(one.weight for one in self.mixture) or (1.0,)
+
+
+class SeatSection(SeatFilling):
+    """Who fills a seat in training and in the evaluation."""
+
+    eval: SeatFilling | None = None
+    """Who fills it in the evaluation; null: the same."""
+
+    @property
+    def in_evaluation(self) -> SeatFilling:
+        """Who fills it in the evaluation."""
+        return self if self.eval is None else self.eval
+
+
+def fillings(seats: Mapping[str, SeatSection]) -> Iterator[tuple[str, FillingSection]]:
+    """Yield every filling with the path of its setting."""
+    for seat, section in seats.items():
+        for path, filling in ((seat, section), (f"{seat}.eval", section.eval)):
+            if filling is None:
+                continue
+            if not filling.mixture:
+                yield f"seats.{path}", filling
+            for number, one in enumerate(filling.mixture):
+                yield f"seats.{path}.mixture[{number}]", one
+
+
+def frozen_models(seats: Mapping[str, SeatSection]) -> tuple[str, ...]:
+    """Return the directories of the models that fill seats, each once."""
+    paths = (one.model for _, one in fillings(seats) if one.model and one.endpoint is None)
+    return tuple(dict.fromkeys(path for path in paths if path != INITIAL))
+
+
+def resident_snapshots(seats: Mapping[str, SeatSection]) -> int:
+    """Return how many versions of the policy may be on the sampler's devices to fill seats."""
+    filled = [one for _, one in fillings(seats) if one.endpoint is None]
+    league = max((min(o.resident, o.keep) for one in filled if (o := one.older)), default=0)
+    return league + any(one.model == INITIAL for one in filled)

@@ -1,0 +1,46 @@
+"""Settings of the trainer. Needs no JAX."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_async.config.section import NonNegative, Positive, Section
+
+
+class TrainerSection(Section):
+    warmup_steps: NonNegative = 0
+    """Optimizer updates over which the learning rate rises to its peak; a step makes
+    algorithm.epochs * minibatches of them."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Largest global norm of the gradients; larger ones are scaled down."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay rate of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay rate of the second moment."""
+    epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    rounding: Literal["masters", "stochastic", "nearest"] = "masters"
+    """How updates are added to bfloat16 weights: to float32 master weights (4 more bytes per
+    weight; with param_dtype=float32 the weights are the masters), rounded stochastically (right in
+    the mean), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
+    row_length: Positive | None = None
+    """Length of a packed row, tokens; null: sampler.max_length."""
+    share_prefixes: bool = False
+    """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
+    once in a row for several of them, if fewer rows come out of it. The update is the same up to
+    rounding."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens, padding included, per forward and backward pass."""
+    logprob_chunk: Positive = 1024
+    """Tokens per device whose logits are in memory at once."""
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What stays in host memory while not in use: AdamW's moments and master weights (optimizer),
+    loaded for each update; the reference policy, loaded for a pass of its own."""
+    compiler_options: dict[str, str] = Field({})
+    """XLA compiler options for the update, by name; TPU options are refused on other platforms."""
+    max_skipped_steps: Positive = 3
+    """Consecutive non-finite steps that stop the run."""

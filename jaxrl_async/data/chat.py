@@ -1,0 +1,185 @@
+"""The chat format of a run: which writer of messages fits a tokenizer and its model.
+
+data.chat_format   auto       a renderer that writes what the tokenizer's own template writes,
+                              else that template
+                   template   the tokenizer's own chat template
+                   FILE       a Jinja template of the user's
+                   NAME       that renderer of the package `renderers`
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl_async.config.schema import DataSection
+from jaxrl_async.data.chat_formats.renderer_format import (
+    RendererFormat,
+    is_installed,
+    matches_template,
+    renderer_names,
+)
+from jaxrl_async.data.chat_formats.template_format import TemplateFormat
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.ports import ChatFormat
+from jaxrl_async.types import IntArray, Message
+
+log = logging.getLogger(__name__)
+
+RENDERERS_OF_MODELS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "kimi_k2": ("kimi-k2",),
+    "llama": ("llama-3",),
+    "minimax_m2": ("minimax-m2",),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    "qwen3": ("qwen3", "prime-qwen3"),
+    "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "qwen3_moe": ("qwen3",),
+}
+"""Renderers to try for a model, by config.json's model_type; the first that fits is taken."""
+MAX_TEMPLATE_BYTES = 2**20
+"""Longest file with a chat template."""
+
+
+class TeachableFormat(ChatFormat, Protocol):
+    """A chat format that can also write what the policy should have drawn."""
+
+    def answer(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntArray:
+        """Return the tokens of a reply behind `opening`, end token included, [answer] int32.
+        Raises DataError if the format does not write it so."""
+        ...
+
+
+def chat_format(
+    tokenizer: Tokenizer,
+    model: Path | None,
+    setting: str = "auto",
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    keeps_thinking: bool = False,
+) -> TeachableFormat:
+    """Choose the chat format of a run. No network is used.
+
+    Args:
+        tokenizer: the policy's.
+        model: its Hugging Face directory, whose config.json names the architecture; None: unknown,
+            so that `auto` means the tokenizer's own template.
+        setting: data.chat_format.
+        arguments: data.chat_arguments.
+        keeps_thinking: data.keep_thinking.
+
+    Raises:
+        ConfigError: no such format, or it does not fit the tokenizer or the arguments.
+        DataError: the template cannot write one question.
+        MissingExtraError: a renderer is named and the extra [chat] is not installed.
+    """
+    if setting not in ("auto", "template") and not setting.endswith(".jinja"):
+        return _named(tokenizer, setting, arguments, keeps_thinking)
+    name = _fitting(tokenizer, model) if setting == "auto" else None
+    if name is not None:
+        try:
+            chosen = RendererFormat(
+                tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking
+            )
+        except ConfigError as error:
+            log.info("the tokenizer's own chat template is taken: %s", error)
+        else:
+            log.info("the renderer %s writes chat messages, as the chat template does", name)
+            return chosen
+    template = _read_template(setting) if setting.endswith(".jinja") else None
+    if template is None and not tokenizer.has_chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template, which a task with messages needs. Set "
+            "data.chat_format to a FILE.jinja with one or to a renderer's name, such as qwen3, or "
+            "data.tokenizer to the directory of a chat model."
+        )
+    return TemplateFormat(
+        tokenizer, template=template, arguments=arguments, keeps_thinking=keeps_thinking
+    )
+
+
+def has_chat_format(tokenizer: Tokenizer, setting: str) -> bool:
+    """Return whether messages can be written: by the setting, or the tokenizer's own template."""
+    return tokenizer.has_chat_template or setting not in ("auto", "template")
+
+
+def chat_format_of(
+    data: DataSection, tokenizer: Tokenizer, model: Path | None = None
+) -> TeachableFormat:
+    """Return the chat format that the settings name; see chat_format.
+
+    Records need no model directory: what `auto` would choose for it writes openings as the
+    tokenizer's own template does.
+    """
+    return chat_format(
+        tokenizer,
+        model,
+        data.chat_format,
+        arguments=data.chat_arguments,
+        keeps_thinking=data.keep_thinking,
+    )
+
+
+def _named(
+    tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any] | None, keeps_thinking: bool
+) -> TeachableFormat:
+    names = renderer_names()
+    if name not in names:
+        raise ConfigError(
+            f"data.chat_format={name}: there is no such format. Give auto, template, a FILE.jinja, "
+            f"or one of {', '.join(names)}."
+        )
+    return RendererFormat(tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking)
+
+
+def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
+    """Return the renderer that writes what the tokenizer's own template writes; None: none does."""
+    candidates = RENDERERS_OF_MODELS.get(_model_type(model), ())
+    if not candidates or not tokenizer.has_chat_template:
+        return None
+    if not is_installed():
+        log.info(
+            "chat messages are written by the tokenizer's own template; the extra [chat] has "
+            "renderers for this kind of model (%s)",
+            ", ".join(candidates),
+        )
+        return None
+    found = next((name for name in candidates if matches_template(tokenizer, name)), None)
+    if found is None:
+        log.info(
+            "chat messages are written by the tokenizer's own template, which none of the "
+            "renderers %s writes",
+            ", ".join(candidates),
+        )
+    return found
+
+
+def _model_type(model: Path | None) -> str:
+    file = None if model is None else model / "config.json"
+    if file is None or not file.is_file():
+        return ""
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
+
+
+def _read_template(setting: str) -> str:
+    try:
+        with Path(setting).open(encoding="utf-8") as file:
+            template = file.read(MAX_TEMPLATE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_format={setting}: cannot be read: {error}.") from None
+    if len(template) > MAX_TEMPLATE_BYTES or not template.strip():
+        raise ConfigError(
+            f"data.chat_format={setting}: empty, or longer than {MAX_TEMPLATE_BYTES:,} characters: "
+            "not a chat template."
+        )
+    return template

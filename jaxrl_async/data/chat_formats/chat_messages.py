@@ -1,0 +1,186 @@
+"""Chat messages as OpenAI's chat completions write them: checked where they enter, in one form.
+
+{"role": "system" | "developer" | "user" | "assistant" | "tool", "content": "..."}
+an assistant's may have "tool_calls" and "reasoning_content"; a tool's has "tool_call_id"
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_NAMES_OF_REASONING = ("reasoning", "thinking")
+MAX_MESSAGES = 10_000
+"""Most messages of one conversation."""
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a field means to hold chat messages: a list of objects, or an empty one."""
+    return isinstance(value, list) and all(isinstance(v, Mapping) for v in value[:1])
+
+
+def checked_messages(value: Any) -> tuple[Message, ...]:
+    """Return chat messages in one form, or raise DataError that names the message.
+
+    Content is text (parts of text are joined), keys without a value are left out, and the arguments
+    of tool calls are JSON text of an object. What other keys hold is kept.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise DataError(
+            "no chat messages: give a list of objects such as "
+            '{"role": "user", "content": "What is 1 + 2?"}.'
+        )
+    if len(value) > MAX_MESSAGES:
+        raise DataError(f"{len(value):,} messages: at most {MAX_MESSAGES:,} make a conversation.")
+    return tuple(_checked_message(message, f"message {i}") for i, message in enumerate(value))
+
+
+def _checked_message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise DataError(f"{where} is {_shown(value)}. Give an object with role and content.")
+    message = {key: v for key, v in value.items() if v is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {_shown(role)}. Give one of {', '.join(ROLES)}.")
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]
+    calls = "tool_calls" in message
+    if calls and role != "assistant":
+        raise DataError(f"{where} has tool_calls, but its role is {role}. Only assistants call.")
+    if "content" not in message and not calls:
+        raise DataError(f"{where} has no content. Give text.")
+    message["content"] = _text_of(message.get("content", ""), where)
+    if calls:
+        message["tool_calls"] = _checked_calls(message["tool_calls"], where)
+    for name in OTHER_NAMES_OF_REASONING:
+        if name in message:
+            message.setdefault("reasoning_content", message.pop(name))
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        if name in message:
+            message[name] = _checked_text(message[name], f"{name} of {where}")
+    return message
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Return a message's content as one text; other parts than text are refused."""
+    if isinstance(content, str):
+        return _checked_text(content, f"content of {where}")
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise DataError(f"content of {where} is {_shown(content)}. Give text.")
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise DataError(
+                f"content of {where} has a part of the type {_shown(part['type'])}, and models "
+                "here read text alone. Leave it out."
+            )
+        parts.append(_checked_text(text, f"a part of the content of {where}"))
+    return "".join(parts)
+
+
+def _checked_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{what} is {_shown(value)}. Give text.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{what} holds half a surrogate pair. Give text in UTF-8.") from None
+    return value
+
+
+def _checked_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise DataError(f"tool_calls of {where} is {_shown(value)}. Give a list of calls.")
+    return [_checked_call(call, f"tool call {i} of {where}") for i, call in enumerate(value)]
+
+
+def _checked_call(value: Any, where: str) -> dict[str, Any]:
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise DataError(
+            f'{where} is {_shown(value)}. Give {{"function": {{"name": ..., "arguments": ...}}}}.'
+        )
+    arguments = arguments_object(function.get("arguments") or {})
+    if arguments is None:
+        raise DataError(
+            f"{where}: its arguments are {_shown(function['arguments'])}. Give an object, or one "
+            "as JSON text."
+        )
+    call = {} if value.get("id") is None else {"id": _checked_text(value["id"], f"id of {where}")}
+    written = {"name": _checked_text(name, f"name of {where}"), "arguments": json_text(arguments)}
+    return {**call, "type": "function", "function": written}
+
+
+def arguments_object(arguments: Any) -> Mapping[str, Any] | None:
+    """Return a tool call's arguments as an object; None if they are none."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refused_constant)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        return None
+    try:
+        json_text(arguments).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return arguments
+
+
+def _refused_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON text in full Unicode. Raises ValueError, TypeError."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def checked_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return tools as OpenAI's function tools, or raise DataError that names the tool."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise DataError(f"the tools are {_shown(value)}. Give a list of function tools.")
+    for i, tool in enumerate(value):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise DataError(
+                f"tool {i} is {_shown(tool)}. Give "
+                '{"type": "function", "function": {"name": ..., "parameters": ...}}.'
+            )
+    return tuple(value)
+
+
+def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with tool calls' arguments as objects, as chat templates read them."""
+    return [{**message, **dict(_calls_with_objects(message))} for message in messages]
+
+
+def _calls_with_objects(message: Message) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    if calls := message.get("tool_calls"):
+        yield (
+            "tool_calls",
+            [{**call, "function": _with_object(call["function"])} for call in calls],
+        )
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = arguments_object(function["arguments"])
+    return {**function, "arguments": function["arguments"] if arguments is None else arguments}
+
+
+def with_system_prompt(messages: Sequence[Message], prompt: str | None) -> tuple[Message, ...]:
+    """Return the messages behind a system prompt, unless they begin with one of their own."""
+    if prompt is None or messages[0]["role"] in ("system", "developer"):
+        return tuple(messages)
+    return ({"role": "system", "content": prompt}, *messages)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

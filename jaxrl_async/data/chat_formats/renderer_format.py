@@ -1,0 +1,390 @@
+"""A renderer of the package `renderers` (extra [chat]) as ports.ChatFormat: formats of known
+models, written by hand, that know where a template drops earlier thinking. The one door to it.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.chat_messages import (
+    arguments_object,
+    checked_messages,
+    checked_tools,
+    with_objects,
+)
+from jaxrl_async.data.chat_formats.written_turn import (
+    CallError,
+    WrittenTurn,
+    assistant_message,
+    split_thinking,
+    with_thinking_in_content,
+)
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError, DataError, MissingExtraError
+from jaxrl_async.types import IntArray, Message
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "renderers"
+VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
+"""Environment variable with the folder from which openai-harmony reads its vocabulary."""
+WELL_FORMED = ("ok", "unknown_tool")
+"""Statuses of the package's tool calls that are calls: which tools exist, an environment knows."""
+MARK = "zqthought"
+"""A word that is looked for in what a format writes."""
+ASKED: Message = {"role": "user", "content": "1 + 2?"}
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """A tokenizer as the package wants one, with our lock."""
+
+    tokenizer: Tokenizer
+    name_or_path: str = ""  # never a name of the hub: nothing is looked up there
+
+    @property
+    def unk_token_id(self) -> int | None:
+        found: int | None = self.tokenizer.hf.unk_token_id
+        return found
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return next(iter(self.tokenizer.eos_ids), None)
+
+    @property
+    def chat_template(self) -> str:
+        return str(self.tokenizer.hf.chat_template or "")
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        del add_special_tokens  # the renderers write all special tokens themselves
+        return [int(i) for i in self.tokenizer.encode(text)]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        ids = np.asarray(token_ids, np.int32).reshape(-1)
+        return self.tokenizer.decode(ids) if skip_special_tokens else self.tokenizer.decode_all(ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        if isinstance(tokens, str):
+            found = self.tokenizer.token_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+
+def is_installed() -> bool:
+    """Return whether the package is there; it is not imported."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def renderer_names() -> tuple[str, ...]:
+    """Return what the package's renderers are called. Raises MissingExtraError."""
+    (union, *_) = get_args(_package("configs").RendererConfig)
+    names = [str(kind.model_fields["name"].default) for kind in get_args(union)]
+    return tuple(sorted(n for n in names if n not in ("auto", "default", "custom")))
+
+
+def _package(module: str) -> Any:
+    try:
+        return importlib.import_module(f"{PACKAGE}.{module}")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the package {PACKAGE} cannot be imported ({error}). Install the extra [chat]: "
+            "pip install 'jaxrl_async[chat]', or set data.chat_format=template for the "
+            "tokenizer's own chat template."
+        ) from None
+
+
+def _make(
+    tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any], retention: str | None
+) -> Any:
+    """Return a renderer of the package. Raises ConfigError for arguments that it does not take."""
+    if name == "gpt-oss" and not os.environ.get(VOCABULARY_FOLDER):
+        raise ConfigError(
+            f"data.chat_format={name} needs openai-harmony's vocabulary, which it would download. "
+            f"Set {VOCABULARY_FOLDER} to a folder with o200k_base.tiktoken."
+        )
+    configs, base = _package("configs"), _package("base")
+    try:
+        kind = type(configs.config_from_name(name))
+        config = kind() if retention is None else kind(thinking_retention=retention)
+        return base.create_renderer(
+            _Encoder(tokenizer), config, chat_template_kwargs=dict(arguments)
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"the chat format {name} does not fit data.chat_arguments={dict(arguments)} or the "
+            f"tokenizer: {' '.join(str(error).split())[:200]}."
+        ) from None
+
+
+class RendererFormat:
+    """A renderer of the package. Any thread may use it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        keeps_thinking: bool = False,
+    ) -> None:
+        """Make a renderer.
+
+        Args:
+            tokenizer: of a model of that family.
+            name: one of renderer_names().
+            arguments: what the format reads besides, such as enable_thinking.
+            keeps_thinking: continue sequences also where the format would drop earlier thinking.
+
+        Raises:
+            MissingExtraError: the package is not installed.
+            ConfigError: the tokenizer lacks a token of the format, or it has no such argument.
+        """
+        arguments = arguments or {}
+        self.name, self._tokenizer = name, tokenizer
+        self._renderer = _make(tokenizer, name, arguments, "all" if keeps_thinking else None)
+        own = [int(i) for i in self._renderer.get_stop_token_ids()]
+        self._stops = tuple(dict.fromkeys([*own, *tokenizer.eos_ids]))
+        self._knows_reasoning = True
+        self._knows_reasoning = self._learn_reasoning()
+        opened, closed = (self._ids([ASKED], (), opens_turn=opens) for opens in (True, False))
+        self._opened = opened
+        self._header = opened[len(closed) :] if opened[: len(closed)] == closed else []
+        # for contexts without thinking, from which nothing is dropped
+        self._keeping: Any = None
+        answered = self._ids([ASKED, {"role": "assistant", "content": MARK}, ASKED], ())
+        if answered[: len(opened)] == opened:
+            with contextlib.suppress(ConfigError):  # some cannot be told to keep thinking
+                self._keeping = _make(tokenizer, name, arguments, "all")
+
+    def _learn_reasoning(self) -> bool:
+        """Return whether the format has a place for reasoning."""
+        thinking = {"role": "assistant", "content": "3", "reasoning_content": MARK}
+        try:
+            ids = self._ids([ASKED, thinking], (), opens_turn=False)
+        except DataError:
+            return True
+        return MARK in self._tokenizer.decode_all(ids)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The format's own ends of a turn, then the tokenizer's end tokens."""
+        return self._stops
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Encode a conversation up to where the policy's turn begins; see ports.ChatFormat."""
+        return np.asarray(self._ids(checked_messages(messages), checked_tools(tools)), np.int32)
+
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+        """Read what the policy drew; see ports.ChatFormat and written_turn.assistant_message."""
+        length = len(token_ids)
+        while length and token_ids[length - 1] in self.stop_token_ids:
+            length -= 1
+        ids = [int(i) for i in token_ids[:length]]
+        parsed = self._parsed(ids, tools)
+        good = [call for call in parsed.tool_calls if _is_call(call)]
+        errors = [
+            CallError(text=self._text_of(call, ids), reason=_reason(call))
+            for call in parsed.tool_calls
+            if not _is_call(call)
+        ]
+        reasoning, content = parsed.reasoning_content, parsed.content
+        if not self._knows_reasoning:
+            reasoning, content = split_thinking(content)
+        turn = WrittenTurn(
+            content="\n".join([*filter(None, [content]), *(e.text for e in errors)]),
+            reasoning=reasoning,
+            calls=tuple((str(call.name), arguments_object(call.arguments) or {}) for call in good),
+            call_ids=tuple(call.id for call in good),
+            errors=tuple(errors),
+        )
+        return assistant_message(turn, np.asarray(token_ids))
+
+    def continuation(
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> IntArray | None:
+        """Return what to append for the next turn, or None; see ports.ChatFormat.
+
+        Earlier thinking is dropped only where there is some.
+        """
+        said, tools = checked_messages(messages), checked_tools(tools)
+        ids = [int(i) for i in before]
+        starts = self._turn_starts(ids)
+        if not starts:
+            return None
+        thinks = any(self._parsed(ids[start:], tools).reasoning_content for start in starts)
+        renderer = self._renderer if thinks or self._keeping is None else self._keeping
+        try:
+            bridged = renderer.bridge_to_next_turn(
+                ids[: starts[-1]], ids[starts[-1] :], with_objects(said), tools=list(tools) or None
+            )
+        except Exception as error:
+            raise self._refusal(said, error) from error
+        if bridged is None or bridged.token_ids[: len(ids)] != ids:
+            return None
+        return np.asarray(bridged.token_ids[len(ids) :], np.int32)
+
+    def answer(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntArray:
+        """Return the tokens that the policy should draw for a reply, end token included, [answer].
+
+        Raises DataError if the format does not write it behind `opening`.
+        """
+        conversation, (said,) = checked_messages(messages), checked_messages([reply])
+        shown = self._ids(conversation, tools)
+        whole = self._ids([*conversation, said], tools, opens_turn=False)
+        ends = [i for i in range(len(shown), len(whole)) if whole[i] in self.stop_token_ids]
+        last = whole[: ends[-1] + 1] if ends else [*whole, *self._end_behind(said)]
+        if whole[: len(shown)] != shown or last == whole[: len(shown)]:
+            raise DataError(
+                f"the chat format {self.name} writes this answer in another way than the policy's "
+                "turn begins. Give an answer with thinking where the format begins with it."
+            )
+        return np.asarray(last[len(shown) :], np.int32)
+
+    def _end_behind(self, said: Message) -> list[int]:
+        """Return the end token of a turn in a format in which the next speaker's mark ends it."""
+        calls = said.get("tool_calls", ())
+        answers: list[Message] = [
+            {
+                "role": "tool",
+                "content": "3",
+                "tool_call_id": call.get("id", ""),
+                "name": call["function"]["name"],
+            }
+            for call in calls
+        ]
+        asked = [ASKED, said]
+        before = self._ids(asked, (), opens_turn=False)
+        after = self._ids([*asked, *(answers or [ASKED])], (), opens_turn=False)
+        found = [i for i in after[len(before) :] if i in self.stop_token_ids]
+        return found[:1]
+
+    def _ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        opens_turn: bool = True,
+    ) -> list[int]:
+        written = with_objects(messages)
+        if not self._knows_reasoning:
+            written = [with_thinking_in_content(message) for message in written]
+        try:
+            ids = self._renderer.render_ids(
+                written, tools=list(tools) or None, add_generation_prompt=opens_turn
+            )
+        except Exception as error:
+            raise self._refusal(messages, error) from error
+        return [int(i) for i in ids]
+
+    def _refusal(self, messages: Sequence[Message], error: Exception) -> DataError:
+        roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return DataError(
+            f"the chat format {self.name} cannot write {len(messages)} messages of {roles}: "
+            f"{reason}. Give messages that it can write, or another data.chat_format."
+        )
+
+    def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+        return self._renderer.parse_response(
+            ids, tools=list(tools) or None, prompt_ids=self._opened
+        )
+
+    def _text_of(self, call: Any, ids: list[int]) -> str:
+        """Return a tool call as it was written, with its marks where their place is known."""
+        if call.token_span is None:
+            return str(call.raw)
+        start, end = call.token_span
+        return self._tokenizer.decode_all(ids[start:end])
+
+    def _turn_starts(self, ids: list[int]) -> list[int]:
+        """Return where the policy's turns begin in a sequence."""
+        header = self._header
+        places = range(len(ids) - len(header) + 1) if header else ()
+        return [i + len(header) for i in places if ids[i : i + len(header)] == header]
+
+
+def _is_call(call: Any) -> bool:
+    """Return whether a parsed tool call has a name and arguments that are an object."""
+    return call.status.value in WELL_FORMED and arguments_object(call.arguments or {}) is not None
+
+
+def _reason(call: Any) -> str:
+    status = str(call.status.value)
+    return "its arguments are no JSON object" if status in WELL_FORMED else status.replace("_", " ")
+
+
+def matches_template(tokenizer: Tokenizer, name: str) -> bool:
+    """Return whether a renderer writes what the tokenizer's own chat template writes.
+
+    They are compared on conversations that both can write, with the renderer's own arguments.
+    """
+    try:
+        renderer = _make(tokenizer, name, {}, None)
+    except ConfigError:
+        return False
+    fields = sorted(type(renderer.config).template_field_names())
+    arguments = {f: v for f in fields if (v := getattr(renderer.config, f)) is not None}
+    compared = 0
+    for messages, tools in _conversations():
+        try:
+            text = tokenizer.chat_text(with_objects(messages), tools, arguments=arguments)
+            wanted = [int(i) for i in tokenizer.encode(text)]
+            found = renderer.render_ids(
+                with_objects(messages), tools=list(tools) or None, add_generation_prompt=True
+            )
+        except Exception as error:
+            log.debug("chat format %s: one of the two refuses a conversation: %s", name, error)
+            continue
+        if found != wanted:
+            return False
+        compared += 1
+    return compared > 0
+
+
+def _conversations() -> list[tuple[list[Message], tuple[Mapping[str, Any], ...]]]:
+    """Return conversations in which formats differ: system prompts, tools, thinking, turns."""
+    system: Message = {"role": "system", "content": "Be brief."}
+    call = {
+        "id": "call00001",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+    }
+    calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answered: Message = {
+        "role": "tool",
+        "content": "3",
+        "tool_call_id": "call00001",
+        "name": "add",
+    }
+    thinking: Message = {"role": "assistant", "content": "3", "reasoning_content": "1 and 2"}
+    plain: Message = {"role": "assistant", "content": "3"}
+    return [
+        ([ASKED], ()),
+        ([system, ASKED], ()),
+        ([system, ASKED], (TOOL,)),
+        ([ASKED, plain, ASKED], ()),
+        ([ASKED, thinking, ASKED], ()),
+        ([system, ASKED, calling, answered], (TOOL,)),
+        ([ASKED, calling, answered, plain, ASKED], (TOOL,)),
+    ]

@@ -1,0 +1,440 @@
+"""A tokenizer's own chat template as ports.ChatFormat.
+
+    stand-in      u: -  a: Zqsaid        render the template around an assistant's turn that is
+    tail                       <end> t: 3 <end> a:      easy to find; what follows its end is
+    sequence    u: 1+2? a: [drawn]  + tail              appended to the tokens that were drawn
+
+A template is taken at its word only where it leaves what came before as it was: a stand-in
+conversation is rendered up to the policy's turn, and again with that turn and what others say
+behind it; the second text must begin with the first one and hold the turn's thinking. Where it does
+not, `continuation` returns None.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.chat_messages import (
+    checked_messages,
+    checked_tools,
+    json_text,
+    with_objects,
+)
+from jaxrl_async.data.chat_formats.written_turn import (
+    CALL,
+    CALLED,
+    THINK,
+    THOUGHT,
+    assistant_message,
+    read_turn,
+    with_thinking_in_content,
+)
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import IntArray, Message
+
+log = logging.getLogger(__name__)
+
+ASKED, SAID, THOUGHT_OF, CALLED_WITH = "zqasked", "zqsaid", "zqthought", "zqcalled"
+"""Words of the stand-in conversation: letters alone, so that no template changes them."""
+STAND_IN_NAME = "zqtool"
+STAND_IN_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": STAND_IN_NAME,
+        "description": STAND_IN_NAME,
+        "parameters": {"type": "object", "properties": {"zqx": {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """A kind of place between the policy's turn and the next one."""
+
+    role: str  # user if one speaks behind it, else that of the first who does
+    thinks: bool  # whether the policy's turns of this context have thinking
+    has_tools: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """How a template begins and ends the policy's turns."""
+
+    header: str = ""  # what it writes where the policy's turn begins
+    opens_thinking: bool = False  # whether that opens the reasoning, too
+    lead: tuple[Message, ...] = ()  # of a stand-in conversation
+    ends: tuple[tuple[int, str], ...] = ()  # tokens that end a turn: id, text; its own one first
+    calls: Literal["marked", "bare", "none"] = "marked"  # how it writes tool calls
+
+
+class TemplateFormat:
+    """The tokenizer's own chat template. Any thread may use it.
+
+    Tool calls are read as JSON between <tool_call> and </tool_call> (Hermes' form), or as a whole
+    turn in JSON where the template writes them so. What the template has no place for, reasoning
+    and tool calls of earlier turns, is written into their text in Hermes' form. White space that
+    the template would take from the edges of a turn stays as it was drawn. Text in messages that is
+    written like a special token becomes one, as with transformers' apply_chat_template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        keeps_thinking: bool = False,
+    ) -> None:
+        """Learn how the template begins and ends turns, and where it rewrites earlier ones.
+
+        Args:
+            tokenizer: encodes what the template writes.
+            template: in Jinja; None: the tokenizer's own.
+            arguments: what the template reads besides, such as enable_thinking.
+            keeps_thinking: continue sequences also where the template would rewrite them.
+
+        Raises:
+            DataError: the template cannot write one question.
+        """
+        self._tokenizer, self._template = tokenizer, template
+        self._arguments, self._keeps = dict(arguments or {}), keeps_thinking
+        self._knows_reasoning = True
+        self._added = tokenizer.added_tokens
+        marks = {THINK, THOUGHT, CALL, CALLED}
+        special = [text for text, is_special in self._added.values() if is_special]
+        self._special = re.compile(
+            "|".join(
+                re.escape(text)
+                for text in sorted(special, key=len, reverse=True)
+                if text not in marks
+            )
+            or r"(?!)"
+        )
+        self._turns = _Turns()
+        self._knows_reasoning = self._learn_reasoning()
+        self._turns = self._learn_turns()
+        self._shows_tools = self._learn_tools()
+        self.rewrites: frozenset[Border] = frozenset() if keeps_thinking else self._learn_borders()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The template's own end of a turn, and the tokenizer's end tokens."""
+        return tuple(token_id for token_id, _ in self._turns.ends)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Encode a conversation up to where the policy's turn begins; see ports.ChatFormat."""
+        text = self._text(checked_messages(messages), checked_tools(tools))
+        if tools and not self._shows_tools:
+            self._shows_tools = True  # said once
+            log.warning("the chat template shows the policy no tools: describe them in the prompt")
+        return self._tokenizer.encode(text)
+
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+        """Read what the policy drew; see ports.ChatFormat and written_turn.assistant_message."""
+        length = len(token_ids)
+        while length and token_ids[length - 1] in self.stop_token_ids:
+            length -= 1
+        text = self._special.sub("", self._tokenizer.decode_all(token_ids[:length]))
+        turns = self._turns
+        turn = read_turn(text, is_thinking=turns.opens_thinking, bare_calls=turns.calls == "bare")
+        return assistant_message(turn, np.asarray(token_ids))
+
+    def continuation(
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> IntArray | None:
+        """Return what to append for the next turn, or None; see ports.ChatFormat.
+
+        None also if a turn ended with another token than the template's own, or was cut within its
+        thinking, and if an assistant is among those who speak.
+        """
+        said, tools = checked_messages(messages), checked_tools(tools)
+        thinks, is_open = self._thinking(before)
+        roles = [message["role"] for message in said]
+        border = Border("user" if "user" in roles else roles[0], thinks, bool(tools))
+        is_cut = is_open and not self._keeps
+        if is_cut or "assistant" in roles or border in self.rewrites or not len(before):
+            return None
+        tail = self._tail(self._turns.lead, said, tools, thinks=thinks)
+        if tail is None:
+            return None
+        ids, last = self._tokenizer.encode(tail), int(before[-1])
+        if not len(ids) or int(ids[0]) not in self.stop_token_ids:
+            return None
+        if last == int(ids[0]):
+            return ids[1:]
+        return None if last in self.stop_token_ids else ids
+
+    def answer(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntArray:
+        """Return the tokens that the policy should draw for a reply, end token included, [answer].
+
+        Text alone stands as it is; thinking and tool calls as the template writes them. Raises
+        DataError if it does not write them behind `opening`.
+        """
+        (checked,) = checked_messages([reply])
+        shown = self._text(checked_messages(messages), tools)
+        text = checked["content"]
+        if checked.keys() & {"reasoning_content", "tool_calls"}:
+            whole = self._text([*checked_messages(messages), checked], tools, opens_turn=False)
+            if not whole.startswith(shown):
+                raise DataError(
+                    "the chat template writes this answer in another way than the policy's turn "
+                    "begins. Give the answer without thinking and tool calls."
+                )
+            text = self._without_end(whole[len(shown) :])
+        ids = self._tokenizer.encode_after(shown, text)
+        return np.concatenate([ids, np.asarray(self._taught_end(), np.int32)]).astype(np.int32)
+
+    def _taught_end(self) -> tuple[int, ...]:
+        """Return the end token to teach: the template's own if it ends answers everywhere."""
+        eos_ids = self._tokenizer.eos_ids
+        own = self.stop_token_ids[:1]
+        return own if not eos_ids or own[0] in eos_ids else eos_ids[:1]
+
+    def _without_end(self, turn: str) -> str:
+        """Cut a turn's text before its last end token."""
+        found = max((turn.rfind(text) for _, text in self._turns.ends), default=-1)
+        return turn if found < 0 else turn[:found]
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        opens_turn: bool = True,
+    ) -> str:
+        written = with_objects(messages)
+        if self._turns.calls == "none":
+            written = [_with_calls_in_content(message) for message in written]
+        if not self._knows_reasoning:
+            written = [with_thinking_in_content(message) for message in written]
+        return self._tokenizer.chat_text(
+            written,
+            tools,
+            opens_turn=opens_turn,
+            template=self._template,
+            arguments=self._arguments,
+        )
+
+    def _thinking(self, before: IntArray) -> tuple[bool, bool]:
+        """Return whether the policy's turns in a sequence think, and whether the last was cut
+        within its thinking."""
+        text, header = self._tokenizer.decode_all(before), self._turns.header
+        turns = text.split(header)[1:] if header and header in text else [text]
+        turns = [self._up_to_end(turn) for turn in turns]
+        opens = self._turns.opens_thinking
+        thinks = opens or any(THINK in turn or THOUGHT in turn for turn in turns)
+        last = turns[-1].lstrip() if turns else ""
+        is_open = (opens or last.startswith(THINK)) and THOUGHT not in last
+        return thinks, is_open
+
+    def _up_to_end(self, text: str) -> str:
+        found = [at for _, end in self._turns.ends if (at := text.find(end)) >= 0]
+        return text[: min(found, default=len(text))]
+
+    # --- the stand-in conversation ---------------------------------------------------------------
+
+    def _learn_reasoning(self) -> bool:
+        """Return whether the template writes the field of the reasoning somewhere."""
+        asked: Message = {"role": "user", "content": ASKED}
+        turns = [
+            [asked, _said(0, thinks=True)],
+            [asked, _said(1, thinks=True)],
+            [asked, _said(1, thinks=True), *_replies(1)],
+        ]
+        for turn in turns:
+            with contextlib.suppress(DataError):
+                if THOUGHT_OF in self._text(turn, (), opens_turn=False):
+                    return True
+        return False
+
+    def _learn_turns(self) -> _Turns:
+        """Render one question and one answer, and see what is around the answer."""
+        asked: Message = {"role": "user", "content": ASKED}
+        closed, opened = (self._text([asked], (), opens_turn=opens) for opens in (False, True))
+        header = opened.removeprefix(closed) if opened.startswith(closed) else ""
+        system: Message = {"role": "system", "content": ASKED}
+        lead = (system, asked) if self._writes([system, asked]) else (asked,)
+        ends = list(self._tokenizer.eos_ids)
+        with_answer = [*lead, _said(0, thinks=False)]
+        if self._writes(with_answer):
+            behind = self._text(with_answer, (), opens_turn=False).partition(SAID)[2]
+            first = self._tokenizer.encode(behind)[:1]
+            if len(first) and int(first[0]) in self._added:
+                ends.insert(0, int(first[0]))
+        texts = {end: self._tokenizer.decode_all([end]) for end in dict.fromkeys(ends)}
+        return _Turns(
+            header=header,
+            opens_thinking=header.rstrip().endswith(THINK),
+            lead=lead,
+            ends=tuple((end, text) for end, text in texts.items() if text),
+            calls=self._learn_calls(lead),
+        )
+
+    def _learn_calls(self, lead: Sequence[Message]) -> Literal["marked", "bare", "none"]:
+        """Render a turn with a call, and see how it is written."""
+        try:
+            text = self._text([*lead, _said(1, thinks=False)], (STAND_IN_TOOL,), opens_turn=False)
+        except DataError:
+            return "none"
+        before, called, _ = text.partition(f"{CALLED_WITH}0z")
+        if not called:
+            return "none"
+        turn = before[before.rfind(ASKED) :]
+        if CALL in turn:
+            return "marked"
+        if '"parameters"' in turn:
+            return "bare"
+        log.warning(
+            "the chat template writes tool calls in a form that is not read here; those of the "
+            "policy are read as JSON between %s and %s, unless data.chat_format is a renderer",
+            CALL,
+            CALLED,
+        )
+        return "marked"
+
+    def _learn_tools(self) -> bool:
+        try:
+            return STAND_IN_NAME in self._text(self._turns.lead, (STAND_IN_TOOL,))
+        except DataError:
+            return False
+
+    def _learn_borders(self) -> frozenset[Border]:
+        """Return the borders at which the template rewrites one of several conversations."""
+        borders = [
+            Border(role, thinks, has_tools)
+            for role in ("user", "tool")
+            for thinks in (False, True)
+            if thinks or not self._turns.opens_thinking
+            for has_tools in (False, True)
+        ]
+        rewritten = frozenset(border for border in borders if not self._is_stable(border))
+        if rewritten:
+            log.info(
+                "the chat template rewrites earlier turns before %s: a new context begins there",
+                "; ".join(sorted({_described(border) for border in rewritten})),
+            )
+        return rewritten
+
+    def _is_stable(self, border: Border) -> bool:
+        """Return whether the template keeps each conversation that it can write as it was."""
+        tools = (STAND_IN_TOOL,) if border.has_tools else ()
+        for lead in _leads(self._turns.lead, thinks=border.thinks):
+            for said in _speakers(border.role):
+                conversation = [*lead, _said(_num_calls(said), thinks=border.thinks), *said]
+                if self._writes(conversation, tools) and not self._tail(
+                    lead, said, tools, thinks=border.thinks
+                ):
+                    return False
+        return True
+
+    def _writes(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        try:
+            self._text(messages, tools)
+        except DataError:
+            return False
+        return True
+
+    def _tail(
+        self,
+        lead: Sequence[Message],
+        said: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        thinks: bool,
+    ) -> str | None:
+        """Return the text from the end of the policy's turn on, behind a stand-in conversation.
+
+        None: the template changes what came before. Raises DataError if it cannot write it.
+        """
+        num_calls = _num_calls(said)
+        if num_calls > 1 and not self._writes([*lead, _said(num_calls, thinks=thinks), *said]):
+            num_calls = 1  # of a template that writes one call a turn
+        turn = _said(num_calls, thinks=thinks, answered=said)
+        begun, whole = self._text(lead, tools), self._text([*lead, turn, *said], tools)
+        mark = f"{CALLED_WITH}{num_calls - 1}z" if num_calls else SAID
+        start = len(begun) if whole.startswith(begun) else -1
+        if start < 0 and not self._keeps:
+            return None
+        at = whole.find(mark, max(start, 0))
+        kept = not thinks or self._keeps or THOUGHT_OF in whole[start:at]
+        ends = [i for _, end in self._turns.ends if (i := whole.find(end, at)) >= 0]
+        return whole[min(ends) :] if at >= 0 and kept and ends else None
+
+
+def _said(num_calls: int, *, thinks: bool, answered: Sequence[Message] = ()) -> dict[str, Any]:
+    """Return the stand-in for the policy's turn, with the calls that tools answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": SAID}
+    if thinks:
+        message["reasoning_content"] = THOUGHT_OF
+    replies = [m for m in answered if m["role"] == "tool"]
+    if num_calls:
+        message["tool_calls"] = [
+            {
+                "id": (replies[i] if replies else {}).get("tool_call_id", f"zqcall{i:03}"),
+                "type": "function",
+                "function": {
+                    "name": (replies[i] if replies else {}).get("name", STAND_IN_NAME),
+                    "arguments": f'{{"zqx": "{CALLED_WITH}{i}z"}}',
+                },
+            }
+            for i in range(num_calls)
+        ]
+    return message
+
+
+def _num_calls(said: Sequence[Message]) -> int:
+    return sum(message["role"] == "tool" for message in said)
+
+
+def _replies(count: int) -> list[Message]:
+    return [
+        {"role": "tool", "content": "3", "tool_call_id": f"zqcall{i:03}", "name": STAND_IN_NAME}
+        for i in range(count)
+    ]
+
+
+def _speakers(role: str) -> Iterator[list[Message]]:
+    """Yield what others may say behind the policy's turn."""
+    if role == "user":
+        yield [{"role": "user", "content": ASKED}]
+    else:
+        yield _replies(1)
+        yield _replies(2)
+
+
+def _leads(lead: Sequence[Message], *, thinks: bool) -> Iterator[list[Message]]:
+    """Yield conversations up to the policy's turn: with and without a system prompt, with earlier
+    turns, with tool calls."""
+    asked: Message = {"role": "user", "content": ASKED}
+    yield list(lead)
+    yield [asked]
+    yield [*lead, _said(0, thinks=thinks), asked]
+    yield [*lead, _said(1, thinks=thinks), *_replies(1)]
+    yield [*lead, _said(2, thinks=thinks), *_replies(2)]
+    yield [*lead, _said(1, thinks=thinks), *_replies(1), _said(0, thinks=thinks), asked]
+
+
+def _described(border: Border) -> str:
+    thinking = " after thinking" if border.thinks else ""
+    return f"{border.role} messages{thinking}{' with tools' if border.has_tools else ''}"
+
+
+def _with_calls_in_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write tool calls into the content, for templates that have no place for them."""
+    rest = {k: v for k, v in message.items() if k != "tool_calls"}
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    written = [
+        f"{CALL}\n{json_text({k: call[k] for k in ('name', 'arguments')})}\n{CALLED}"
+        for call in calls
+    ]
+    if written:
+        rest["content"] = "\n".join([*filter(None, [message["content"]]), *written])
+    return rest

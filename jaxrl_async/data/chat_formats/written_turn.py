@@ -1,0 +1,179 @@
+"""What a policy wrote, apart: reasoning, text and tool calls, in Hermes' form or as bare JSON.
+
+<think>
+reasoning
+</think>
+
+text
+<tool_call>
+{"name": "calculator", "arguments": {"expression": "1 + 2"}}
+</tool_call>
+
+{"name": "calculator", "parameters": {"expression": "1 + 2"}}      a whole turn, as Llama 3 calls
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.data.chat_formats.chat_messages import arguments_object, json_text
+from jaxrl_async.types import IntArray
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
+"""How a turn begins that is one call."""
+MAX_CALLS = 64
+"""Most tool calls of one turn that are read; more are an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallError:
+    """A tool call that is not well formed."""
+
+    text: str  # as it was written, marks included; it also stays in the message's content
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTurn:
+    """A turn of the policy, apart."""
+
+    content: str
+    reasoning: str | None = None  # None: the turn has no thinking
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # name and arguments
+    call_ids: tuple[str | None, ...] = ()  # where the format writes ids; () or one a call
+    errors: tuple[CallError, ...] = ()
+
+
+def read_turn(text: str, *, is_thinking: bool, bare_calls: bool = False) -> WrittenTurn:
+    """Read a turn.
+
+    Args:
+        text: without its end token.
+        is_thinking: the prompt has opened the reasoning already.
+        bare_calls: a call is a whole turn in JSON; otherwise calls stand between marks.
+    """
+    reasoning, rest = split_thinking(text, is_thinking=is_thinking)
+    if bare_calls:
+        return _read_bare(rest, reasoning)
+    pieces, calls, errors = [], [], []
+    for piece in _pieces(rest):
+        if isinstance(piece, str):
+            pieces.append(piece)
+        elif isinstance(piece, CallError):
+            pieces.append(piece.text)
+            errors.append(piece)
+        else:
+            calls.append(piece)
+    content = "".join(pieces)
+    return WrittenTurn(
+        content=content.strip() if calls else content,
+        reasoning=reasoning,
+        calls=tuple(calls),
+        errors=tuple(errors),
+    )
+
+
+def _read_bare(text: str, reasoning: str | None) -> WrittenTurn:
+    """Read a turn that is one call or text."""
+    call = _call(text) if BARE_CALL.match(text) else ""
+    if not isinstance(call, str):
+        return WrittenTurn(content="", reasoning=reasoning, calls=(call,))
+    errors = (CallError(text=text, reason=call),) if call else ()
+    return WrittenTurn(content=text, reasoning=reasoning, errors=errors)
+
+
+def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
+    """Return the reasoning, None if there is none, and what follows it.
+
+    Thinking without its end mark reaches to the first tool call, or to the end.
+    """
+    begun = text.lstrip().startswith(THINK)
+    if not begun and not is_thinking:
+        return None, text
+    inner = text.lstrip().removeprefix(THINK) if begun else text
+    reasoning, mark, rest = inner.partition(THOUGHT)
+    if not mark:
+        reasoning, mark, rest = inner.partition(CALL)
+        rest = mark + rest
+    return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+def _pieces(text: str) -> Iterator[str | CallError | tuple[str, Mapping[str, Any]]]:
+    """Yield text between tool calls, tool calls, and those that are not well formed."""
+    for _ in range(MAX_CALLS):
+        before, mark, inner = text.partition(CALL)
+        yield before
+        if not mark:
+            return
+        body, end, text = inner.partition(CALLED)
+        if not end:
+            yield CallError(text=mark + inner, reason=f"{CALL} without {CALLED}")
+            return
+        call = _call(body)
+        yield CallError(text=mark + body + end, reason=call) if isinstance(call, str) else call
+    if CALL in text:
+        yield CallError(text=text, reason=f"more than {MAX_CALLS} calls in one turn")
+    else:
+        yield text
+
+
+def _call(body: str) -> tuple[str, Mapping[str, Any]] | str:
+    """Return a call's name and arguments, or what is wrong with it."""
+    try:
+        call = json.loads(body)
+    except RecursionError:
+        return "not JSON: nested too deep"
+    except ValueError as error:
+        return f"not JSON: {error}"
+    if not isinstance(call, dict):
+        return "not a JSON object with name and arguments"
+    if arguments_object(call) is None:
+        return "NaN, Infinity or half a surrogate pair"
+    name, given = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    arguments = arguments_object(given)
+    if not isinstance(name, str) or not name:
+        return "it has no name"
+    return "its arguments are no JSON object" if arguments is None else (name, arguments)
+
+
+def assistant_message(turn: WrittenTurn, token_ids: IntArray) -> dict[str, Any]:
+    """Return a turn as an assistant's message.
+
+    `tool_call_errors`, a list of {"text", "reason"}, names the calls that are not well formed.
+    Calls without an id of their own get one that depends on the turn's tokens and the call's place
+    alone: nine letters and digits, which every template takes.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.reasoning is not None:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        ids = turn.call_ids or (None,) * len(turn.calls)
+        message["tool_calls"] = [
+            {
+                "id": own or _call_id(token_ids, i),
+                "type": "function",
+                "function": {"name": name, "arguments": json_text(arguments)},
+            }
+            for i, (own, (name, arguments)) in enumerate(zip(ids, turn.calls, strict=True))
+        ]
+    if turn.errors:
+        message["tool_call_errors"] = [{"text": e.text, "reason": e.reason} for e in turn.errors]
+    return message
+
+
+def _call_id(token_ids: IntArray, place: int) -> str:
+    drawn = token_ids.astype("<i4").tobytes() + place.to_bytes(4, "little")
+    return hashlib.blake2s(drawn).hexdigest()[:9]
+
+
+def with_thinking_in_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the reasoning into the content, for templates that know no field for it."""
+    rest = {k: v for k, v in message.items() if k != "reasoning_content"}
+    if reasoning := message.get("reasoning_content"):
+        rest["content"] = f"{THINK}\n{reasoning}\n{THOUGHT}\n\n{message['content']}"
+    return rest

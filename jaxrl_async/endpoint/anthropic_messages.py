@@ -1,0 +1,285 @@
+"""Anthropic's /v1/messages and its count_tokens: a body to a chat call, answers to a body or to a
+stream's events. Pure."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.endpoint.call_messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    function_tool,
+    joined_text,
+    read_messages,
+)
+from jaxrl_async.endpoint.chat_deltas import ChatDelta
+from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.openai_chat import ChatCall
+from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.wish import MAX_ASKED, Wish, stops_of, temperature_of, top_k_of, top_p_of
+from jaxrl_async.types import IntArray
+
+HARMLESS = frozenset({"model", "metadata", "service_tier", "inference_geo", "betas"})
+"""Fields that change no answer."""
+NEUTRAL: Mapping[str, Any] = {
+    "thinking": ({"type": "disabled"},),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+    "output_config": ({},),
+}
+"""Fields that are not served, with the values that ask for nothing."""
+FINISHES = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+"""Why an answer ended: OpenAI's words to Anthropic's."""
+
+
+def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
+    """Return the call of a body. Raises CallRefused, which names the field.
+
+    counting: only the prompt's tokens are to be counted, and max_tokens is not needed.
+    """
+    fields = BodyFields(body)
+    messages = list(_system(fields.value("system")))
+    for i, message in enumerate(fields.rows("messages", MAX_MESSAGES)):
+        messages += _turn(message, f"messages[{i}]")
+    asked = fields.whole("max_tokens", 1, MAX_ASKED)
+    if asked is None and not counting:
+        fields.refuse("max_tokens", "a whole number from 1 on")
+    choice = fields.value("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if choice is not None and kind not in ("auto", "none"):
+        fields.refuse("tool_choice", "auto or none: a tool call cannot be forced here")
+    call = ChatCall(
+        messages=read_messages(messages),
+        tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(fields.rows("tools", MAX_TOOLS))),
+        reads_tools=kind != "none",
+        wish=Wish(
+            temperature=temperature_of(fields),
+            top_k=top_k_of(fields),
+            top_p=top_p_of(fields),
+            max_new_tokens=asked,
+            stops=stops_of(fields, "stop_sequences"),
+        ),
+        stream=fields.flag("stream"),
+    )
+    fields.close(HARMLESS, NEUTRAL)
+    return call
+
+
+def _system(value: Any) -> Iterator[dict[str, Any]]:
+    if value:
+        yield {"role": "system", "content": joined_text(value, "system")}
+
+
+def _turn(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a message of the body as messages in OpenAI's form: results of tools become messages
+    of their own."""
+    fields = BodyFields(value, where)
+    role = fields.choice("role", ("user", "assistant"))
+    if role is None:
+        fields.refuse("role", "'user' or 'assistant'")
+    content = fields.value("content")
+    fields.close()
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        fields.refuse("content", "a text or a list of blocks")
+    place = fields.name("content")
+    blocks = [_Block(block, f"{place}[{i}]") for i, block in enumerate(content)]
+    return _assistant(blocks) if role == "assistant" else _user(blocks)
+
+
+class _Block:
+    """A block of content."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.fields = BodyFields(value, where)
+        self.kind = self.fields.needed_text("type")
+
+    def refuse(self, wanted: str) -> None:
+        """Raise CallRefused: this kind of block is not served."""
+        self.fields.refuse("type", f"{wanted}: this model takes texts only")
+
+    def close(self) -> None:
+        """Raise CallRefused if a field is left that nobody has read."""
+        self.fields.close(frozenset({"cache_control", "citations", "caller"}))
+
+
+def _user(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
+    results, texts = [], []
+    for block in blocks:
+        if block.kind == "text":
+            texts.append(block.fields.needed_text("text"))
+        elif block.kind == "tool_result":
+            inner = block.fields.value("content")
+            name = block.fields.name("content")
+            text = "" if inner is None else joined_text(inner, name)
+            is_error = block.fields.flag("is_error")
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.fields.needed_text("tool_use_id"),
+                    "content": f"Error: {text}" if is_error else text,
+                }
+            )
+        else:
+            block.refuse("'text' or 'tool_result'")
+        block.close()
+    said = [{"role": "user", "content": "".join(texts)}] if texts or not results else []
+    return results + said
+
+
+def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.kind == "text":
+            message["content"] += block.fields.needed_text("text")
+        elif block.kind == "thinking":
+            thought = block.fields.text("thinking") or ""
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            block.fields.value("signature")
+        elif block.kind == "tool_use":
+            arguments = BodyFields({"input": block.fields.value("input") or {}}).value("input")
+            calls.append(
+                {
+                    "id": block.fields.text("id", ""),
+                    "type": "function",
+                    "function": {
+                        "name": block.fields.needed_text("name"),
+                        "arguments": json.dumps(arguments, ensure_ascii=False),
+                    },
+                }
+            )
+        else:
+            block.refuse("'text', 'thinking' or 'tool_use'")
+        block.close()
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+def _tool(value: Any, where: str) -> Mapping[str, Any]:
+    fields = BodyFields(value, where)
+    if fields.text("type", "custom") != "custom":
+        fields.refuse("type", "'custom': tools of Anthropic's own are not served")
+    tool = function_tool(
+        fields.needed_text("name"), fields.text("description"), fields.value("input_schema")
+    )
+    fields.close(frozenset({"cache_control", "eager_input_streaming"}))
+    return tool
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageWriter:
+    """Writes the answer to one call, whole or as a stream's events."""
+
+    heading: Heading
+    prompt: IntArray  # [prompt] int32
+
+    def body(self, answer: ChatAnswer) -> dict[str, Any]:
+        """Return the answer whole."""
+        return {**self._message(_blocks(answer)), **self._stop(answer), "usage": self._all(answer)}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.heading.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.heading.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(self.prompt), "output_tokens": 0},
+        }
+
+    def _stop(self, answer: ChatAnswer) -> dict[str, Any]:
+        stop, reason = answer.answer.stop, FINISHES[answer.finish]
+        if stop is not None and reason == "end_turn":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _all(self, answer: ChatAnswer) -> dict[str, int]:
+        drawn = len(answer.answer.completion.token_ids)
+        return {"input_tokens": len(self.prompt), "output_tokens": drawn}
+
+    def begin(self) -> dict[str, Any]:
+        """Return the first event."""
+        return {"type": "message_start", "message": self._message([])}
+
+    def end(self, answer: ChatAnswer) -> list[dict[str, Any]]:
+        """Return the last events."""
+        changed = {"type": "message_delta", "delta": self._stop(answer), "usage": self._all(answer)}
+        return [changed, {"type": "message_stop"}]
+
+
+def _blocks(answer: ChatAnswer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content or not answer.tool_calls:
+        blocks.append({"type": "text", "text": answer.content})
+    return blocks + [_tool_use(call, _input(call)) for call in answer.tool_calls]
+
+
+def _tool_use(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    name = call["function"]["name"]
+    return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
+
+
+def _input(call: Mapping[str, Any]) -> Any:
+    """Return a call's arguments as an object."""
+    try:
+        return parsed_json(call["function"]["arguments"].encode())
+    except CallRefused:
+        return {"arguments": call["function"]["arguments"]}
+
+
+class BlockStream:
+    """A stream's blocks of content: which one is open. One answer."""
+
+    def __init__(self) -> None:
+        self._index, self._open = -1, ""
+
+    def write(self, delta: ChatDelta) -> list[dict[str, Any]]:
+        """Return the events of some more of the answer."""
+        if delta.call is not None:
+            call = delta.call[1]
+            events = self._begin("tool_use", _tool_use(call, {}), always=True)
+            text = call["function"]["arguments"]
+            return [*events, self._delta({"type": "input_json_delta", "partial_json": text})]
+        if delta.reasoning:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            more = {"type": "thinking_delta", "thinking": delta.reasoning}
+            return [*self._begin("thinking", block), self._delta(more)]
+        more = {"type": "text_delta", "text": delta.content}
+        return [*self._begin("text", {"type": "text", "text": ""}), self._delta(more)]
+
+    def close(self) -> list[dict[str, Any]]:
+        """Return the event that ends the open block; an answer without any gets an empty text."""
+        begun = [] if self._open else self._begin("text", {"type": "text", "text": ""})
+        return [*begun, *self._end()]
+
+    def _begin(
+        self, kind: str, block: dict[str, Any], *, always: bool = False
+    ) -> list[dict[str, Any]]:
+        if kind == self._open and not always:
+            return []
+        ended = self._end()
+        self._index, self._open = self._index + 1, kind
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*ended, start]
+
+    def _end(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open = ""
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -1,0 +1,326 @@
+"""The endpoint as an ASGI application: paths to handlers, errors in each protocol's shape.
+
+POST /v1/chat/completions   POST /v1/messages               POST /v1/session/reward
+POST /v1/completions        POST /v1/messages/count_tokens  POST /v1/session/end
+GET  /v1/models             POST /inference/v1/generate     POST /v1/session/begin
+POST /v1/responses          GET  /health                    POST /v1/[un]load_lora_adapter
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.endpoint.adapter_door import LOAD, UNLOAD, AdapterDoor
+from jaxrl_async.endpoint.anthropic_messages import messages_call
+from jaxrl_async.endpoint.callers import Caller
+from jaxrl_async.endpoint.desk import Desk, refusal_of
+from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.http_exchange import (
+    ClientGone,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    anthropic_event,
+    openai_event,
+)
+from jaxrl_async.endpoint.openai_chat import chat_call
+from jaxrl_async.endpoint.openai_text import TextWriter, text_call
+from jaxrl_async.endpoint.refusal import CallRefused, anthropic_error, openai_error
+from jaxrl_async.endpoint.responses_call import (
+    PREFIX,
+    ResponsesCall,
+    new_root,
+    responses_call,
+    root_of,
+    unknown_response,
+)
+from jaxrl_async.endpoint.streams import (
+    StreamedChat,
+    StreamedMessage,
+    StreamedResponse,
+    StreamedText,
+)
+from jaxrl_async.endpoint.token_generate import token_body, token_call
+from jaxrl_async.types import Message
+
+CONVERSATION = "x-session-id"
+"""Header that names one of a guest's conversations."""
+BEGIN = "/v1/session/begin"
+"""Where agents outside of the run ask for a task; with a key of its own."""
+SHOWN_REASON = 200
+"""How much of an agent's reason to give up is kept, characters."""
+Handler = Callable[[HttpExchange, Any], Awaitable[None]]
+
+
+class EndpointApp:
+    """The ASGI application over a desk."""
+
+    def __init__(self, desk: Desk) -> None:
+        """desk: serves the calls."""
+        self._desk, self._numbers = desk, itertools.count()
+        self._posts: dict[str, Handler] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/inference/v1/generate": self._generate,
+            "/v1/session/reward": self._reward,
+            "/v1/session/end": self._end,
+            BEGIN: self._begin,
+            LOAD: self._load,
+            UNLOAD: self._unload,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's call; see ASGI."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"the endpoint does not serve {scope['type']}")
+        exchange = HttpExchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except ClientGone:
+            self._desk.count(disconnected=1)
+        except asyncio.CancelledError:
+            await self._refuse(exchange, CallRefused("the server is closing", status=503))
+        except Exception as error:
+            await self._refuse(exchange, refusal_of(error))
+
+    async def _serve(self, exchange: HttpExchange) -> None:
+        """Find out what is asked, and do it."""
+        path = exchange.path.rstrip("/")
+        if exchange.method == "GET" and path == "/health":
+            await exchange.reply(200, {"status": "ok"})
+            return
+        handler = self._posts.get(path)
+        if exchange.method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):
+            self._desk.caller(exchange.key, None)
+            await exchange.reply(200, self._models(path))
+            return
+        if handler is None:
+            raise CallRefused(f"{exchange.method} {path} is not served here", status=404)
+        if exchange.method != "POST":
+            raise CallRefused(f"{path} takes POST", status=405)
+        if path == BEGIN:
+            self._desk.door().check(exchange.key)
+        else:
+            self._desk.caller(exchange.key, None)  # no body is read for strangers
+        with self._desk.admitted():
+            limits = self._desk.limits
+            body = await exchange.body(limits.max_body_bytes, limits.body_s)
+            await self._until_gone(exchange, handler(exchange, parsed_json(body)))
+
+    async def _until_gone(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
+        """Do the work of a call, and end it if the client goes away."""
+        serving = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(exchange.gone())
+        try:
+            await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise ClientGone
+            serving.result()
+        finally:
+            for task in (serving, gone):
+                task.cancel()
+            await asyncio.gather(serving, gone, return_exceptions=True)
+
+    async def _refuse(self, exchange: HttpExchange, refused: CallRefused) -> None:
+        """Tell the client that its call is not served, and count that."""
+        anthropic = exchange.path.startswith("/v1/messages")
+        ours = refused.status >= 500
+        self._desk.count(failed=ours, refused=not ours)
+        record = anthropic_error(refused) if anthropic else openai_error(refused)
+        headers = {}
+        if refused.retry_after_s is not None:
+            headers["retry-after"] = f"{refused.retry_after_s:.0f}"
+        if not exchange.begun:
+            await exchange.reply(refused.status, record, headers=headers)
+            return
+        await exchange.write((anthropic_event if anthropic else openai_event)(record))
+        await exchange.close_stream()
+
+    # ---- handlers
+
+    def _models(self, path: str) -> dict[str, Any]:
+        served, adapters = self._desk.served, self._desk.adapters
+        model = {
+            "id": served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jaxrl_async",
+            "max_model_len": served.terms.max_length,
+        }
+        models = [model]
+        for adapter in () if adapters is None else adapters.names():
+            models.append({**model, "id": adapter, "parent": served.name})
+        name = path.removeprefix("/v1/models").lstrip("/")
+        if not name:
+            return {"object": "list", "data": models}
+        for one in models:
+            if one["id"] == name:
+                return one
+        names = ", ".join(str(one["id"]) for one in models)
+        raise CallRefused(f"the model here is {names}", status=404)
+
+    async def _load(self, exchange: HttpExchange, body: Any) -> None:
+        await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
+
+    async def _unload(self, exchange: HttpExchange, body: Any) -> None:
+        await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
+
+    def _adapters(self, exchange: HttpExchange) -> AdapterDoor:
+        """Return who loads adapters, for a guest. Raises CallRefused."""
+        self._desk.check_guest(exchange.key)
+        if self._desk.adapters is None:
+            raise CallRefused("no adapters are served here", status=404)
+        return self._desk.adapters
+
+    async def _chat(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, chat_call(body)
+        caller = desk.caller(exchange.key, exchange.header(CONVERSATION), body.get("model"))
+        prompt = await desk.chat_prompt(caller, call)
+        heading = desk.heading(caller, "chatcmpl", next(self._numbers))
+        streamed = StreamedChat(desk, caller, call, prompt, heading)
+        if call.stream:
+            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
+        else:
+            await exchange.reply(200, await streamed.whole())
+
+    async def _messages(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, messages_call(body)
+        caller = desk.caller(exchange.key, exchange.header(CONVERSATION), body.get("model"))
+        prompt = await desk.chat_prompt(caller, call)
+        heading = desk.heading(caller, "msg", next(self._numbers))
+        streamed = StreamedMessage(desk, caller, call, prompt, heading)
+        if call.stream:
+            ping = anthropic_event({"type": "ping"})
+            await self._stream(exchange, streamed.events(), ping, b"")
+        else:
+            await exchange.reply(200, await streamed.whole())
+
+    async def _responses(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, responses_call(body)
+        root = new_root() if call.previous is None else root_of(call.previous)
+        conversation = exchange.header(CONVERSATION) or f"{PREFIX}{root}"
+        caller = desk.caller(exchange.key, conversation, body.get("model"))
+        before = _said_before(caller, call)
+        said = (*before, *call.chat.messages)
+        chat = replace(call.chat, messages=call.messages(before))
+        prompt = await desk.chat_prompt(caller, chat)
+        heading = desk.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
+        streamed = StreamedResponse(desk, caller, call, said, prompt, heading)
+        if call.chat.stream:
+            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
+        else:
+            await exchange.reply(200, await streamed.whole())
+
+    async def _count_tokens(self, exchange: HttpExchange, body: Any) -> None:
+        call = messages_call(body, counting=True)
+        caller = self._desk.caller(exchange.key, exchange.header(CONVERSATION))
+        prompt = await self._desk.chat_prompt(caller, call)
+        await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
+
+    async def _text(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, text_call(body)
+        caller = desk.caller(exchange.key, None, body.get("model"))
+        if isinstance(call.prompt, str):
+            prompt = await desk.text_prompt(call.prompt)
+        else:
+            prompt = np.array(call.prompt, np.int32)
+        heading = desk.heading(caller, "cmpl", next(self._numbers))
+        writer = TextWriter(call=call, heading=heading, prompt=prompt, words=desk.words)
+        streamed = StreamedText(desk, caller, writer)
+        if call.stream:
+            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
+        else:
+            await exchange.reply(200, await streamed.whole())
+
+    async def _generate(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, token_call(body)
+        caller = desk.caller(exchange.key, None, body.get("model"))
+        prompt = np.array(call.token_ids, np.int32)
+        async with desk.drawing(caller, prompt, call.wish, parts=False) as drawing:
+            answers = await drawing.answers()
+        heading = desk.heading(caller, "generate", next(self._numbers))
+        await exchange.reply(200, token_body(call, heading, answers, desk.words))
+
+    async def _reward(self, exchange: HttpExchange, body: Any) -> None:
+        fields = BodyFields(body)
+        value = fields.number("reward", -1e30, 1e30)
+        if value is None:
+            fields.refuse("reward", "a number")
+        parts = fields.value("parts")
+        if parts is not None and not isinstance(parts, dict):
+            fields.refuse("parts", "an object of numbers")
+        call = fields.text("call")
+        fields.close()
+        self._desk.session(exchange.key).reward(value, parts=parts, call=call)
+        await exchange.reply(200, {"ok": True})
+
+    async def _end(self, exchange: HttpExchange, body: Any) -> None:
+        fields = BodyFields(body)
+        failed = fields.text("failed")
+        fields.close()
+        session = self._desk.session(exchange.key)
+        if failed is None:
+            session.finish()
+        else:
+            session.give_up(failed[:SHOWN_REASON])
+        await exchange.reply(200, {"ok": True})
+
+    async def _begin(self, exchange: HttpExchange, body: Any) -> None:
+        desk = self._desk
+        task = await desk.door().begin(body, address=exchange.address, model=desk.served.name)
+        await exchange.reply(200, task)
+
+    async def _stream(
+        self, exchange: HttpExchange, events: AsyncIterator[bytes], ping: bytes, last: bytes
+    ) -> None:
+        """Send events as they come, and a ping where none comes for a while. The head is sent with
+        the first of them, so that an early error still has a status of its own."""
+        parts: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(1)
+        pumping = asyncio.ensure_future(_pump(events, parts))
+        try:
+            while True:
+                try:
+                    part = await asyncio.wait_for(parts.get(), self._desk.limits.ping_s)
+                except TimeoutError:
+                    part = ping
+                if isinstance(part, Exception):
+                    raise part
+                if not exchange.begun:
+                    await exchange.open_stream()
+                await exchange.write(last if part is None else part)
+                if part is None:
+                    break
+            await exchange.close_stream()
+        finally:
+            pumping.cancel()
+            await asyncio.gather(pumping, return_exceptions=True)
+
+
+def _said_before(caller: Caller, call: ResponsesCall) -> Sequence[Message]:
+    """Return the conversation up to the response that a call follows. Raises CallRefused."""
+    if call.previous is None:
+        return ()
+    before = caller.conversations.responses.find(call.previous)
+    if before is None:
+        raise unknown_response(call.previous)
+    return before
+
+
+async def _pump(
+    events: AsyncIterator[bytes], parts: "asyncio.Queue[bytes | Exception | None]"
+) -> None:
+    """Hand on events, one at a time, and then None, or the error that ended them."""
+    try:
+        async for part in events:
+            await parts.put(part)
+        await parts.put(None)
+    except Exception as error:
+        await parts.put(error)

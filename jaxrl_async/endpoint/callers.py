@@ -1,0 +1,154 @@
+"""Who calls: a guest, whose answers are nobody else's, or a session of a run, which becomes an
+episode."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxrl_async.endpoint.conversations import Conversations
+from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.wish import Draft, Terms
+from jaxrl_async.ports import Generate
+from jaxrl_async.rollout.sessions import PolicySession
+from jaxrl_async.types import Completion, IntArray, Request, SamplingParams
+
+Cut = Callable[[IntArray], int | None]
+"""Given drawn tokens, returns how many of them count; None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerAsk:
+    """One answer to draw."""
+
+    token_ids: IntArray  # [prompt] int32
+    draft: Draft
+    wanted: SamplingParams | None  # the distribution that the caller named; None: it named none
+    seed: int | None
+    index: int  # of the answer in its call
+    cut: Cut
+    early: "asyncio.Future[Completion]"  # set when a stop string ends the answer before its end
+    began: Callable[[str], None]  # told the request's id before it is queued
+
+
+class Caller(Protocol):
+    """Whoever is behind a key."""
+
+    @property
+    def terms(self) -> Terms:
+        """What its answers keep to."""
+        ...
+
+    @property
+    def conversations(self) -> Conversations:
+        """What it has been told."""
+        ...
+
+    @property
+    def adapter(self) -> str:
+        """Which of the sampler's adapters it is answered with; empty: none."""
+        ...
+
+    async def draw(self, ask: CallerAsk) -> Completion:
+        """Draw one answer. Cancelling frees its slot. Raises RolloutError and Closed."""
+        ...
+
+    def exhaust(self, limit: str, token_ids: IntArray) -> None:
+        """Take note that a call with these tokens, [prompt] int32, was refused for this limit."""
+        ...
+
+
+class Guest:
+    """A caller whose answers become no episode."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self,
+        generate: Generate,
+        terms: Terms,
+        conversations: Conversations,
+        *,
+        adapter: str = "",
+    ) -> None:
+        """Make a caller.
+
+        Args:
+            generate: the sampler.
+            terms: of its answers.
+            conversations: what it has been told before.
+            adapter: that it is answered with; empty: none.
+        """
+        self.terms, self.conversations, self._generate = terms, conversations, generate
+        self.adapter = adapter
+
+    async def draw(self, ask: CallerAsk) -> Completion:
+        """See Caller. A seed draws the same tokens each time; each answer of a call has its own
+        random numbers: the request's key is (seed, index)."""
+        request = Request(
+            request_id=f"guest{next(self._numbers)}/a{ask.index}",
+            token_ids=ask.token_ids,
+            max_new_tokens=ask.draft.max_new_tokens,
+            sampling=ask.draft.sampling,
+            stop_token_ids=ask.draft.stop_token_ids,
+            key=None if ask.seed is None else (ask.seed, ask.index),
+            priority=self.terms.priority,
+            extras=ask.draft.extras,
+            adapter=self.adapter,
+        )
+        ask.began(request.request_id)
+        future = self._generate.submit_many([request])[0]
+        try:
+            await asyncio.wait({future, ask.early}, return_when=asyncio.FIRST_COMPLETED)
+            return future.result() if future.done() else ask.early.result()
+        finally:
+            future.cancel()
+
+    def exhaust(self, limit: str, token_ids: IntArray) -> None:
+        """Do nothing: nothing of a guest ends."""
+
+
+class Member:
+    """A session: its calls become an episode of a run."""
+
+    adapter = ""
+
+    def __init__(self, session: PolicySession, conversations: Conversations) -> None:
+        """Make the caller of a session."""
+        self.session, self.conversations = session, conversations
+
+    @property
+    def terms(self) -> Terms:
+        """See Caller."""
+        limits = self.session.limits
+        return Terms(
+            sampling=limits.sampling,
+            stop_token_ids=limits.stop_token_ids,
+            max_new_tokens=limits.max_new_tokens,
+            max_length=limits.max_length,
+            fixed_sampling=not self.session.bounds.own_sampling,
+            extras=limits.keep_mask,
+        )
+
+    async def draw(self, ask: CallerAsk) -> Completion:
+        """See Caller. The random numbers are the session's."""
+        limits, draft = self.session.limits, ask.draft
+        if not set(limits.stop_token_ids) <= set(draft.stop_token_ids):
+            raise CallRefused(
+                "a session's answers end at the model's stop tokens", field="ignore_eos"
+            )
+        return await self.session.draw(
+            ask.token_ids,
+            max_new_tokens=draft.max_new_tokens,
+            stop_token_ids=draft.stop_token_ids,
+            sampling=ask.wanted,
+            seed=ask.seed,
+            cut=ask.cut,
+            early=ask.early,
+            began=ask.began,
+        )
+
+    def exhaust(self, limit: str, token_ids: IntArray) -> None:
+        """See Caller: the episode ends as cut off."""
+        self.session.exhaust(limit, token_ids)

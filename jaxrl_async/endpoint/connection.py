@@ -1,0 +1,103 @@
+"""One TCP connection of the endpoint, bounded: how many there are, how long a request may take to
+arrive, and how long a client may leave its answer unread."""
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_async.errors import MissingExtraError
+
+HEAD_S = 20.0
+"""Longest time for a request's head to arrive, seconds."""
+
+
+def serving_module(name: str) -> Any:
+    """Return a module of the extra [serve]. Raises MissingExtraError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the endpoint needs {name.partition('.')[0]}: pip install 'jaxrl_async[serve]'"
+        ) from error
+
+
+class ConnectionBounds:
+    """What a connection of uvicorn's gets besides: a timer for the head of a request, and one for
+    its answer. A mixin; `bounded_connections` says how long they are."""
+
+    most: int
+    stall_s: float
+    stalled: Callable[[], None]
+    # of uvicorn's class
+    connections: set[Any]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Take the connection, or close it if there are too many."""
+        self._super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the timers."""
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the first of a request start its timer, the last of its head end it."""
+        if self._head_timer is None and not self._is_answering():
+            self._await_head()
+        self._super().data_received(data)
+        if self._head_timer is not None and self._is_answering():
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def pause_writing(self) -> None:
+        """Give the client some time to read on."""
+        self._super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.stall_s, self._stall)
+
+    def resume_writing(self) -> None:
+        """Go on: the client reads."""
+        self._super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def _super(self) -> Any:
+        return super()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if not self._is_answering():
+            self.transport.abort()
+
+    def _stall(self) -> None:
+        self.stalled()
+        self.transport.abort()
+
+
+def bounded_connections(most: int, stall_s: float, stalled: Callable[[], None]) -> type:
+    """Return uvicorn's class of connections, with ConnectionBounds. Raises MissingExtraError.
+
+    Args:
+        most: connections at once; another is closed at once.
+        stall_s: longest time that a client may leave its answer unread, seconds.
+        stalled: called when one is closed for that.
+    """
+    base = serving_module("uvicorn.protocols.http.h11_impl").H11Protocol
+    own = {"most": most, "stall_s": stall_s, "stalled": staticmethod(stalled)}
+    return type("BoundedConnection", (ConnectionBounds, base), own)

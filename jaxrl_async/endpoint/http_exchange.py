@@ -1,0 +1,131 @@
+"""One HTTP call over ASGI: its body within bounds, its answer as JSON or as a stream of events.
+
+A body has a time to arrive. A stream waits while the client does not read (how long, the connection
+decides: server.py), and holds no more than what the connection's buffer takes.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from jaxrl_async.endpoint.refusal import CallRefused
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+class HttpExchange:
+    """One call and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a call as ASGI gives it."""
+        self.method, self.path = str(scope["method"]), str(scope["path"])
+        self._scheme, self._server = str(scope.get("scheme", "http")), scope.get("server")
+        self._headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        self._receive, self._send = receive, send
+        self.begun = False  # the answer's head was sent
+
+    def header(self, name: str) -> str | None:
+        """Return a header; None: absent."""
+        return self._headers.get(name)
+
+    @property
+    def address(self) -> str:
+        """By which address the client has come: "http://HOST:PORT"."""
+        server = ":".join(map(str, self._server or ("127.0.0.1",)))
+        return f"{self._scheme}://{self.header('host') or server}"
+
+    @property
+    def key(self) -> str | None:
+        """The key that the client shows; a session's own header counts before the others."""
+        if session := self.header("x-session-key"):
+            return session
+        kind, _, token = (self.header("authorization") or "").partition(" ")
+        shown = token.strip() if kind.lower() == "bearer" else None
+        return shown or self.header("x-api-key")
+
+    async def body(self, most: int, within_s: float) -> bytes:
+        """Return the body. Raises CallRefused if it is too long or comes too slowly, ClientGone."""
+        length = self.header("content-length") or "0"
+        too_long = CallRefused(
+            f"the body is longer than {most} bytes", status=413, code="request_too_large"
+        )
+        if not length.isdecimal() or int(length) > most:
+            raise too_long
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise CallRefused(
+                f"the body did not arrive within {within_s:g} s", status=408
+            ) from None
+
+    async def gone(self) -> None:
+        """Wait until the client has closed the connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(
+        self, status: int, record: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with a JSON object."""
+        body = compact_json(record)
+        named = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._head(status, {**named, **(headers or {})})
+        await self._part(body, more=False)
+
+    async def open_stream(self) -> None:
+        """Begin a stream of events."""
+        await self._head(
+            200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        )
+
+    async def write(self, part: bytes) -> None:
+        """Send a part of a stream."""
+        await self._part(part, more=True)
+
+    async def close_stream(self) -> None:
+        """End a stream."""
+        await self._part(b"", more=False)
+
+    async def _head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.begun = True
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _part(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def compact_json(record: Any) -> bytes:
+    """Return a value as JSON without spaces."""
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def openai_event(record: Any) -> bytes:
+    """Return a chunk as OpenAI's streams have it."""
+    return b"data: " + compact_json(record) + b"\n\n"
+
+
+def anthropic_event(record: Mapping[str, Any]) -> bytes:
+    """Return an event as Anthropic's streams have it."""
+    return b"event: " + str(record["type"]).encode() + b"\ndata: " + compact_json(record) + b"\n\n"

@@ -1,0 +1,127 @@
+"""The endpoint's thread: a socket, uvicorn on it, and its end."""
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import Any, Self
+
+from jaxrl_async.endpoint.app import EndpointApp
+from jaxrl_async.endpoint.connection import bounded_connections, serving_module
+from jaxrl_async.endpoint.desk import Desk, EndpointCounts
+from jaxrl_async.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+"""The address that only this machine can reach."""
+GRACE_S = 2
+"""Time that open calls have at the end, seconds; then they are answered with 503."""
+SEND_BUFFER = 2**18
+"""Bytes of answers that the kernel holds for a client that does not read them."""
+JOIN_S = 15.0
+"""Longest wait for the thread to end, seconds."""
+MORE_CONNECTIONS = 64
+"""Connections beside those of open calls: of clients that keep theirs."""
+
+
+class Endpoint:
+    """An HTTP server in a thread of this process. A context manager: leaving it closes it."""
+
+    def __init__(self, desk: Desk, *, host: str = LOOPBACK, port: int = 0) -> None:
+        """Listen; `start` answers. Raises ConfigError if the address cannot be had, and
+        MissingExtraError.
+
+        Args:
+            desk: serves the calls.
+            host: the address to listen on.
+            port: 0 takes any free one.
+        """
+        uvicorn = serving_module("uvicorn")
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._desk = desk
+        most = 2 * desk.limits.max_open_calls + MORE_CONNECTIONS
+        connection = bounded_connections(most, desk.limits.stall_s, lambda: desk.count(stalled=1))
+        self._socket = _listening(host, port)
+        config = uvicorn.Config(
+            EndpointApp(desk),
+            http=connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        self._server: Any = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+
+    @property
+    def address(self) -> str:
+        """Where it is reached from this machine, without /v1."""
+        host = LOOPBACK if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def counts(self) -> EndpointCounts:
+        """Return what it has done since the start."""
+        return self._desk.counts
+
+    def start(self) -> Self:
+        """Answer calls from now on."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End: open calls have GRACE_S to be done. Idempotent."""
+        self._server.should_exit = True
+        if not self._thread.ident:
+            self._socket.close()
+            return
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.error("the endpoint's thread did not end within %.0f s", JOIN_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        """Serve until `close`.
+
+        consumes      calls of clients
+        waits for     sockets, and the sampler's answers
+        produces      answers
+        on failure    the error is logged, and nobody is answered any more
+        """
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            log.error("the endpoint ended: %s", error, exc_info=error)
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            await self._desk.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection
+        found.bind((host, port))
+        found.listen(1024)
+    except (OSError, OverflowError) as error:  # a port above 65535 overflows
+        found.close()
+        raise ConfigError(
+            f"the endpoint cannot listen on {host}, port {port}: {error}. Choose another address, "
+            "or port 0 for any free one."
+        ) from None
+    return found

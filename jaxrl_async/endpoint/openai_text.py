@@ -1,0 +1,160 @@
+"""OpenAI's /v1/completions: a text or token ids to a continuation. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.endpoint.drawing import Answer
+from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.http_answers import (
+    Heading,
+    TokenRow,
+    Usage,
+    Words,
+    json_number,
+    rows_of_answers,
+)
+from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
+from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
+from jaxrl_async.types import IntArray
+
+MAX_PROMPT = 2**24
+"""Most token ids of a prompt that are read; the sampler takes fewer, and says so."""
+USUAL_TOKENS = 16
+"""Tokens of an answer if the client does not say, as OpenAI has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCall:
+    """A checked call."""
+
+    prompt: str | tuple[int, ...]
+    wish: Wish
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: int | None = None  # 0 or 1; None: none
+    token_ids: bool = False
+    ids_as_tokens: bool = False
+
+
+def text_call(body: Any) -> TextCall:
+    """Return the call of a body. Raises CallRefused, which names the field."""
+    fields = BodyFields(body)
+    logprobs = fields.whole("logprobs", 0)
+    if logprobs is not None and logprobs > 1:
+        fields.refuse("logprobs", "0 or 1: the sampler knows the drawn token's alone")
+    prompt = fields.value("prompt")
+    if isinstance(prompt, list):
+        if len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        elif prompt and isinstance(prompt[0], str | list):
+            fields.refuse("prompt", "one text or one list of token ids: send several calls")
+    if isinstance(prompt, list):
+        prompt = tuple(BodyFields({"prompt": prompt}).token_ids("prompt", MAX_PROMPT))
+    elif not isinstance(prompt, str):
+        fields.refuse("prompt", "a text or a list of token ids")
+    if not prompt:
+        fields.refuse("prompt", "at least one token")
+    wish = sampling_wish(fields, count=fields.whole("n", 1, MAX_COUNT) or 1, usual=USUAL_TOKENS)
+    call = TextCall(
+        prompt=prompt,
+        wish=wish,
+        stream=fields.flag("stream"),
+        stream_usage=stream_usage_of(fields),
+        logprobs=logprobs,
+        token_ids=fields.flag("return_token_ids"),
+        ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
+    )
+    fields.close(HARMLESS_FIELDS, NEUTRAL_SAMPLING)
+    return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextWriter:
+    """Writes the answer to one call, whole or as a stream's chunks."""
+
+    call: TextCall
+    heading: Heading
+    prompt: IntArray  # [prompt] int32
+    words: Words
+
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the answer whole."""
+        choices = []
+        for i, answer in enumerate(answers):
+            drawn = answer.completion
+            row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
+            choices.append({**self._choice(i, answer.text, row, 0), **self._end(answer)})
+        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
+        return {**self._frame(choices), "usage": usage}
+
+    def grow(self, index: int, text: str, row: TokenRow, start: int) -> list[dict[str, Any]]:
+        """Return the chunk of some more of a choice.
+
+        Args:
+            index: of the choice.
+            text: that can be sent.
+            row: tokens drawn since the last time.
+            start: how many characters were sent before.
+        """
+        wants_tokens = self.call.token_ids or self.call.logprobs is not None
+        if not text and not (wants_tokens and len(row.token_ids)):
+            return []
+        return [self._frame([self._choice(index, text, row, start)])]
+
+    def end(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        """Return the last chunk of a choice."""
+        nothing = TokenRow(
+            token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
+        )
+        return [self._frame([{**self._choice(index, "", nothing, 0), **self._end(answer)}])]
+
+    def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return what follows the last choice."""
+        if not self.call.stream_usage:
+            return []
+        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
+        return [{**self._frame([]), "usage": usage}]
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.heading.id,
+            "object": "text_completion",
+            "created": self.heading.created,
+            "model": self.heading.model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, text: str, row: TokenRow, start: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "finish_reason": None,
+            "logprobs": None if self.call.logprobs is None else self._logprobs(row, start),
+        }
+        if self.call.token_ids:
+            choice["token_ids"] = row.token_ids.tolist()
+        return choice
+
+    def _end(self, answer: Answer) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": answer.finish, "stop_reason": answer.stop}
+        if self.call.token_ids:
+            end["prompt_token_ids"] = self.prompt.tolist()
+            end |= self.words.origin(answer.completion)
+        return end
+
+    def _logprobs(self, row: TokenRow, start: int) -> dict[str, Any]:
+        entries = self.words.entries(row, top=False, ids_as_tokens=self.call.ids_as_tokens)
+        tokens = [entry["token"] for entry in entries]
+        numbers = [json_number(x) for x in row.logprobs.tolist()]
+        offsets, place = [], start
+        for token in tokens:
+            offsets.append(place)
+            place += len(token)
+        tops = [{t: x} for t, x in zip(tokens, numbers, strict=True)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": numbers,
+            "top_logprobs": tops if self.call.logprobs else None,
+            "text_offset": offsets,
+        }

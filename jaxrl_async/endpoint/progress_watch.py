@@ -1,0 +1,82 @@
+"""One reader of the sampler's progress for all calls that wait for parts of their answers.
+
+It reads only while somebody waits, and rests four times as long as a reading takes: a sampler with
+many long sequences is not kept from its work.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxrl_async.ports import Generate
+from jaxrl_async.types import Partial
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.02
+"""Time between two readings, seconds."""
+REST = 4
+"""Least rest between two readings, in times of what one takes."""
+
+
+class ProgressWatch:
+    """What the watched requests have drawn so far. Used on one event loop."""
+
+    def __init__(self, generate: Generate, *, every_s: float = LOOK_EVERY_S) -> None:
+        """Read nothing yet."""
+        self._generate, self._every_s = generate, every_s
+        self._waiting: dict[str, asyncio.Event] = {}  # by request
+        self._latest: dict[str, Partial] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress-watch")
+        self._task: asyncio.Task[None] | None = None
+        self.failures = 0  # readings that failed; the answers come all the same, at their end
+
+    def add(self, request_ids: Sequence[str], news: asyncio.Event) -> None:
+        """Watch requests, and set `news` when one of them has drawn more."""
+        self._waiting |= dict.fromkeys(request_ids, news)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._read())
+
+    def latest(self, request_id: str) -> Partial | None:
+        """Return what a request has drawn; None: nothing yet."""
+        return self._latest.get(request_id)
+
+    def remove(self, request_ids: Sequence[str]) -> None:
+        """Watch these no more."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._latest.pop(request_id, None)
+
+    async def close(self) -> None:
+        """End the reading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            started = time.monotonic()
+            try:
+                self._take(await loop.run_in_executor(self._thread, self._generate.progress))
+            except Exception as error:
+                self.failures += 1
+                log.log(
+                    logging.WARNING if self.failures == 1 else logging.DEBUG,
+                    "the sampler does not report its progress, so streams come late: %s",
+                    error,
+                )
+            await asyncio.sleep(max(self._every_s, REST * (time.monotonic() - started)))
+
+    def _take(self, partials: Sequence[Partial]) -> None:
+        for partial in partials:
+            name = partial.request.request_id
+            news, before = self._waiting.get(name), self._latest.get(name)
+            if news is None:
+                continue
+            if before is None or len(before.token_ids) != len(partial.token_ids):
+                self._latest[name] = partial
+                news.set()

@@ -1,0 +1,264 @@
+"""OpenAI's /v1/responses: a body to a chat call. Pure.
+
+instructions ─> system message
+input items  ─> messages: reasoning, message and function calls of one turn are one answer
+"""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.endpoint.call_messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    function_tool,
+    read_messages,
+)
+from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.openai_chat import ChatCall
+from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.wish import (
+    HARMLESS_FIELDS,
+    MAX_ASKED,
+    Wish,
+    seed_of,
+    temperature_of,
+    top_k_of,
+    top_p_of,
+)
+from jaxrl_async.types import Message
+
+NEUTRAL: Mapping[str, Any] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "context_management": ([],),
+}
+"""Fields that are not served, with the values that ask for nothing."""
+HARMLESS_ITEM = frozenset({"id", "status", "annotations", "logprobs", "phase"})
+"""Fields of items that clients send back and that change nothing."""
+INCLUDED = ("reasoning.encrypted_content",)
+"""What `include` may ask for: reasoning is in plain text in its item, so nothing lacks."""
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Parts of content that are texts."""
+PREFIX = "resp_"
+"""How the id of a response begins; then its conversation's name, and its place in it."""
+ROOT_BYTES = 9
+"""Random bytes in the name of a conversation that a response begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesCall:
+    """A checked call."""
+
+    chat: ChatCall  # its messages are those of the input alone
+    instructions: str | None = None
+    previous: str | None = None  # id of the response that it follows
+    stores: bool = True  # later calls may follow this one
+    asked: Mapping[str, Any]  # what the answer repeats: tools, temperature ...
+
+    def messages(self, before: Sequence[Message]) -> tuple[Message, ...]:
+        """Return the whole conversation.
+
+        before: that of the response that it follows, its answer included, without instructions.
+        """
+        said = [*before, *self.chat.messages]
+        if self.instructions:
+            said.insert(0, {"role": "system", "content": self.instructions})
+        return read_messages(said, "input")
+
+
+def responses_call(body: Any) -> ResponsesCall:
+    """Return the call of a body. Raises CallRefused, which names the field."""
+    fields = BodyFields(body)
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        fields.refuse("tool_choice", "'auto' or 'none': a tool call cannot be forced here")
+    tools = fields.rows("tools", MAX_TOOLS)
+    _check_wishes(fields)
+    wish = Wish(
+        temperature=temperature_of(fields),
+        top_p=top_p_of(fields),
+        top_k=top_k_of(fields),
+        max_new_tokens=fields.whole("max_output_tokens", 1, MAX_ASKED),
+        seed=seed_of(fields),
+    )
+    call = ResponsesCall(
+        chat=ChatCall(
+            messages=tuple(input_messages(fields.value("input"))),
+            tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)),
+            reads_tools=choice != "none",
+            wish=wish,
+            stream=fields.flag("stream"),
+        ),
+        instructions=fields.text("instructions"),
+        previous=fields.text("previous_response_id"),
+        stores=fields.flag("store", True),
+        asked={
+            "tools": tools,
+            "tool_choice": choice or "auto",
+            "max_output_tokens": wish.max_new_tokens,
+            "temperature": wish.temperature,
+            "top_p": wish.top_p,
+            "metadata": fields.value("metadata") or {},
+        },
+    )
+    fields.close(HARMLESS_FIELDS | {"client_metadata"}, NEUTRAL)
+    return call
+
+
+def _check_wishes(fields: BodyFields) -> None:
+    """Raise CallRefused for what is asked in objects and cannot be honoured."""
+    for i, wanted in enumerate(fields.rows("include", len(INCLUDED))):
+        if wanted not in INCLUDED:
+            raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
+    for name, neutral in (
+        ("text", {"format": ({"type": "text"},)}),
+        ("reasoning", {"effort": (), "generate_summary": (), "context": ()}),
+    ):
+        if (value := fields.value(name)) is not None:
+            BodyFields(value, name).close(frozenset({"summary"}), neutral)
+    if (options := fields.value("stream_options")) is not None:
+        BodyFields(options, "stream_options").close(frozenset({"include_obfuscation"}))
+
+
+# ---- input items
+
+
+def input_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of an input: a text, or items. Raises CallRefused."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise CallRefused("must be a text or a list of at least one item", field="input")
+    if len(value) > MAX_MESSAGES:
+        raise CallRefused(
+            f"has {len(value)} items, and at most {MAX_MESSAGES} are served", field="input"
+        )
+    turns = _Turns()
+    for i, item in enumerate(value):
+        turns.add(BodyFields(item, f"input[{i}]"))
+    return turns.messages
+
+
+class _Turns:
+    """Items put together to messages, one answer of the policy from all its items."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def add(self, item: BodyFields) -> None:
+        """Take the next item."""
+        match item.text("type", "message"):
+            case "message":
+                self._message(item)
+            case "reasoning":
+                self._answer(is_new=lambda m: bool(m["content"] or m.get("tool_calls")))[
+                    "reasoning_content"
+                ] = _texts(item, "content") or _texts(item, "summary")
+                item.value("summary")
+                item.value("encrypted_content")
+            case "function_call":
+                self._answer(is_new=lambda _: False).setdefault("tool_calls", []).append(
+                    {
+                        "id": item.text("call_id", ""),
+                        "type": "function",
+                        "function": {
+                            "name": item.needed_text("name"),
+                            "arguments": item.text("arguments", ""),
+                        },
+                    }
+                )
+            case "function_call_output":
+                self.messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": item.text("call_id", ""),
+                        "content": _texts(item, "output"),
+                    }
+                )
+            case _:
+                item.refuse(
+                    "type", "'message', 'reasoning', 'function_call' or 'function_call_output'"
+                )
+        item.close(HARMLESS_ITEM)
+
+    def _message(self, item: BodyFields) -> None:
+        role = item.choice("role", ("user", "system", "developer", "assistant"))
+        if role is None:
+            item.refuse("role", "'user', 'system', 'developer' or 'assistant'")
+        text = _texts(item, "content")
+        if role != "assistant":
+            self.messages.append({"role": role, "content": text})
+            return
+        answer = self._answer(is_new=lambda m: bool(m["content"] or m.get("tool_calls")))
+        answer["content"] = text
+
+    def _answer(self, is_new: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+        """Return the answer that an item belongs to. is_new: whether it begins another one after
+        this."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or is_new(last):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
+
+
+def _texts(item: BodyFields, field: str) -> str:
+    """Return a field's texts as one: a text, or a list of parts. Raises CallRefused."""
+    value = item.value(field)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        item.refuse(field, "a text or a list of text parts")
+    texts = []
+    for i, part in enumerate(value):
+        fields = BodyFields(part, f"{item.name(field)}[{i}]")
+        if fields.text("type", "input_text") not in TEXTS:
+            fields.refuse("type", "a kind of text: this model takes texts only")
+        texts.append(fields.needed_text("text"))
+        fields.close(frozenset({"annotations", "logprobs"}))
+    return "".join(texts)
+
+
+def _tool(value: Any, where: str) -> Mapping[str, Any]:
+    fields = BodyFields(value, where)
+    if fields.text("type", "function") != "function":
+        fields.refuse("type", "'function': tools that a server runs are not served")
+    tool = function_tool(
+        fields.needed_text("name"), fields.text("description"), fields.value("parameters")
+    )
+    fields.close(neutral={"strict": (False,)})
+    return tool
+
+
+# ---- which conversation a response belongs to
+
+
+def new_root() -> str:
+    """Return an unguessable name for a conversation that a response begins."""
+    return secrets.token_hex(ROOT_BYTES)
+
+
+def root_of(response_id: str) -> str:
+    """Return the name of the conversation that a response belongs to. Raises CallRefused for what
+    is no id of a response."""
+    root, dash, number = response_id.removeprefix(PREFIX).partition("_")
+    if not response_id.startswith(PREFIX) or not dash or not number.isdecimal():
+        raise unknown_response(response_id)
+    return root
+
+
+def unknown_response(response_id: str) -> CallRefused:
+    """Return the refusal of a response that is not remembered."""
+    return CallRefused(
+        f"Previous response with id {response_id[:60]!r} is not known here (any more): send its "
+        "items in `input`.",
+        field="previous_response_id",
+        code="previous_response_not_found",
+    )

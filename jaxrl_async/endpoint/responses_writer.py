@@ -1,0 +1,175 @@
+"""OpenAI's /v1/responses: answers to a body, or to a stream's events. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_async.endpoint.chat_deltas import ChatDelta
+from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.responses_call import ResponsesCall
+from jaxrl_async.types import IntArray
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesWriter:
+    """Writes the answer to one call."""
+
+    call: ResponsesCall
+    heading: Heading
+    prompt: IntArray  # [prompt] int32
+
+    def body(self, answer: ChatAnswer) -> dict[str, Any]:
+        """Return the answer whole."""
+        parts = ItemStream(self.heading.id)
+        for delta in _deltas(answer):
+            parts.write(delta)
+        parts.close()
+        return self.finished(answer, parts.items)
+
+    def begun(self) -> dict[str, Any]:
+        """Return the response before anything is drawn."""
+        return {**self._frame(), "status": "in_progress", "output": [], "usage": None}
+
+    def finished(self, answer: ChatAnswer, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response when all is drawn. items: its output."""
+        cut = answer.answer.finish == "length"
+        drawn = len(answer.answer.completion.token_ids)
+        return {
+            **self._frame(),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": items,
+            "usage": {
+                "input_tokens": len(self.prompt),
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": drawn,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": len(self.prompt) + drawn,
+            },
+        }
+
+    def _frame(self) -> dict[str, Any]:
+        return {
+            "id": self.heading.id,
+            "object": "response",
+            "created_at": self.heading.created,
+            "model": self.heading.model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.call.instructions,
+            "previous_response_id": self.call.previous,
+            "parallel_tool_calls": True,
+            "store": self.call.stores,
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": None, "summary": None},
+            "truncation": "disabled",
+            **self.call.asked,
+        }
+
+
+def _deltas(answer: ChatAnswer) -> list[ChatDelta]:
+    """Return a whole answer as the parts of a stream."""
+    parts = [ChatDelta(reasoning=answer.reasoning)] if answer.reasoning else []
+    parts += [ChatDelta(content=answer.content)] if answer.content else []
+    return parts + [ChatDelta(call=pair) for pair in enumerate(answer.tool_calls)]
+
+
+class ItemStream:
+    """The items of one answer as they come: which one is open, and the events of each. Events have
+    no sequence_number yet."""
+
+    def __init__(self, response_id: str) -> None:
+        """response_id: the ids of its items begin so."""
+        self._id, self._open = response_id, ""
+        self.items: list[dict[str, Any]] = []  # the last may be open
+
+    def write(self, delta: ChatDelta) -> list[Event]:
+        """Return the events of some more of the answer."""
+        if delta.call is not None:
+            return self._function_call(delta.call[1])
+        kind, text = (
+            ("reasoning", delta.reasoning) if delta.reasoning else ("message", delta.content)
+        )
+        events = [] if self._open == kind else [*self._end(), *self._begin(kind)]
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        logprobs: Event = {} if kind == "reasoning" else {"logprobs": []}
+        delta_event = {"type": f"{_text_event(kind)}.delta", "delta": text, **logprobs}
+        return [*events, {**delta_event, **self._place(part=True)}]
+
+    def close(self) -> list[Event]:
+        """Return the events that end the answer; one without any item gets an empty text."""
+        begun = [] if self.items else self._begin("message")
+        return [*begun, *self._end()]
+
+    def _begin(self, kind: str) -> list[Event]:
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item |= {"role": "assistant"}
+        else:
+            item |= {"summary": [], "encrypted_content": None}
+        self._open = kind
+        events = [self._added(item)]
+        self.items[-1]["content"].append(part)
+        begun = {"type": "response.content_part.added", "part": dict(part)}
+        return [*events, {**begun, **self._place(part=True)}]
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        self.items.append({"id": f"{self._id}_i{len(self.items)}", **item})
+        shown = {**self.items[-1]}
+        if "content" in shown:
+            shown["content"] = []
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            "item": shown,
+        }
+
+    def _end(self) -> list[Event]:
+        if not self._open:
+            return []
+        kind, self._open = self._open, ""
+        item = self.items[-1]
+        item["status"] = "completed"
+        (part,) = item["content"]
+        place = self._place(part=True)
+        logprobs: Event = {} if kind == "reasoning" else {"logprobs": []}
+        return [
+            {"type": f"{_text_event(kind)}.done", "text": part["text"], **logprobs, **place},
+            {"type": "response.content_part.done", "part": dict(part), **place},
+            self._done(),
+        ]
+
+    def _done(self) -> Event:
+        return {
+            "type": "response.output_item.done",
+            "output_index": len(self.items) - 1,
+            "item": self.items[-1],
+        }
+
+    def _function_call(self, call: Mapping[str, Any]) -> list[Event]:
+        ended, name = self._end(), call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
+        added = self._added({**item, "status": "in_progress"})
+        self.items[-1] |= {"arguments": arguments, "status": "completed"}
+        place, kind = self._place(part=False), "response.function_call_arguments"
+        return [
+            *ended,
+            added,
+            {"type": f"{kind}.delta", "delta": arguments, **place},
+            {"type": f"{kind}.done", "arguments": arguments, "name": name, **place},
+            self._done(),
+        ]
+
+    def _place(self, *, part: bool) -> dict[str, Any]:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {**place, "content_index": 0} if part else place
+
+
+def _text_event(kind: str) -> str:
+    return "response.reasoning_text" if kind == "reasoning" else "response.output_text"

@@ -1,0 +1,255 @@
+"""Chat, messages and completions as they are drawn: the events of a stream, or the whole answer.
+
+Events come when more was drawn; between two of them nothing is kept but what the sampler has.
+"""
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
+from jaxrl_async.endpoint.callers import Caller
+from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
+from jaxrl_async.endpoint.conversations import PromptTokens
+from jaxrl_async.endpoint.desk import Desk
+from jaxrl_async.endpoint.drawing import Strand
+from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, TokenRow
+from jaxrl_async.endpoint.http_exchange import anthropic_event, openai_event
+from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
+from jaxrl_async.endpoint.openai_text import TextWriter
+from jaxrl_async.endpoint.responses_call import ResponsesCall
+from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
+from jaxrl_async.types import Message
+
+READ_EVERY = 64
+"""An unfinished answer is read again when it has grown by this part, so that reading a long one
+costs no more than a few times its length."""
+
+
+class _ChatStrand:
+    """One answer of a chat while it is streamed."""
+
+    def __init__(self, strand: Strand, *, has_tools: bool) -> None:
+        self.strand, self.deltas = strand, ChatDeltas(has_tools=has_tools)
+        self.read = 0  # tokens, when it was read last
+        self.told = 0  # tokens whose ids were sent
+        self.answer: ChatAnswer | None = None
+
+    @property
+    def is_ripe(self) -> bool:
+        """Whether enough has come to read it again."""
+        count = len(self.strand.token_ids)
+        return count > self.read + self.read // READ_EVERY
+
+    def row(self) -> TokenRow | None:
+        """Return the tokens that were not sent yet; None: there are none."""
+        start, self.told = self.told, len(self.strand.token_ids)
+        if start == self.told:
+            return None
+        return TokenRow(
+            token_ids=self.strand.token_ids[start:], logprobs=self.strand.logprobs[start:]
+        )
+
+
+class _ChatSteps:
+    """The answers of a chat call, bit by bit, whichever protocol they are sent in."""
+
+    def __init__(self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens) -> None:
+        self.desk, self.caller, self.call, self.prompt = desk, caller, call, prompt
+        desk.count(continued=prompt.continued, opened=not prompt.continued)
+
+    async def whole(self) -> list[ChatAnswer]:
+        """Return all answers."""
+        async with self._drawing(parts=False) as drawing:
+            await drawing.answers()
+            return [
+                await self.desk.said(self.caller, self.call, self.prompt, strand)
+                for strand in drawing.strands
+            ]
+
+    async def steps(self) -> AsyncIterator[tuple[int, list[ChatDelta], TokenRow | None, Any]]:
+        """Yield index, texts, tokens and, at its end, the answer of whatever has grown."""
+        async with self._drawing(parts=True) as drawing:
+            parts = [_ChatStrand(s, has_tools=bool(self.call.tools)) for s in drawing.strands]
+            async for _ in drawing.steps():
+                for index, part in enumerate(parts):
+                    if part.answer is None and part.strand.answer is not None:
+                        part.answer = await self.desk.said(
+                            self.caller, self.call, self.prompt, part.strand
+                        )
+                        yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
+                    elif part.answer is None and part.is_ripe:
+                        part.read = len(part.strand.token_ids)
+                        message = await self.desk.so_far(self.call, part.strand)
+                        deltas = list(part.deltas.grow(message, part.strand.flow.held))
+                        yield index, deltas, part.row(), None
+
+    def _drawing(self, *, parts: bool) -> Any:
+        return self.desk.drawing(self.caller, self.prompt.token_ids, self.call.wish, parts=parts)
+
+
+class StreamedChat:
+    """A chat completion of OpenAI's."""
+
+    def __init__(
+        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+    ) -> None:
+        """Draw nothing yet."""
+        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._writer = ChatWriter(
+            call=call, heading=heading, prompt=prompt.token_ids, words=desk.words
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        return self._writer.body(await self._steps.whole())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a stream."""
+        writer, answers, begun = self._writer, [], False
+        async for index, deltas, row, answer in self._steps.steps():
+            for chunk in () if begun else writer.begin():  # now nothing can be refused any more
+                yield openai_event(chunk)
+            begun = True
+            for chunk in writer.grow(index, deltas, row):
+                yield openai_event(chunk)
+            if answer is not None:
+                answers.append(answer)
+                for chunk in writer.end(index, answer):
+                    yield openai_event(chunk)
+        for chunk in writer.close(answers):
+            yield openai_event(chunk)
+
+
+class StreamedMessage:
+    """A message of Anthropic's."""
+
+    def __init__(
+        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+    ) -> None:
+        """Draw nothing yet."""
+        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._writer = MessageWriter(heading=heading, prompt=prompt.token_ids)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        (answer,) = await self._steps.whole()
+        return self._writer.body(answer)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+        blocks, begun = BlockStream(), False
+        async for _, deltas, _, answer in self._steps.steps():
+            if not begun:
+                yield anthropic_event(self._writer.begin())
+            begun = True
+            for delta in deltas:
+                for event in blocks.write(delta):
+                    yield anthropic_event(event)
+            if answer is not None:
+                for event in [*blocks.close(), *self._writer.end(answer)]:
+                    yield anthropic_event(event)
+
+
+class StreamedResponse:
+    """A response of OpenAI's."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        caller: Caller,
+        call: ResponsesCall,
+        messages: Sequence[Message],
+        prompt: PromptTokens,
+        heading: Heading,
+    ) -> None:
+        """Draw nothing yet.
+
+        Args:
+            desk: serves the call.
+            caller: who asks.
+            call: as it was asked.
+            messages: the whole conversation, without instructions.
+            prompt: its tokens.
+            heading: the response's id, and when it began.
+        """
+        self._steps = _ChatSteps(desk, caller, call.chat, prompt)
+        self._writer = ResponsesWriter(call=call, heading=heading, prompt=prompt.token_ids)
+        self._log = caller.conversations.responses if call.stores else None
+        self._messages = messages
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        (answer,) = await self._steps.whole()
+        self._keep(answer)
+        return self._writer.body(answer)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+        writer, number = self._writer, itertools.count()
+        items = ItemStream(writer.heading.id)
+
+        def event(record: dict[str, Any]) -> bytes:
+            return anthropic_event({**record, "sequence_number": next(number)})
+
+        begun = False
+        async for _, deltas, _, answer in self._steps.steps():
+            if not begun:
+                for kind in ("response.created", "response.in_progress"):
+                    yield event({"type": kind, "response": writer.begun()})
+            begun = True
+            for delta in deltas:
+                for record in items.write(delta):
+                    yield event(record)
+            if answer is not None:
+                self._keep(answer)
+                for record in items.close():
+                    yield event(record)
+                response = writer.finished(answer, items.items)
+                yield event({"type": f"response.{response['status']}", "response": response})
+
+    def _keep(self, answer: ChatAnswer) -> None:
+        if self._log is not None:
+            self._log.keep(self._writer.heading.id, [*self._messages, answer.message()])
+
+
+class StreamedText:
+    """A completion of OpenAI's."""
+
+    def __init__(self, desk: Desk, caller: Caller, writer: TextWriter) -> None:
+        """Draw nothing yet."""
+        self._desk, self._caller, self._writer = desk, caller, writer
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        async with self._drawing(parts=False) as drawing:
+            return self._writer.body(await drawing.answers())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a stream."""
+        writer, wish = self._writer, self._writer.call.wish
+        sent = [0] * wish.count  # characters
+        told = [0] * wish.count  # tokens; -1: its end was sent
+        async with self._drawing(parts=True) as drawing:
+            async for _ in drawing.steps():
+                for index, strand in enumerate(drawing.strands):
+                    if told[index] < 0:
+                        continue
+                    text = strand.flow.sendable() if strand.answer is None else strand.answer.text
+                    start = told[index]
+                    row = TokenRow(
+                        token_ids=strand.token_ids[start:], logprobs=strand.logprobs[start:]
+                    )
+                    for chunk in writer.grow(index, text[sent[index] :], row, sent[index]):
+                        yield openai_event(chunk)
+                    sent[index], told[index] = len(text), len(strand.token_ids)
+                    if strand.answer is not None:
+                        told[index] = -1
+                        for chunk in writer.end(index, strand.answer):
+                            yield openai_event(chunk)
+            for chunk in writer.close(drawing.finished):
+                yield openai_event(chunk)
+
+    def _drawing(self, *, parts: bool) -> Any:
+        writer = self._writer
+        return self._desk.drawing(self._caller, writer.prompt, writer.call.wish, parts=parts)

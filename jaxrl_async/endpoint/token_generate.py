@@ -1,0 +1,124 @@
+"""vLLM's /inference/v1/generate: token ids to token ids, with all that a trainer needs of them.
+Pure.
+
+Beside vLLM's own fields an answer has `kept_tokens` (as `sampling_mask`, its name there),
+`routed_experts` and `weight_versions`.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.endpoint.drawing import Answer
+from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.http_answers import Heading, TokenRow, Usage, Words, rows_of_answers
+from jaxrl_async.endpoint.openai_chat import sampling_wish
+from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_ASKED, MAX_COUNT, NEUTRAL_SAMPLING, Wish
+from jaxrl_async.types import Completion, ExpertIds, KeptTokens
+
+MAX_PROMPT = 2**24
+"""Most token ids of a prompt that are read; the sampler takes fewer, and says so."""
+USUAL_TOKENS = 16
+"""Tokens of an answer if the client does not say, as vLLM has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCall:
+    """A checked call."""
+
+    token_ids: tuple[int, ...]
+    wish: Wish
+    request_id: str | None = None
+    logprobs: bool = False
+    routes_from: int = 0  # first token of the sequence whose experts are wanted
+    return_prompt: bool = False
+
+
+def token_call(body: Any) -> TokenCall:
+    """Return the call of a body. Raises CallRefused, which names the field."""
+    fields = BodyFields(body)
+    token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
+    if not token_ids:
+        fields.refuse("token_ids", "a list of token ids")
+    inner = BodyFields(fields.value("sampling_params") or {}, "sampling_params")
+    if (inner.whole("logprobs", 0) or 0) > 1:
+        inner.refuse("logprobs", "0 or 1: the sampler knows the drawn token's alone")
+    count = inner.whole("n", 1, MAX_COUNT) or 1
+    wish = sampling_wish(inner, count=count, usual=USUAL_TOKENS)
+    least = inner.whole("min_tokens", 0, MAX_ASKED) or 0
+    if least and (wish.ends_at_eos or wish.stop_token_ids or wish.stops):
+        inner.refuse("min_tokens", "0, unless ignore_eos is set and there are no stops")
+    call = TokenCall(
+        token_ids=token_ids,
+        wish=replace(wish, extras=fields.flag("return_sampling_mask")),
+        request_id=fields.text("request_id"),
+        logprobs=inner.value("logprobs") is not None,
+        routes_from=inner.whole("routed_experts_prompt_start", 0) or 0,
+        return_prompt=fields.flag("return_token_ids"),
+    )
+    inner.close(
+        HARMLESS_FIELDS | {"skip_special_tokens", "output_kind"},
+        {**NEUTRAL_SAMPLING, "flat_logprobs": (False,)},
+    )
+    fields.close(HARMLESS_FIELDS, {"stream": (False,), "features": (), "content_parts": ()})
+    return call
+
+
+def token_body(
+    call: TokenCall, heading: Heading, answers: Sequence[Answer], words: Words
+) -> dict[str, Any]:
+    """Return the body of an answer. Written without spaces, as clients look for the experts."""
+    usage = Usage(prompt=len(call.token_ids), drawn=rows_of_answers(answers))
+    return {
+        "request_id": call.request_id or heading.id,
+        "choices": [_choice(call, i, answer, words) for i, answer in enumerate(answers)],
+        "prompt_logprobs": None,
+        "prompt_token_ids": list(call.token_ids) if call.return_prompt else None,
+        "usage": usage.openai(),
+    }
+
+
+def _choice(call: TokenCall, index: int, answer: Answer, words: Words) -> dict[str, Any]:
+    drawn = answer.completion
+    choice: dict[str, Any] = {
+        "index": index,
+        "token_ids": drawn.token_ids.tolist(),
+        "finish_reason": answer.finish,
+        "stop_reason": answer.stop,
+        "logprobs": {"content": _entries(drawn, words)} if call.logprobs else None,
+        **words.origin(drawn),
+    }
+    if drawn.kept is not None:
+        choice["sampling_mask"] = _mask(drawn.kept)
+    if drawn.expert_ids is not None:
+        choice["routed_experts"] = routed_experts(drawn.expert_ids, call.routes_from)
+    return choice
+
+
+def _entries(drawn: Completion, words: Words) -> list[dict[str, Any]]:
+    row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
+    entries = words.entries(row, top=False, ids_as_tokens=True)
+    return [
+        {**entry, "token_id": token}
+        for entry, token in zip(entries, drawn.token_ids.tolist(), strict=True)
+    ]
+
+
+def _mask(kept: KeptTokens) -> list[list[int]]:
+    return [kept.of(token).tolist() for token in range(len(kept.starts) - 1)]
+
+
+def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:
+    """Return the experts of tokens from `start` on: base64 of [tokens, layers, k], `data` first."""
+    rows = expert_ids[start:]
+    dtype = np.uint8 if expert_ids.dtype.itemsize == 1 else np.uint16
+    array = np.ascontiguousarray(rows.astype(dtype))
+    return {
+        "data": base64.b64encode(array.tobytes()).decode("ascii"),
+        "shape": list(array.shape),
+        "dtype": np.dtype(dtype).name,
+        "start": min(start, len(expert_ids)),
+    }

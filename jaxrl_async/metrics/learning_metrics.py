@@ -1,0 +1,202 @@
+"""Metrics of what is learnt: losses, the policy, the critic, preferences and evaluation."""
+
+from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Min, Sum, declared
+
+LEARNING_METRICS: tuple[Metric, ...] = (
+    *declared(
+        Mean,
+        (
+            "train/loss",
+            "loss",
+            "The loss that the optimizer minimised: policy, KL and entropy terms.",
+        ),
+        ("train/policy_loss", "loss", "The policy loss alone."),
+        ("train/packing", "share", "Share of the packed rows that is tokens; the rest is padding."),
+        (
+            "train/shared_tokens",
+            "share",
+            "Share of the contexts' tokens that need not be computed, since they lie in the rows "
+            "once for several of them (trainer.share_prefixes).",
+        ),
+    ),
+    *declared(
+        Sum,
+        ("train/updates", "updates", "Optimizer updates in the step."),
+        (
+            "train/missing_updates",
+            "updates",
+            "Mini-batches left out: the step has fewer sequences than algorithm.minibatches.",
+        ),
+        ("train/skipped", "steps", "1 if loss or gradient was not finite: no update."),
+        ("train/tokens", "tokens", "Learnt tokens."),
+        (
+            "train/sequences",
+            "sequences",
+            "Sequences (contexts of episodes) with at least one learnt token.",
+        ),
+        (
+            "train/flops",
+            "FLOP",
+            "Model FLOP of the step, forward and backward; frozen weights have no gradient.",
+        ),
+        ("train/rows", "rows", "Packed rows in all micro-batches."),
+        ("train/micro_batches", "passes", "Forward and backward passes in the step."),
+    ),
+    *declared(
+        Last,
+        ("train/grad_norm", "norm", "Global norm of the gradient before clipping."),
+        ("train/param_norm", "norm", "Global norm of the weights."),
+        ("train/learning_rate", "rate", "Learning rate of the step."),
+    ),
+    *declared(
+        Mean,
+        ("policy/entropy", "nats", "Entropy of the next-token distribution, over learnt tokens."),
+        ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
+        ("policy/teacher_divergence", "nats", "Divergence from the teacher (teacher.form=loss)."),
+        ("policy/teacher_gap", "nats", "log policy - log teacher of drawn tokens: reverse KL."),
+        ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over learnt tokens."),
+        ("policy/clip_share", "share", "Learnt tokens whose gradient the loss clipped away."),
+        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was truncated."),
+        ("policy/weight_mean", "ratio", "Importance weight of a learnt token, after correction."),
+        ("policy/k1_behavior", "nats", "Policy vs behaviour: mean of behaviour - policy."),
+        ("policy/k3_behavior", "nats", "The same by r - 1 - log r, r the ratio; never negative."),
+        (
+            "policy/recomputed_logprob_share",
+            "share",
+            "Learnt tokens without a sampler's log-prob: the trainer's own was used, ratio 1.",
+        ),
+    ),
+    *declared(
+        Max,
+        ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a learnt token."),
+    ),
+    *declared(
+        Min,
+        ("policy/ratio_min", "ratio", "Smallest policy / behaviour ratio of a learnt token."),
+    ),
+    *declared(
+        Last,
+        ("policy/kl_coefficient", "weight", "Weight of the divergence from the reference."),
+        ("policy/entropy_coefficient", "weight", "Weight of the entropy bonus."),
+    ),
+    *declared(
+        Mean,
+        ("critic/loss", "loss", "Clipped squared error of the values, halved."),
+        ("critic/clip_share", "share", "Learnt tokens whose value gradient was clipped away."),
+        ("critic/value_mean", "reward", "Mean value of the states in which tokens were drawn."),
+        ("critic/return_mean", "reward", "Mean of the returns that the critic learns."),
+        (
+            "critic/explained_variance",
+            "share",
+            "1 - Var(returns - values) / Var(returns), before the update; absent without variance.",
+        ),
+    ),
+    *declared(
+        Sum,
+        ("critic/tokens", "tokens", "Tokens whose value was learnt."),
+        ("critic/skipped", "steps", "1 if the critic's loss or gradient was not finite."),
+        ("critic/warming", "steps", "1 if only the critic learnt in this step."),
+    ),
+    *declared(
+        Last,
+        ("critic/grad_norm", "norm", "Global norm of the critic's gradient before clipping."),
+        ("critic/param_norm", "norm", "Global norm of the critic's weights."),
+        ("critic/learning_rate", "rate", "The critic's learning rate of the step."),
+    ),
+    *declared(
+        Mean,
+        (
+            "preference/accuracy",
+            "share",
+            "Pairs whose chosen answer has the higher reward; a tie counts half.",
+        ),
+        ("preference/margin", "reward", "Reward of the chosen less that of the rejected answer."),
+        (
+            "preference/chosen_reward",
+            "reward",
+            "Mean reward of chosen answers, as the loss or the reward model defines it.",
+        ),
+        ("preference/rejected_reward", "reward", "The same for rejected answers."),
+        ("preference/chosen_length", "tokens", "Learnt tokens of a chosen answer."),
+        ("preference/rejected_length", "tokens", "Learnt tokens of a rejected answer."),
+    ),
+    *declared(
+        Sum,
+        ("preference/pairs", "pairs", "Preference pairs in the step, halves included."),
+        ("preference/ties", "pairs", "Pairs of answers that were not made, both equally good."),
+        ("preference/unpaired", "episodes", "Answers of the step that are in no pair."),
+    ),
+    *declared(
+        Last,
+        ("preference/kl_baseline", "nats", "Baseline z0 of the kto loss, from mismatched answers."),
+    ),
+    *declared(
+        Mean,
+        ("supervised/loss", "nats", "Cross entropy of the worked answers mixed into the step."),
+    ),
+    *declared(
+        Sum,
+        ("supervised/tokens", "tokens", "Tokens of worked answers mixed into the step."),
+    ),
+    *declared(
+        Mean,
+        (
+            "experts/load_max",
+            "ratio",
+            "Tokens of a layer's busiest expert over the mean of its experts, mean over the "
+            "layers; 1: even. An update's tokens without padding, as the other experts/*.",
+        ),
+        (
+            "experts/load_entropy",
+            "share",
+            "Entropy of a layer's tokens over its experts, over its largest value, mean over the "
+            "layers; 1: even.",
+        ),
+        ("experts/idle_share", "share", "Experts of all layers that got no token."),
+        (
+            "experts/balance_loss",
+            "loss",
+            "The load-balance loss, without its coefficient and whether or not it is learnt "
+            "(model.balance.loss); experts per token where all is even.",
+        ),
+    ),
+    *declared(
+        Max,
+        ("experts/load_worst", "ratio", "As experts/load_max, of the worst layer."),
+    ),
+    *declared(
+        Mean,
+        ("warm/loss", "nats", "Loss per answer token in the warm start's last update."),
+    ),
+    *declared(
+        Sum,
+        ("warm/updates", "updates", "Updates of the supervised warm start."),
+    ),
+    *declared(
+        Mean,
+        (
+            "eval/accuracy",
+            "share",
+            "rl: mean of the reward's part `correct` on the held-out prompts, absent if the reward "
+            "has no such part; sft: records that greedy decoding reproduces token for token; "
+            "preferences: pairs ranked right.",
+        ),
+        ("eval/token_accuracy", "share", "sft: held-out tokens that greedy decoding predicts."),
+        ("eval/loss", "loss", "Loss on the held-out examples; sft: nats per token."),
+        (
+            "eval/margin",
+            "reward",
+            "Reward of the chosen less that of the rejected answer, held-out pairs.",
+        ),
+        (
+            "eval/chosen_reward",
+            "reward",
+            "As preference/chosen_reward, of held-out pairs.",
+        ),
+        ("eval/rejected_reward", "reward", "As preference/rejected_reward, of held-out pairs."),
+        ("eval/reward", "reward", "Mean reward on the held-out prompts."),
+        ("eval/seat_<seat>", "reward", "Mean reward of a seat of the held-out games."),
+        ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
+        ("eval/truncated_share", "share", "Held-out episodes cut off by a limit."),
+    ),
+)

@@ -1,0 +1,128 @@
+"""Metrics of the machinery: times, sampler, weights, buffer, endpoint and memory."""
+
+from jaxrl_async.metrics.reductions import Last, Metric, timed
+
+MACHINE_METRICS: tuple[Metric, ...] = (
+    *timed(
+        Last,
+        ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing, evaluating."),
+        ("time/train_s", "s", "Packing, forward and backward passes, update."),
+        ("time/wait_data_s", "s", "Time the trainer waited because too few groups were ready."),
+        ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
+        ("time/eval_s", "s", "Evaluation on the held-out prompts."),
+        ("time/save_s", "s", "Time a checkpoint stopped the trainer."),
+        ("time/warm_start_s", "s", "All updates of the supervised warm start."),
+        ("time/elapsed_s", "s", "Time since the run, or its resume, began."),
+    ),
+    *timed(
+        Last,
+        ("trainer/idle_share", "share", "Share of the step in which the trainer did not learn."),
+    ),
+    *timed(
+        Last,
+        ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
+        ("sampler/busy_share", "share", "Wall time in which the sampler had work on its devices."),
+        ("sampler/slot_occupancy", "share", "Decode steps x slots that drew a wanted token."),
+        (
+            "sampler/occupancy_while_waiting",
+            "share",
+            "The same, over blocks that ended with requests still waiting; absent without such.",
+        ),
+        ("sampler/prefix_hit_share", "share", "Prompt tokens whose KV was reused, not computed."),
+        ("sampler/kv_page_share", "share", "KV pages in use, including kept prefixes."),
+        ("sampler/in_flight", "requests", "Requests in a slot or in the reserve."),
+        (
+            "sampler/failed",
+            "requests",
+            "Requests that raised on the sampler's thread and failed alone.",
+        ),
+        ("sampler/preempted", "requests", "Requests preempted because KV pages ran out."),
+        (
+            "sampler/restarted",
+            "requests",
+            "Requests restarted after a swap (on_new_weights=restart).",
+        ),
+        ("sampler/discarded_tokens", "tokens", "Tokens drawn, then discarded by a restart."),
+        (
+            "sampler/recomputed_tokens",
+            "tokens",
+            "Tokens prefilled again after a swap or a preemption.",
+        ),
+        ("sampler/gate_wait_share", "share", "Wall time that rollouts waited at the gate."),
+        ("sampler/queue_s", "s", "Mean time from submit to prefill."),
+        ("sampler/joins", "samplers", "Samplers in processes of their own that joined the run."),
+        ("sampler/living", "samplers", "Samplers at work; fewer while one restarts."),
+    ),
+    *timed(
+        Last,
+        ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn per second of wall time."),
+        ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt per second of wall time."),
+        ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak FLOP/s)."),
+    ),
+    *timed(
+        Last,
+        (
+            "weights/transfer_bytes",
+            "bytes",
+            "Bytes that one publish moved to the sampler's devices.",
+        ),
+        (
+            "weights/transfer_s",
+            "s",
+            "From publish until the weights are complete on the sampler's devices.",
+        ),
+        (
+            "weights/transfers",
+            "transfers",
+            "Copies of the weights that reached a sampler in a process of its own in this step; "
+            "this and the next five keys are there with mesh.samplers_in=processes or elsewhere.",
+        ),
+        ("weights/sent_bytes", "bytes", "Bytes that those samplers fetched from the trainer."),
+        ("weights/passed_bytes", "bytes", "Bytes that those samplers fetched from each other."),
+        (
+            "weights/base_bytes",
+            "bytes",
+            "Bytes of the frozen base under an adapter that those samplers fetched as they joined.",
+        ),
+        ("weights/gb_per_s", "GB/s", "Mean speed of one of these transfers."),
+        ("weights/repeats", "transfers", "Transfers begun again: torn, or not done in time."),
+        ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
+        (
+            "weights/probe_error",
+            "nats",
+            "Largest |sampler - trainer log-prob| on the probe, at the newest swap seen so far.",
+        ),
+        ("weights/swap_pause_s", "s", "Longest pause of decoding caused by a weight swap."),
+    ),
+    *timed(
+        Last,
+        ("buffer/active", "groups", "Groups admitted and not yet released: in flight or waiting."),
+        ("buffer/ready", "groups", "Groups finished and waiting for the trainer."),
+    ),
+    *timed(
+        Last,
+        (
+            "endpoint/calls",
+            "calls",
+            "Calls of the endpoint that began in this step (docs/endpoint.md).",
+        ),
+        ("endpoint/refused", "calls", "Of those, answered with an error of the client's."),
+        ("endpoint/busy", "calls", "Calls turned away because endpoint.max_open_calls were open."),
+        ("endpoint/failed", "calls", "Calls answered with an error of the server's."),
+        ("endpoint/capped", "calls", "Calls that asked for more tokens than there may be."),
+        ("endpoint/disconnected", "calls", "Calls whose client went away before the answer."),
+        ("endpoint/stalled", "calls", "Calls cut off because the client did not read the answer."),
+        ("endpoint/continued", "prompts", "Chats that began with the tokens of an earlier call."),
+        ("endpoint/opened", "prompts", "Chats that were tokenised from their start."),
+    ),
+    *timed(
+        Last,
+        ("checkpoint/failed", "saves", "1 if the previous checkpoint could not be written."),
+    ),
+    *timed(
+        Last,
+        ("memory/host_bytes", "bytes", "Resident memory of the process."),
+        ("memory/trainer_bytes", "bytes", "Peak memory of one trainer device."),
+        ("memory/sampler_bytes", "bytes", "Peak memory of one sampler device."),
+    ),
+)

@@ -1,0 +1,191 @@
+"""Several adapters beside one base, as one wide adapter of which each row uses its own columns.
+
+    place      1      2            P
+    A    [ A_1 | A_2 | ... | A_P ]        [in, P * rank]
+    B    [ B_1 ; B_2 ; ... ; B_P ]        [P * rank, out]
+
+    x W + (x A, 0 outside the columns of the row's place) B
+
+A row of place 0 uses none: it has the base's products. A place is a fixed range of columns, so that
+an adapter is loaded by writing there; ranks below the place's are filled with 0. Multiplying with
+all of them reads each weight once, however the rows are mixed: see benchmarks/adapters.py for the
+other forms (copying each row's matrices; sorting rows by adapter).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.lora import Lora, adapter_table, lora_of
+from jaxrl_async.model.spec import LORA_A, LORA_B, LORA_OWN, ModelSpec, Params, weight_table
+
+MOST_PLACES = 1024
+"""Most adapters at once: with more, products with all of them cost more than the model's."""
+MOST_RANK = 65_536
+"""Largest rank of a place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """How much room for adapters there is beside a base."""
+
+    places: int  # adapters at once
+    rank: int = 32  # the largest of an adapter
+    targets: str | tuple[str, ...] = ALL_LINEAR  # matrices that may be adapted, as in model.lora
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("places", self.places, MOST_PLACES),
+            ("rank", self.rank, MOST_RANK),
+        ):
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(
+                    f"AdapterRoom: {name} must be a whole number from 1 to {most}, not {value!r}."
+                )
+        named = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        if not named or not all(isinstance(target, str) for target in named):
+            raise ConfigError(
+                f"AdapterRoom: targets must be a text or several, not {self.targets!r:.80}."
+            )
+        if not isinstance(self.targets, str):  # a list, too: programs are found by what they are of
+            object.__setattr__(self, "targets", named)
+
+
+def stack_of(spec: ModelSpec, room: AdapterRoom) -> Lora:
+    """Return the wide adapter that holds all places. Raises ConfigError for a target that matches
+    nothing."""
+    lora = lora_of(spec, LoraSection(rank=room.rank, targets=room.targets))
+    assert lora is not None
+    return Lora(names=lora.names, rank=room.places * room.rank, scale=1.0)
+
+
+def stack_table(spec: ModelSpec, room: AdapterRoom) -> dict[str, Any]:
+    """Return the table of all places' weights."""
+    return adapter_table(spec, stack_of(spec, room))
+
+
+def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: Any) -> list[Params]:
+    """Return each layer's places, all empty."""
+    table = stack_table(spec, room)
+    shapes = {
+        number: {name: weight.shape[1:] for name, weight in table.get(stack, {}).items()}
+        for stack, numbers in spec.stacks.items()
+        for number in numbers
+    }
+    return [{n: jnp.zeros(s, dtype) for n, s in shapes[i].items()} for i in range(spec.layers)]
+
+
+def fitted_adapter(
+    spec: ModelSpec, room: AdapterRoom, name: str, lora: Lora, adapter: Params
+) -> Params:
+    """Return an adapter as a place takes it, float32 on the host: B times scale, 0 for what it does
+    not change and up to the place's rank.
+
+    Args:
+        spec: of the base.
+        room: where it goes.
+        name: of the adapter, for errors.
+        lora: what it changes.
+        adapter: its weights, in the tree of lora.adapter_table.
+
+    Raises ConfigError for one that does not fit, that is no adapter of this base, or that is not
+    finite.
+    """
+    if lora.rank > room.rank:
+        raise ConfigError(
+            f"adapter {name!r} has rank {lora.rank}, and the places here have {room.rank}. Start "
+            "with a larger rank (AdapterRoom.rank, --max-lora-rank)."
+        )
+    whole = stack_of(spec, room)
+    outside = sorted(set(lora.names) - set(whole.names))
+    if outside:
+        raise ConfigError(
+            f"adapter {name!r} changes {', '.join(outside)}, and there is room for changes of "
+            f"{', '.join(whole.names)} only (AdapterRoom.targets)."
+        )
+    given = adapter_table(spec, lora)
+    if adapter.keys() != given.keys() or any(adapter[n].keys() != given[n].keys() for n in given):
+        raise ConfigError(
+            f"adapter {name!r} is not a tree of lora.adapter_table: it has other parts."
+        )
+    fitted = empty_adapter(spec, room)
+    for stack, part in ((name, part) for name in given for part in given[name]):
+        array = np.asarray(jax.device_get(adapter[stack][part]), np.float32)
+        if array.shape != given[stack][part].shape:
+            raise ConfigError(
+                f"adapter {name!r}: {part} has shape {array.shape}, and this base needs "
+                f"{given[stack][part].shape}. It was made for another model."
+            )
+        if part.endswith(LORA_B):
+            with np.errstate(all="ignore"):
+                array = array * np.float32(lora.scale)
+        if not np.isfinite(array).all():
+            raise ConfigError(
+                f"adapter {name!r}: {part} has values that are not finite (times its scale, "
+                f"{lora.scale:g}), which would reach the others' answers. Take an earlier "
+                "checkpoint of it."
+            )
+        fitted[stack][part][tuple(slice(0, n) for n in array.shape)] = array
+    return fitted
+
+
+def empty_adapter(spec: ModelSpec, room: AdapterRoom) -> Params:
+    """Return what a place takes for no change at all."""
+    names = stack_of(spec, room).names
+    table = adapter_table(spec, Lora(names=names, rank=room.rank, scale=1.0))
+    return {
+        stack: {n: np.zeros(weight.shape, np.float32) for n, weight in weights.items()}
+        for stack, weights in table.items()
+    }
+
+
+def put_adapter(
+    spec: ModelSpec, room: AdapterRoom, stack: Sequence[Params], adapter: Params, place: Array
+) -> list[Params]:
+    """Return the places with an adapter (fitted_adapter) written to one of them, counted from 1."""
+    table = weight_table(spec)
+    numbers = {i: (s, n) for s, own in spec.stacks.items() for n, i in enumerate(own)}
+
+    def put(into: Array, part: str, layer: int) -> Array:
+        of_stack, nth = numbers[layer]
+        new = adapter[of_stack][part][nth]
+        name = part.removesuffix(LORA_A).removesuffix(LORA_B)
+        is_input = part.endswith(LORA_A)
+        axis = into.ndim - 1 if is_input else table[of_stack][name].stacked - 1
+        start = (place - 1) * room.rank
+        return jax.lax.dynamic_update_slice_in_dim(into, new.astype(into.dtype), start, axis)
+
+    return [{n: put(x, n, i) for n, x in layer.items()} for i, layer in enumerate(stack)]
+
+
+def own_columns(room: AdapterRoom, places: Array) -> Array:
+    """Return which columns of A each row uses: places [n] to [n, P * rank] bool."""
+    columns = jnp.arange(room.places * room.rank) // room.rank
+    return jnp.asarray(places)[:, None] == columns + 1
+
+
+def layers_with_stack(
+    room: AdapterRoom | None,
+    layers: Sequence[Params],
+    stack: Sequence[Params],
+    places: Array | None,
+) -> Sequence[Params]:
+    """Return the layers' weights with all adapters beside them, for rows of these places.
+
+    Args:
+        room: None: there are no places, and the layers are returned as they are.
+        layers: of the base.
+        stack: of all places.
+        places: [n] int32 of the rows, 0 for the base; None: no row has an adapter.
+    """
+    if room is None or places is None:
+        return layers
+    own = own_columns(room, places)
+    return [{**layer, **beside, LORA_OWN: own} for layer, beside in zip(layers, stack, strict=True)]

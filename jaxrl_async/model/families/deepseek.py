@@ -1,0 +1,143 @@
+"""DeepSeek-V2, V3 and R1, Kimi K2 and Moonlight: latent attention beside experts in groups."""
+
+from typing import Any
+
+from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.fields import ConfigFields, shown
+from jaxrl_async.model.families.glm import shared_width, written_mixture
+from jaxrl_async.model.families.parts import Latent, Mixture, Router, Scales
+from jaxrl_async.model.families.ropes import yarn_magnitude
+
+
+def _latent(fields: ConfigFields) -> Latent:
+    """Return the sizes of latent attention; queries have a rank unless the file says null."""
+    said = "q_lora_rank" not in fields.values or fields.has("q_lora_rank")
+    return Latent(
+        rank=fields.whole("kv_lora_rank", 512),
+        query_rank=fields.whole("q_lora_rank", 1536) if said else 0,
+        rotated=fields.whole("qk_rope_head_dim", 64),
+        value=fields.whole("v_head_dim", 128),
+        pairs=fields.flag("rope_interleave", True),
+    )
+
+
+def _written_latent(latent: Latent) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_rope_head_dim": latent.rotated,
+        "v_head_dim": latent.value,
+        "rope_interleave": latent.pairs,
+    }
+
+
+def _scales(fields: ConfigFields) -> Scales:
+    """Return the scale of scores: with YaRN's mscale_all_dim more than the root of the width."""
+    width = fields.whole("qk_nope_head_dim", 128) + fields.whole("qk_rope_head_dim", 64)
+    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    scaled = rope.said("rope_type", rope.said("type", "default")) != "default"
+    grown = 1.0
+    if scaled and rope.said("mscale_all_dim"):
+        grown = yarn_magnitude(rope.number("factor"), rope.number("mscale_all_dim"))
+    return Scales(attention=width**-0.5 * grown**2)
+
+
+def _router_v2(fields: ConfigFields) -> Router:
+    method = fields.said("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        fields.refuse(
+            f"topk_method {shown(method)} is not supported, only greedy and group_limited_greedy."
+        )
+    groups, chosen = (1, 1) if method == "greedy" else _groups(fields, 1, 1)
+    return Router(
+        sums_to_one=False,
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        groups_per_token=chosen,
+        best_of_group=1,
+    )
+
+
+def _router_v3(fields: ConfigFields) -> Router:
+    for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if fields.said(key, only) != only:
+            fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {only}.")
+    groups, chosen = _groups(fields, 8, 4)
+    return Router(
+        odds="sigmoid",
+        sums_to_one=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 2.5),
+        corrected=True,
+        groups=groups,
+        groups_per_token=chosen,
+    )
+
+
+def _groups(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]:
+    """Return n_group and topk_group, with these defaults."""
+    groups, chosen = fields.whole("n_group", groups), fields.whole("topk_group", chosen)
+    experts = fields.said("n_routed_experts", groups)
+    if chosen > groups or experts % groups:
+        fields.refuse(
+            f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
+            f"({chosen}) be at most n_group."
+        )
+    return groups, chosen
+
+
+def _dense_v2(fields: ConfigFields, layer: int) -> bool:
+    return layer < _first_dense(fields, 0)
+
+
+def _dense_v3(fields: ConfigFields, layer: int) -> bool:
+    return layer < _first_dense(fields, 3)
+
+
+def _first_dense(fields: ConfigFields, default: int) -> int:
+    """Return how many layers come before those with experts."""
+    first = fields.said("first_k_dense_replace", default)
+    if type(first) is not int or first < 0:
+        raise fields.wrong("first_k_dense_replace", "a whole number from 0 on")
+    return first
+
+
+def _written_v2(mixture: Mixture) -> dict[str, Any]:
+    grouped = mixture.router.groups > 1
+    method = "group_limited_greedy" if grouped else "greedy"
+    return {**written_mixture(mixture), "topk_method": method}
+
+
+_REFUSED = {"attention_bias": "biases of q_a_proj, kv_a_proj_with_mqa and o_proj"}
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    classes="DeepseekV2",
+    heads=("SequenceClassification",),
+    latent=_latent,
+    written_latent=_written_latent,
+    scales=_scales,
+    routed=True,
+    experts_key="n_routed_experts",
+    router=_router_v2,
+    written_mixture=_written_v2,
+    dense=_dense_v2,
+    shared_width=shared_width,
+    fixed={"moe_layer_freq": 1, "rope_interleave": 1},
+    refused={**_REFUSED, "norm_topk_prob": "weights that sum to 1", "mlp_bias": "biases of MLPs"},
+)
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    classes="DeepseekV3",
+    also=("kimi_k2",),
+    latent=_latent,
+    written_latent=_written_latent,
+    scales=_scales,
+    routed=True,
+    experts_key="n_routed_experts",
+    router=_router_v3,
+    written_mixture=written_mixture,
+    dense=_dense_v3,
+    shared_width=shared_width,
+    fixed={"moe_layer_freq": 1},
+    refused=_REFUSED,
+)

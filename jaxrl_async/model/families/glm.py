@@ -1,0 +1,66 @@
+"""GLM-4.5: a sigmoid router with a correction, shared experts, dense layers first."""
+
+from typing import Any
+
+from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.fields import ConfigFields
+from jaxrl_async.model.families.parts import Mixture, Router
+
+
+def _router(fields: ConfigFields) -> Router:
+    groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+    experts = fields.said("n_routed_experts", groups)
+    if chosen > groups or experts % groups:
+        fields.refuse(
+            f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
+            f"({chosen}) be at most n_group."
+        )
+    return Router(
+        odds="sigmoid",
+        sums_to_one=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        corrected=True,
+        groups=groups,
+        groups_per_token=chosen,
+    )
+
+
+def _is_dense(fields: ConfigFields, layer: int) -> bool:
+    first: int = fields.said("first_k_dense_replace", 1)
+    return layer < first
+
+
+def shared_width(fields: ConfigFields) -> int:
+    """Return the width of all shared experts together."""
+    return fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
+
+
+def written_mixture(mixture: Mixture) -> dict[str, Any]:
+    """Return the entries of config.json for experts in groups, shared ones and dense layers."""
+    router = mixture.router
+    return {
+        "norm_topk_prob": router.sums_to_one,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.groups_per_token,
+        "n_shared_experts": mixture.shared_width // mixture.width,
+        "first_k_dense_replace": len(mixture.dense_layers),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    classes="Glm4Moe",
+    heads=(),
+    norm_eps=1e-5,
+    qk_norm="head",
+    qk_norm_key="use_qk_norm",
+    biases="qkv as said",
+    routed=True,
+    experts_key="n_routed_experts",
+    router=_router,
+    written_mixture=written_mixture,
+    dense=_is_dense,
+    shared_width=shared_width,
+)

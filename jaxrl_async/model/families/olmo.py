@@ -1,0 +1,29 @@
+"""OLMo 2 and 3: norms after attention and MLP alone, queries and keys normalised as a whole."""
+
+from jaxrl_async.model.families.family import NORMS_AFTER, Family, all_but_every
+
+OLMO2 = Family(
+    model_type="olmo2",
+    classes="Olmo2",
+    heads=("SequenceClassification",),
+    names=NORMS_AFTER,
+    norms="after",
+    norm_eps=1e-5,
+    qk_norm="whole",
+    biases="as said",
+)
+OLMO3 = Family(
+    model_type="olmo3",
+    classes="Olmo3",
+    heads=("SequenceClassification",),
+    names=NORMS_AFTER,
+    norms="after",
+    norm_eps=1e-5,
+    qk_norm="whole",
+    biases="as said",
+    theta=5e5,
+    window_rope="unscaled",
+    window=4096,
+    lists_layers=True,
+    windowed=all_but_every(4),
+)

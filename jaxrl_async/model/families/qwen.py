@@ -1,0 +1,102 @@
+"""Qwen2 and Qwen3."""
+
+from typing import Any
+
+from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.fields import ConfigFields
+from jaxrl_async.model.families.parts import Mixture, Router
+
+
+def _window_behind(fields: ConfigFields, layer: int) -> bool:
+    return fields.flag("use_sliding_window") and layer >= fields.said("max_window_layers", 28)
+
+
+def _window_if_used(fields: ConfigFields, layer: int) -> bool:
+    return fields.flag("use_sliding_window")
+
+
+def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
+    before = layer < fields.said("max_window_layers", 28)
+    return fields.flag("use_sliding_window") and layer % 2 == 0 and before
+
+
+def _router(fields: ConfigFields) -> Router:
+    return Router(sums_to_one=fields.flag("norm_topk_prob"))
+
+
+def _is_dense(fields: ConfigFields, layer: int) -> bool:
+    listed = fields.said("mlp_only_layers", [])
+    if not isinstance(listed, list):
+        raise fields.wrong("mlp_only_layers", "a list of layers")
+    return layer in listed or (layer + 1) % fields.whole("decoder_sparse_step", 1) != 0
+
+
+def _shared_width(fields: ConfigFields) -> int:
+    return fields.whole("shared_expert_intermediate_size", 5632)
+
+
+def _written(mixture: Mixture) -> dict[str, Any]:
+    return {
+        "norm_topk_prob": mixture.router.sums_to_one,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(mixture.dense_layers),
+    }
+
+
+def _written_with_shared(mixture: Mixture) -> dict[str, Any]:
+    return {
+        **_written(mixture),
+        "shared_expert_intermediate_size": mixture.shared_width,
+        "qkv_bias": True,
+    }
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    classes="Qwen2",
+    biases="qkv",
+    window=4096,
+    lists_layers=True,
+    windowed=_window_behind,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    classes="Qwen3",
+    biases="as said",
+    qk_norm="head",
+    window=4096,
+    lists_layers=True,
+    windowed=_window_behind,
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    classes="Qwen2Moe",
+    names={
+        "shared_gate": "mlp.shared_expert.gate_proj",
+        "shared_up": "mlp.shared_expert.up_proj",
+        "shared_down": "mlp.shared_expert.down_proj",
+    },
+    biases="qkv",
+    window=4096,
+    windowed=_window_in_turns,
+    lists_layers=True,
+    routed=True,
+    router=_router,
+    written_mixture=_written_with_shared,
+    dense=_is_dense,
+    shared_width=_shared_width,
+    shared_gated=True,
+    fixed={"qkv_bias": 1},
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    classes="Qwen3Moe",
+    biases="as said",
+    qk_norm="head",
+    window=4096,
+    windowed=_window_if_used,
+    routed=True,
+    router=_router,
+    written_mixture=_written,
+    dense=_is_dense,
+)

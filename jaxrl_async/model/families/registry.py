@@ -1,0 +1,49 @@
+"""All families by their model_type. One more: its record in a file beside this one, a line here,
+and its name in config.model_section.FamilyName."""
+
+from jaxrl_async.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jaxrl_async.model.families.gemma import GEMMA2, GEMMA3
+from jaxrl_async.model.families.glm import GLM4_MOE
+from jaxrl_async.model.families.gpt_oss import GPT_OSS
+from jaxrl_async.model.families.llama import (
+    GRANITE,
+    LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    SMOLLM3,
+)
+from jaxrl_async.model.families.olmo import OLMO2, OLMO3
+from jaxrl_async.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        GEMMA2,
+        GEMMA3,
+        MISTRAL,
+        MINISTRAL,
+        MINISTRAL3,
+        MIXTRAL,
+        PHI3,
+        OLMO2,
+        OLMO3,
+        SMOLLM3,
+        GRANITE,
+        GPT_OSS,
+        GLM4_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
+}
+ALSO = {kind: family for family in FAMILIES.values() for kind in family.also}
+"""Families by the types of models that are saved as theirs."""
+WRAPPED = {kind: family for family in FAMILIES.values() for kind in family.text_of}
+"""Families by the types of models with images that hold them as text_config."""

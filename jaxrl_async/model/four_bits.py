@@ -1,0 +1,107 @@
+"""Matrices in 4 bits: two codes in a byte, and a scale for each group of inputs.
+
+    w [in, out], groups of g inputs  ->  packed [in / 2, out] uint8, scales [in / g, out] float32
+
+nf4: a weight is a level of NF4 times its group's scale, the group's largest |w|; the levels are
+quantiles of a normal distribution (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, app. E). int4: a
+weight is a whole number from -8 to 7 times the scale, the largest |w| / 7.5. A byte holds in its
+low bits an input of its group's first half, in its high bits the one half a group later: a product
+then reads the bytes as two matrices, and no weight changes its place.
+
+    x W  =  x_first W_low + x_second W_high        W_low, W_high [in / 2, out]
+
+The weights are widened as they are read. No gradient is taken of them.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+FourBits = Literal["nf4", "int4"]
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Levels of the codes 0 to 15, as published with the paper."""
+INT4_LARGEST = 7.5
+"""Of the numbers -8 to 7 without their signs, half a step above the largest positive one."""
+TINY = 1e-12
+"""Least scale: groups of zeros stay zeros."""
+
+Dot = Callable[[Array, Array], Array]
+"""(rows [..., in], weights [in, out], or by expert [E, in, out]) -> their product in float32."""
+
+
+def pack_codes(matrix: Array, kind: FourBits, group: int) -> tuple[Array, Array]:
+    """Return a matrix [..., in, out] in 4 bits: packed [..., in / 2, out], scales [..., in / group,
+    out]. group: an even divisor of `in`."""
+    *lead, inputs, out = matrix.shape
+    groups = matrix.astype(jnp.float32).reshape(*lead, inputs // group, group, out)
+    largest = jnp.maximum(jnp.max(jnp.abs(groups), axis=-2, keepdims=True), TINY)
+    scales = largest if kind == "nf4" else largest / INT4_LARGEST
+    numbers = groups / scales
+    codes = _nearest(numbers) if kind == "nf4" else jnp.clip(jnp.round(numbers), -8, 7) + 8
+    first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=-2)
+    packed = (first | (second << 4)).reshape(*lead, inputs // 2, out)
+    return packed, scales.reshape(*lead, inputs // group, out)
+
+
+def unpack_codes(packed: Array, scales: Array, kind: FourBits) -> Array:
+    """Return the matrix [..., in, out] float32 that `pack` has rounded."""
+    halves = [
+        half.reshape(*scales.shape[:-1], -1, scales.shape[-1])
+        for half in _halves(packed, scales, kind)
+    ]
+    joined = jnp.concatenate(halves, axis=-2)
+    return joined.reshape(*packed.shape[:-2], -1, packed.shape[-1])
+
+
+def packed_product(x: Array, packed: Array, scales: Array, kind: FourBits, dot: Dot) -> Array:
+    """Return x [..., in] times a packed matrix, summed by `dot` in float32; weights are given to it
+    in x's number type."""
+    groups = scales.shape[-2]
+    rows = x.reshape(*x.shape[:-1], groups, 2, -1)
+    low, high = _halves(packed, scales, kind)
+    first, second = (rows[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
+    return dot(first, low.astype(x.dtype)) + dot(second, high.astype(x.dtype))
+
+
+def _halves(packed: Array, scales: Array, kind: FourBits) -> tuple[Array, Array]:
+    """Return the weights in the low and in the high bits, [..., in / 2, out] float32 each."""
+    grouped = packed.reshape(*scales.shape[:-1], -1, scales.shape[-1]).astype(jnp.int32)
+    low, high = (
+        (_level(codes, kind) * scales[..., None, :]).reshape(packed.shape)
+        for codes in (grouped & 15, grouped >> 4)
+    )
+    return low, high
+
+
+def _level(codes: Array, kind: FourBits) -> Array:
+    """Return what codes stand for, float32: NF4's levels chosen bit by bit, which vector units do
+    faster than they look up a table."""
+    if kind == "int4":
+        return codes.astype(jnp.float32) - 8
+    levels: list[Any] = [jnp.float32(level) for level in NF4]
+    for bit in range(4):
+        is_set = (codes & (1 << bit)) != 0
+        levels = [
+            jnp.where(is_set, above, below)
+            for below, above in zip(levels[::2], levels[1::2], strict=True)
+        ]
+    chosen: Array = levels[0]
+    return chosen
+
+
+def _nearest(numbers: Array) -> Array:
+    """Return the codes of the levels of NF4 nearest to numbers from -1 to 1."""
+    between = [(below + above) / 2 for below, above in itertools.pairwise(NF4)]
+    above = (numbers > jnp.float32(bound) for bound in between)
+    return functools.reduce(operator.add, (is_above.astype(jnp.uint8) for is_above in above))

@@ -1,0 +1,105 @@
+"""Products of rows, sorted by group, with their groups' matrices: the experts' products.
+
+    forward          [n, D] x [E, D, F] -> [n, F]          lax.ragged_dot
+    to the rows      [n, F] x [E, D, F] -> [n, D]          the same, turned
+    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU a kernel that ships with JAX
+
+XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
+work: so the gradient is written down here.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
+
+TILE_ROWS = 256
+"""Rows in a tile of the kernel; a tile that two groups share is computed twice."""
+TILE_INPUTS, TILE_OUTPUTS = 512, 1024
+"""Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
+TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
+TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> Array:
+    """Multiply each row with its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`.
+
+    Sums are in float32; gradients are computed from cotangents in the type of the rows.
+
+    Args:
+        rows: [n, D], those of group 0 first, then of group 1, ...
+        matrices: [E, D, F], of the same type.
+        sizes: [E] int32, rows of each group; rows behind them all give 0.
+        dtype: of the result.
+    """
+    product = jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)
+    return product.astype(dtype)
+
+
+def _forward(
+    rows: Array, matrices: Array, sizes: Array, dtype: Any
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return grouped_product(rows, matrices, sizes, dtype), (rows, matrices, sizes)
+
+
+def _backward(
+    dtype: Any, kept: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:
+    rows, matrices, sizes = kept
+    cotangent = cotangent.astype(rows.dtype)
+    to_rows = jax.lax.ragged_dot_general(
+        cotangent,
+        matrices,
+        sizes,
+        RaggedDotDimensionNumbers(
+            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+        ),
+        preferred_element_type=jnp.float32,
+    )
+    to_matrices = jax.lax.platform_dependent(
+        rows, cotangent, sizes, tpu=matrices_gradient_on_tpu, default=_matrices_gradient
+    )
+    return to_rows.astype(rows.dtype), to_matrices.astype(matrices.dtype), None
+
+
+grouped_product.defvjp(_forward, _backward)
+
+
+def _matrices_gradient(rows: Array, cotangent: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot_general(
+        rows,
+        cotangent,
+        sizes,
+        RaggedDotDimensionNumbers(
+            dot_dimension_numbers=TO_MATRICES, lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        ),
+        preferred_element_type=jnp.float32,
+    ).astype(rows.dtype)
+
+
+def matrices_gradient_on_tpu(
+    rows: Array, cotangent: Array, sizes: Array, *, interpret: bool = False
+) -> Array:
+    """Sum rows^T [D, n] x cotangent [n, F] over each group: [E, D, F] of the rows' type.
+
+    Args:
+        rows: [n, D], sorted by group.
+        cotangent: [n, F] of the same type.
+        sizes: [E] int32, rows of each group.
+        interpret: run the kernel in Pallas' interpreter, on any platform.
+    """
+    short = -rows.shape[0] % TILE_ROWS
+    rows, cotangent = (jnp.pad(x, ((0, short), (0, 0))) for x in (rows, cotangent))
+    tiles = (
+        TILE_ROWS,
+        min(rows.shape[1], TILE_INPUTS),
+        min(cotangent.shape[1], TILE_OUTPUTS),
+    )
+    turned = jnp.swapaxes(rows, 0, 1)
+    out: Array = tgmm(turned, cotangent, sizes, rows.dtype, tiles, interpret=interpret)
+    return out

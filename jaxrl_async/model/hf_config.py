@@ -1,0 +1,208 @@
+"""A decoder's config.json: read into a ModelSpec, and written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, ConfigFields, shown
+from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
+from jaxrl_async.model.families.parts import DENSE_STACK, Latent
+from jaxrl_async.model.families.registry import ALSO, FAMILIES, WRAPPED
+from jaxrl_async.model.own_spec import OWN_TYPE, read_own, written_own
+from jaxrl_async.model.spec import ModelSpec
+
+HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_silu": "silu"}
+"""transformers' names of activations."""
+
+
+def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """Return the decoder that a Hugging Face config.json describes. Raises CheckpointError, which
+    names the field that is not supported.
+
+    where: the file, for errors.
+    """
+    if config.get("model_type") == OWN_TYPE:
+        return read_own(config, where)
+    family, fields = _family(ConfigFields(config, where))
+    _refuse_unsupported(family, fields)
+    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
+    pattern = read_pattern(family, fields, layers)
+    biased = family.biases == "qkv" or fields.flag("attention_bias")
+    dense = any(kind.stack == DENSE_STACK for kind in pattern)
+    latent = family.latent(fields)
+    normed = not family.qk_norm_key or fields.flag(family.qk_norm_key)
+    spec = ModelSpec(
+        family=family.model_type,
+        vocab=fields.whole("vocab_size"),
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=fields.whole("num_key_value_heads", heads),
+        head_dim=_head_dim(fields, latent, width // heads),
+        latent=latent,
+        mlp=fields.whole(family.expert_width_key if family.routed else "intermediate_size"),
+        experts=_experts(family, fields) if family.routed else 0,
+        experts_per_token=fields.whole("num_experts_per_tok") if family.routed else 0,
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        pattern=pattern,
+        scales=family.scales(fields),
+        activation=family.activation,
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
+        qk_norm=family.qk_norm if normed else "none",
+        attention_bias=biased,
+        output_bias=biased and family.biases == "as said",
+        sinks=family.sinks,
+        router=family.router(fields),
+        expert_biases=family.expert_biases,
+        shared_mlp=family.shared_width(fields),
+        shared_gated=family.shared_gated,
+        dense_mlp=fields.whole("intermediate_size") if dense else 0,
+        max_positions=_max_positions(fields, pattern[0].rope),
+        eos_ids=fields.ids("eos_token_id"),
+        bos_id=next(iter(fields.ids("bos_token_id")), None),
+        pad_id=next(iter(fields.ids("pad_token_id")), None),
+    )
+    _check_heads(spec, where)
+    return spec
+
+
+def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
+    """Return the family, and the fields of its text part in a model with images."""
+    said = fields.said("model_type")
+    if isinstance(said, str) and said in WRAPPED:
+        inner = fields.part("text_config")
+        own = {k: v for k, v in fields.values.items() if k.endswith("_token_id") and v is not None}
+        family = WRAPPED[said]
+        if inner.said("model_type", family.model_type) != family.model_type:
+            return _family(inner)
+        return family, ConfigFields({**inner.values, **own}, fields.where)
+    if isinstance(said, str) and said in ALSO:
+        return ALSO[said], fields
+    if not isinstance(said, str) or said not in FAMILIES:
+        raise CheckpointError(
+            f"{fields.where}: model_type {shown(said)} is not supported. Use a model of "
+            f"{', '.join([*FAMILIES, *ALSO])}."
+        )
+    return FAMILIES[said], fields
+
+
+def _head_dim(fields: ConfigFields, latent: Latent | None, usual: int) -> int:
+    """Return the width of a head's queries and keys; with latent attention, files say it in two
+    parts."""
+    if latent is None:
+        return fields.whole("head_dim", usual)
+    return fields.whole("qk_nope_head_dim", 128) + latent.rotated
+
+
+def _max_positions(fields: ConfigFields, rope: Any) -> int:
+    """Return the longest context; LongRoPE's long factors are not used."""
+    longest = fields.whole("max_position_embeddings", 32_768)
+    scaling = rope.scaling if rope else None
+    if scaling is not None and scaling.kind == "longrope":
+        return min(longest, scaling.original_max_positions)
+    return longest
+
+
+def _check_heads(spec: ModelSpec, where: str) -> None:
+    """Raise CheckpointError for sizes that do not go together."""
+    if spec.latent and (spec.kv_heads != spec.heads or spec.latent.value > spec.head_dim):
+        raise CheckpointError(
+            f"{where}: num_key_value_heads ({spec.kv_heads}) must be num_attention_heads "
+            f"({spec.heads}), and v_head_dim ({spec.latent.value}) at most qk_nope_head_dim + "
+            f"qk_rope_head_dim ({spec.head_dim}). {COPY_AGAIN}"
+        )
+    rotated = [int(spec.rotary_dim * k.rope.share) for k in spec.pattern if k.rope]
+    if spec.heads % spec.kv_heads or spec.head_dim % 2 or any(r % 2 for r in rotated):
+        raise CheckpointError(
+            f"{where}: num_attention_heads ({spec.heads}) must be a multiple of "
+            f"num_key_value_heads ({spec.kv_heads}), and head_dim ({spec.head_dim}) and its part "
+            f"that rotates even. {COPY_AGAIN}"
+        )
+    factors = (k.rope.scaling.short_factors for k in spec.pattern if k.rope and k.rope.scaling)
+    if any(given and 2 * len(given) not in rotated for given in factors):
+        raise CheckpointError(
+            f"{where}: short_factor must have a number for each pair that rotates "
+            f"({rotated[0] // 2}). {COPY_AGAIN}"
+        )
+
+
+def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
+    """Raise CheckpointError for a feature that the decoder does not have."""
+    wanted = HF_ACTIVATIONS[family.activation]
+    said = fields.said(family.activation_key, wanted)
+    if said != wanted:
+        fields.refuse(f"{family.activation_key} {shown(said)} is not supported, only {wanted}.")
+    for key, what in family.refused.items():
+        if fields.flag(key):
+            fields.refuse(f"{key} ({what}) is not supported.")
+    for key, number in family.fixed.items():
+        if fields.said(key, number) != number:
+            fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {number:g}.")
+
+
+def _experts(family: Family, fields: ConfigFields) -> int:
+    """Return the experts in a layer. Raises CheckpointError if a token would use more."""
+    names = (family.experts_key, "num_experts", "num_local_experts")
+    key = next((name for name in names if name in fields.values), family.experts_key)
+    experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
+    if chosen > experts:
+        raise CheckpointError(
+            f"{fields.where}: num_experts_per_tok ({chosen}) is more than {key} ({experts}). "
+            f"{COPY_AGAIN}"
+        )
+    return experts
+
+
+def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
+    """Return a config.json that transformers loads; of a user's own decoder, only this package."""
+    if spec.own is not None:
+        return written_own(spec)
+    family = FAMILIES[spec.family]
+    config: dict[str, Any] = {
+        "architectures": [f"{family.classes}ForCausalLM"],
+        "model_type": spec.family,
+        "vocab_size": spec.vocab,
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.width,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.dense_mlp or spec.mlp,
+        "tie_word_embeddings": spec.tied,
+        **written_pattern(family, spec.kinds),
+        "rms_norm_eps": spec.norm_eps,
+        "attention_bias": spec.attention_bias,
+        "max_position_embeddings": _written_positions(spec),
+        family.activation_key: HF_ACTIVATIONS[spec.activation],
+        **family.written_scales(spec.scales),
+        **spec.token_ids(),
+    }
+    if family.grows_queries:
+        rope, first = config["rope_parameters"], config["max_position_embeddings"]
+        rope |= {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": first} | rope
+    if spec.experts:
+        config |= {
+            family.experts_key: spec.experts,
+            "num_experts_per_tok": spec.experts_per_token,
+            family.expert_width_key: spec.mlp,
+            **family.written_mixture(spec.mixture),
+        }
+    if spec.latent:
+        nope = spec.head_dim - spec.latent.rotated
+        config |= {"qk_nope_head_dim": nope, "head_dim": spec.latent.rotated}
+        config |= family.written_latent(spec.latent)
+    if family.qk_norm_key:
+        config[family.qk_norm_key] = spec.qk_norm != "none"
+    return config
+
+
+def _written_positions(spec: ModelSpec) -> int:
+    """Return max_position_embeddings; LongRoPE's counts the contexts of its long factors."""
+    rope = spec.pattern[0].rope
+    if rope and rope.scaling and rope.scaling.kind == "longrope":
+        return round(rope.scaling.factor * rope.scaling.original_max_positions)
+    return spec.max_positions

@@ -1,0 +1,42 @@
+"""Which layer a decoder has, split once into a graph definition and a pure dict of arrays."""
+
+from functools import lru_cache, partial
+from typing import Any
+
+from flax import nnx
+
+from jaxrl_async.model.latent import AbsorbedLayer, LatentLayer
+from jaxrl_async.model.layers import Layer
+from jaxrl_async.model.own_code import class_of
+from jaxrl_async.model.spec import ModelSpec
+
+
+@lru_cache(maxsize=16)
+def layer_graph(
+    spec: ModelSpec,
+    *,
+    stack: str = "layers",
+    fused: bool = False,
+    mixed: bool = False,
+    scales: str = "",
+    adapted: tuple[str, ...] = (),
+    chosen: bool = False,
+    cached: bool = False,
+) -> Any:
+    """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
+    Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
+    layer = partial(
+        _layer_of(spec, cached=cached), spec, stack=stack, fused=fused, mixed=mixed, scales=scales,
+        adapted=adapted, chosen=chosen,
+    )  # fmt: skip
+    graph, _ = nnx.split(nnx.eval_shape(layer))
+    return graph
+
+
+def _layer_of(spec: ModelSpec, *, cached: bool) -> Any:
+    """Return the class of a decoder's layers."""
+    if spec.own is not None:
+        return class_of(spec.own)
+    if spec.latent is None:
+        return Layer
+    return AbsorbedLayer if cached else LatentLayer

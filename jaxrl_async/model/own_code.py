@@ -1,0 +1,120 @@
+"""The code of a user's own decoder: a class in a file, known by its name and a hash of the text.
+
+A class runs only if somebody on this machine named its file (model.decoder, Policy.from_pretrained,
+or the run that a sampler joined); what a model's directory names is compared with those.
+"""
+
+import hashlib
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_async.config.userfile import is_own, load_attribute
+from jaxrl_async.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCode:
+    """A class of the user's; equal if name and text are, wherever the file lies."""
+
+    name: str
+    sha256: str  # of the file, hexadecimal
+    file: str = field(default="", compare=False)  # where it lies, for processes beside this one
+
+
+class _Loaded(NamedTuple):
+    cls: Any
+    text: bytes
+
+
+_loaded: dict[OwnCode, _Loaded] = {}
+_lock = threading.Lock()
+
+
+def load_code(named: str, where: str = "model.decoder") -> OwnCode:
+    """Load the class that FILE.py:CLASS names. Raises ConfigError, which begins with `where`."""
+    if not is_own(named):
+        raise ConfigError(f"{where} = {named!r}: give FILE.py:CLASS, a file and a class in it.")
+    file, _, name = named.rpartition(":")
+    path = Path(file).resolve()
+    with _lock:
+        # The file is run before its text is known: a missing one has load_attribute's message.
+        cls = load_attribute(f"{path}:{name}", where, "class", lambda v: isinstance(v, type))
+        text = path.read_bytes()
+        code = OwnCode(name=name, sha256=hashlib.sha256(text).hexdigest(), file=str(path))
+        _loaded.setdefault(code, _Loaded(cls, text))
+    return code
+
+
+def class_of(code: OwnCode) -> Any:
+    """Return the class; of a code that another process of the run named, from the same path here.
+
+    Raises ConfigError if the file is missing or has another text.
+    """
+    if code in _loaded:
+        return _loaded[code].cls
+    path = Path(code.file)
+    if not code.file or not path.is_file():
+        raise ConfigError(
+            f"the model's layers are {code.name} of {code.file or 'a file'}, which is not on this "
+            "machine. Copy it from where the run was started to the same path."
+        )
+    if (here := hashlib.sha256(path.read_bytes()).hexdigest()) != code.sha256:
+        raise ConfigError(
+            f"{path} is not the file that the run was started with (sha256 {here[:12]} here, "
+            f"{code.sha256[:12]} there), so {code.name} may compute something else. Copy the run's."
+        )
+    load_code(f"{path}:{code.name}", "the run's model.decoder")
+    return class_of(code)
+
+
+def text_of(code: OwnCode) -> bytes:
+    """Return the text of the file as it was when the class was loaded."""
+    class_of(code)
+    return _loaded[code].text
+
+
+def check_trusted(code: OwnCode, where: str) -> None:
+    """Raise CheckpointError unless somebody here named a file with this class and text.
+
+    where: the config.json that names it.
+    """
+    if code in _loaded:
+        return
+    beside = Path(where).parent / Path(code.file).name
+    others = [c.file for c in _loaded if c.name == code.name]
+    if others:
+        raise CheckpointError(
+            f"{where}: the weights belong to another text of {code.name} (sha256 "
+            f"{code.sha256[:12]}) than {others[0]} has. Put that file back; the text that the "
+            f"weights were saved with is in {beside}."
+        )
+    raise CheckpointError(
+        f"{where}: the layers are a class of somebody's own, and a directory's code is never run "
+        f"unasked. Read {beside}, and then name it: model.decoder={beside}:{code.name} in a run, "
+        f'--decoder {beside}:{code.name} of a command, Policy.from_pretrained(..., decoder="...")'
+        " in Python."
+    )
+
+
+def save_code(code: OwnCode, folder: Path) -> None:
+    """Write a copy of the file into a directory."""
+    (folder / Path(code.file).name).write_bytes(text_of(code))
+
+
+def check_unchanged(code: OwnCode | None, folder: Path, *, resumed: bool) -> None:
+    """Keep a copy of a run's own decoder in `folder`; of a resumed run, compare it. Raises
+    ConfigError if the text has changed since."""
+    if code is None:
+        return
+    kept = folder / Path(code.file).name
+    if resumed and kept.is_file():
+        if kept.read_bytes() != text_of(code):
+            raise ConfigError(
+                f"model.decoder: {code.file} has changed since the run began. Put its text back "
+                f"(the run kept it in {kept}), or start a new run."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_code(code, folder)

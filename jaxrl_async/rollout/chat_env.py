@@ -1,0 +1,353 @@
+"""An environment that speaks in messages, played in tokens.
+
+    open:  record ──reset──> messages ──ChatFormat.opening──> tokens
+    step:  drawn tokens ──ChatFormat.message──> message ──Environment.step──> messages
+           ──ChatFormat.continuation──> tokens to append, or ──opening──> a new context
+
+What the policy drew is never tokenised again: the next turn begins with the very tokens of the
+last one. Where the format rewrites history, a new context begins.
+"""
+
+import asyncio
+import copy
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
+from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.ports import ChatFormat, Reply
+from jaxrl_async.tasks.record import Said
+from jaxrl_async.tasks.task import Environment, Step, Task
+from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
+from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async
+from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+NO_REPLY: IntArray = np.zeros(0, np.int32)
+KEPT_OPENINGS = 256
+"""Openings whose tokens are kept, by what is said."""
+DEFAULT_TOOL_LIMITS = ToolLimits()
+QUESTION = "prompt"
+"""Column under which an environment finds the prompt's text, unless the record has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatLimits:
+    """What an episode of a chat environment may take."""
+
+    max_turns: int = 16
+    timeout_s: float = 600.0  # for one call of a method that is not async, from its start
+    retries: int = 2  # of reset, and of the step of repeatable environments
+    backoff_s: float = 1.0
+    threads: int = 64
+    tools: ToolLimits = DEFAULT_TOOL_LIMITS
+
+
+class ChatEnvs:
+    """A MakeEnv of one task: makes the environment of each episode."""
+
+    def __init__(
+        self,
+        task: Task,
+        chat: ChatFormat,
+        limits: ChatLimits,
+        count: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Make it.
+
+        Args:
+            task: what is played.
+            chat: the policy's format.
+            limits: of each episode.
+            count: called with the name of each fault (metrics/fault_counts.py).
+        """
+        self.task, self.chat, self.limits, self.count = task, chat, limits, count
+        self.threads = Threads(limits.threads)
+        self._opened = functools.lru_cache(KEPT_OPENINGS)(
+            lambda written: chat.opening(*json.loads(written))
+        )
+
+    def __call__(self, prompt: Prompt) -> "ChatEnv":
+        """Return the environment of one episode; the user's own is made when it begins."""
+        return ChatEnv(self)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Return a conversation's tokens; the members of a group often begin with the same."""
+        try:
+            written = json.dumps([messages, tools])
+        except (TypeError, ValueError, RecursionError):  # not plain JSON: each time anew
+            return self.chat.opening(messages, tools)
+        return self._opened(written)
+
+    async def made(self) -> Environment:
+        """Return a new environment of the user's with its tools."""
+        make = self.task.environment or PlainEnvironment
+        env: Environment = value_of(await self.call(make), "constructor")
+        tools = tools_of(env, env.tools, self.task.tools)
+        env.run_tools = Toolbox(tools, self.threads, self.limits.tools, self.count)
+        return env
+
+    async def call(self, function: Callable[..., Any], *given: Any) -> CallOutcome:
+        """Call a user's function or method: await it if it is async, else use a thread. Raises
+        RolloutTimeout."""
+        work, limit_s = functools.partial(function, *given), self.limits.timeout_s
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await run_async(work, limit_s)
+            if getattr(function, "__func__", function) in OURS:
+                outcome = CallOutcome(work())
+            else:
+                outcome = await self.threads.run(work, limit_s)
+            if inspect.isawaitable(outcome.value):
+                waiting = outcome.value
+                return await run_async(lambda: waiting, limit_s)
+            return outcome
+        except TooLate:
+            name = getattr(function, "__name__", "constructor")
+            raise RolloutTimeout(
+                f"the environment's {name} took more than {limit_s:g} s. Make it quicker or raise "
+                "faults.env_timeout_s."
+            ) from None
+
+    async def again(self, what: str, once: Callable[[], Awaitable[CallOutcome]]) -> CallOutcome:
+        """Repeat what raises, at most env.retries times; not what came too late."""
+        for failures in range(self.limits.retries + 1):
+            outcome = await once()
+            if outcome.error is None or failures == self.limits.retries:
+                break
+            self.count("env_retries")
+            wait_s = backoff_s(self.limits.backoff_s, failures)
+            log.warning("%s again in %.1f s: it raised %r", what, wait_s, outcome.error)
+            await asyncio.sleep(wait_s)
+        return outcome
+
+
+class PlainEnvironment(Environment):
+    """The environment of a task that names none: the record's conversation, and the task's tools.
+
+    It has no state of its own.
+    """
+
+    def state(self) -> Any:
+        """Return that there is nothing to keep."""
+        return {}
+
+    def restore(self, state: Any) -> None:
+        """Do nothing: there is nothing to continue."""
+
+
+OURS = frozenset(
+    (PlainEnvironment, Environment.reset, Environment.step, Environment.score, Environment.close)
+)
+"""Functions that return at once, and need no thread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Talk:
+    """A conversation so far."""
+
+    messages: list[Message] = field(default_factory=list)
+    token_ids: IntArray = field(default_factory=lambda: NO_REPLY)  # of its current context
+    turns: int = 0
+
+
+class ChatEnv:
+    """One episode: ports.Env, Opens, Concludes and SavesState over an Environment."""
+
+    def __init__(self, envs: ChatEnvs) -> None:
+        self._envs, self._talk = envs, _Talk()
+        self._env: Environment | None = None
+        self._saved: Any = None  # the user's own state, to be restored
+
+    async def open(self, prompt: Prompt) -> IntArray:
+        """Return the opening that the environment's reset writes, [opening] int32."""
+        record = record_of(prompt)
+
+        async def reset() -> CallOutcome:
+            await self.close()
+            self._env = await self._envs.made()
+            return await self._envs.call(self._env.reset, record)
+
+        said = value_of(await self._envs.again("the environment's reset", reset), "reset")
+        messages = messages_of(said, "reset")
+        if not messages:
+            raise RolloutError(
+                f"the environment's reset gave no message for prompt {prompt.prompt_id}, whose "
+                f"record has the columns {', '.join(sorted(record)) or 'none'}. Let it return a "
+                "text or messages."
+            )
+        messages = list(with_system_prompt(messages, self._envs.task.system_prompt))
+        opening = self._envs.opening(messages, self.schemas)
+        self._talk = _Talk(messages=messages, token_ids=opening)
+        return opening
+
+    async def step(self, prompt: Prompt, completion: Completion) -> Reply:
+        """Return what follows the policy's message."""
+        env, talk = await self._ready(), self._talk
+        message = self._envs.chat.message(completion.token_ids, self.schemas)
+        given = await self._answered(env, message)
+        said = messages_of(given.messages, "step")
+        turns = talk.turns + 1
+        done, cut_off = given.done or not said, False
+        if not done and turns >= self._envs.limits.max_turns:
+            self._envs.count("turn_limits")
+            done = cut_off = True
+        before = np.concatenate([talk.token_ids, completion.token_ids]).astype(np.int32)
+        messages = [*talk.messages, message, *([] if done else said)]
+        reply, opening = NO_REPLY, None
+        if not done:
+            more = self._envs.chat.continuation(before, said, self.schemas)
+            if more is None:
+                opening = self._envs.opening(messages, self.schemas)
+            else:
+                reply = more
+        after = np.concatenate([before, reply]) if opening is None else opening
+        self._talk = _Talk(messages=messages, token_ids=after, turns=turns)
+        earned = earned_in(given)
+        return Reply(
+            token_ids=reply,
+            done=done,
+            reward=earned.reward,
+            parts=earned.parts,
+            opening=opening,
+            cut_off=cut_off,
+        )
+
+    async def verdict(self) -> Score:
+        """Return what the environment's `score` gives at the end."""
+        env = await self._ready()
+        return score_given(value_of(await self._envs.call(env.score), "score"), "score")
+
+    async def close(self) -> None:
+        """Close the environment, if it was made."""
+        env, self._env = self._env, None
+        if env is not None:
+            value_of(await self._envs.call(env.close), "close")
+
+    def state(self) -> Any:
+        """Return the conversation and the environment's own state; None: it has none."""
+        own = self._saved
+        if self._env is not None:
+            save = getattr(self._env, "state", None)
+            own = None if save is None else save()
+        if own is None or (self._env is not None and not hasattr(self._env, "restore")):
+            return None
+        return {
+            "messages": [dict(message) for message in self._talk.messages],
+            "token_ids": self._talk.token_ids,
+            "turns": self._talk.turns,
+            "own": own,
+        }
+
+    def restore(self, state: Any) -> None:
+        """Continue from `state`; the user's environment is made at the next step."""
+        self._talk = _Talk(
+            messages=list(state["messages"]),
+            token_ids=np.asarray(state["token_ids"], np.int32),
+            turns=int(state["turns"]),
+        )
+        self._saved = state["own"]
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """What the policy may call, as OpenAI's function tools; once the environment is made."""
+        assert self._env is not None, "the environment has been made"
+        return tuple(self._env.run_tools.schemas)
+
+    async def _ready(self) -> Environment:
+        """Return the user's environment, made and restored if the run was resumed."""
+        if self._env is None:
+            env = await self._envs.made()
+            restore: Any = getattr(env, "restore", None)
+            if restore is None:
+                raise RolloutError(
+                    f"{type(env).__name__} has no restore(state), and a saved episode cannot go "
+                    "on. Keep the environment of a run that is resumed."
+                )
+            value_of(await self._envs.call(restore, self._saved), "restore")
+            self._env, self._saved = env, None
+        return self._env
+
+    async def _answered(self, env: Environment, message: Message) -> Step:
+        async def once() -> CallOutcome:
+            return await self._envs.call(env.step, message)
+
+        outcome = await (self._envs.again("step", once) if env.repeatable else once())
+        given = value_of(outcome, "step")
+        return given if isinstance(given, Step) else Step(messages=given)
+
+
+def value_of(outcome: CallOutcome, method: str) -> Any:
+    """Return what a method gave; raise RolloutError from what it raised."""
+    try:
+        return outcome.get()
+    except RolloutError as error:
+        raise RolloutError(f"the environment's {method} {error}") from error.__cause__
+
+
+def earned_in(step: Step) -> Score:
+    """Return a step's reward with its parts, whose sum it is unless it says otherwise."""
+    parts = score_given(step.parts, "step")
+    if step.reward is None:
+        return parts
+    return Score(reward=score_given(step.reward, "step").reward, parts=parts.parts)
+
+
+def record_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt's record for `Environment.reset`: its columns, `messages` if there are any,
+    and the text as `prompt` unless the record has one. The episode may change it: it is a copy."""
+    record = {QUESTION: prompt.text, **copy.deepcopy(dict(prompt.columns))}
+    if prompt.messages:
+        record["messages"] = copy.deepcopy(list(prompt.messages))
+    return record
+
+
+def messages_of(said: Said, method: str) -> list[Message]:
+    """Return what an environment says as messages; a text is the user's. Raises RolloutError."""
+    if said is None:
+        return []
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}] if said else []
+    listed = [said] if isinstance(said, Mapping) else said
+    wrong = not isinstance(listed, Sequence) or any(
+        not isinstance(m, Mapping) or not isinstance(m.get("role"), str) for m in listed
+    )
+    if wrong:
+        raise RolloutError(
+            f"the environment's {method} gave {said!r:.100}. It must give a text, a message with a "
+            "role, a list of these, or None."
+        )
+    return list(listed)
+
+
+def score_given(given: Any, method: str) -> Score:
+    """Return a number or a mapping of parts, which are added up, as a Score. Raises
+    RolloutError."""
+    parts = given if isinstance(given, Mapping) else {}
+    numbers = list(parts.values()) if isinstance(given, Mapping) else [given]
+    try:
+        values = [float(number) for number in numbers]
+    except (TypeError, ValueError, OverflowError):
+        values = [float("nan")]
+    if not np.isfinite(values).all():
+        raise RolloutError(
+            f"the environment's {method} gave {given!r:.100}. It must be a finite number, or a "
+            "mapping of names to finite numbers."
+        )
+    named = {part_name(name): value for name, value in zip(parts, values, strict=False)}
+    if len(named) < len(parts):
+        raise RolloutError(
+            f"the environment's {method} gave the parts {', '.join(map(repr, parts))}, of which "
+            "two have one name as metrics. Rename one of them."
+        )
+    return Score(reward=float(sum(values)), parts=named)

@@ -1,0 +1,203 @@
+"""Pivots: tokens of finished answers from which further continuations are drawn.
+
+    episodes of a group ──choose──> Fork(trunk, place) ──Request: prompt and prefix──> Generate
+                                                                                        │
+    EpisodeGroup <── members, then continuations: the prefix is read, not drawn <───────┘
+
+The prefix is the new request's prompt: its KV comes from the sampler's prefix store, where the
+trunk left it, and nothing of it is drawn again. The random numbers are the member's own, by its
+key and each token's position, on a branch of their own.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxrl_async.algorithms.forks import ForkPoint
+from jaxrl_async.errors import Closed
+from jaxrl_async.ports import Generate
+from jaxrl_async.rollout.episode import (
+    NOTHING,
+    EpisodeLimits,
+    Turn,
+    assemble_episode,
+    check_kept,
+    make_request,
+)
+from jaxrl_async.types import Completion, Episode, FloatArray, IntArray, Prompt, Request
+
+log = logging.getLogger(__name__)
+
+BRANCH_END = 2**31 - 1
+"""Branches of continuations are from 1 to this; 0 is the trunk."""
+CHOICE = 7
+"""Keeps the random choice of pivots apart from every other use of a prompt's position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PivotPlan:
+    """How many continuations are drawn, and from where; see config/pivot_section.py."""
+
+    continuations: int
+    members: int = 1
+    per_member: int = 1
+    where: str = "lowest_logprob"
+    marked: Callable[[int], bool] = lambda token: False  # whether a token's text holds the mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """A continuation to draw."""
+
+    point: ForkPoint
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """One that was drawn."""
+
+    episode: Episode  # drawn behind the pivot alone: what is learnt
+    whole: Episode  # the prefix drawn, too, as by the trunk: what is judged
+
+
+def chosen_members(plan: PivotPlan, prompt: Prompt, count: int) -> list[int]:
+    """Return which of `count` members are forked, ascending: the same each time for a prompt."""
+    random = np.random.default_rng([CHOICE, prompt.position])
+    return sorted(random.permutation(count)[: plan.members].tolist())
+
+
+def pivot_places(
+    token_ids: IntArray, logprobs: FloatArray, plan: PivotPlan, random: np.random.Generator
+) -> list[int]:
+    """Return the drawn tokens that are drawn anew first, ascending; never the first one, before
+    which nothing is shared.
+
+    Args:
+        token_ids: [drawn] int32.
+        logprobs: [drawn], of the distribution drawn from; NaN: not known, and never the lowest.
+        plan: how many, and where.
+        random: draws where the plan leaves a choice.
+    """
+    length, count = len(token_ids), plan.per_member
+    places = np.arange(1, length)
+    if plan.where == "fractions":
+        cuts = np.round(length * np.arange(1, count + 1) / (count + 1)).astype(np.int64)
+        return sorted({int(cut) for cut in cuts if 1 <= cut < length})
+    if plan.where == "lowest_logprob":
+        known = places[np.isfinite(logprobs[1:])]
+        return sorted(known[np.argsort(logprobs[known], kind="stable")][:count].tolist())
+    if plan.where == "mark":
+        places = places[[plan.marked(int(token)) for token in token_ids[:-1]]]
+    return sorted(random.permutation(places)[:count].tolist())
+
+
+def planned_forks(
+    plan: PivotPlan,
+    prompt: Prompt,
+    episodes: Sequence[tuple[int, Episode]],
+    *,
+    label: str,
+    limits: EpisodeLimits,
+) -> list[Fork]:
+    """Return the continuations to draw for a group.
+
+    Args:
+        plan: how many, and where.
+        prompt: the group's.
+        episodes: its finished episodes of one turn, each with the number of its member.
+        label: the group's part of its requests' ids.
+        limits: how answers are drawn and when they end.
+    """
+    forks = []
+    for trunk in chosen_members(plan, prompt, len(episodes)):
+        member, episode = episodes[trunk]
+        random = np.random.default_rng([CHOICE, prompt.position, member])
+        begin = len(episode.token_ids) - episode.num_drawn
+        places = pivot_places(episode.token_ids[begin:], episode.logprobs[begin:], plan, random)
+        for at in places:
+            point = ForkPoint(trunk, begin + at)
+            request = make_request(
+                label, prompt, member, 1, episode.token_ids[: point.place], limits
+            )
+            request = replace(
+                request, max_new_tokens=min(request.max_new_tokens, limits.max_new_tokens - at)
+            )
+            forks += [
+                Fork(
+                    point=point,
+                    request=replace(
+                        request, request_id=f"{label}/m{member}/p{at}/b{branch}", branch=branch
+                    ),
+                )
+                for branch in fork_branches(at, plan.continuations)
+            ]
+    return forks
+
+
+def fork_branches(place: int, count: int) -> list[int]:
+    """Return the branches (types.Request.branch) of a pivot's continuations, all different; those
+    of different places are unrelated."""
+    digest = hashlib.blake2b(f"pivot {place}".encode(), digest_size=4).digest()
+    first = int.from_bytes(digest)
+    return [1 + (first + i) % BRANCH_END for i in range(count)]
+
+
+async def drawn_forks(
+    generate: Generate,
+    forks: Sequence[Fork],
+    episodes: Sequence[Episode],
+    limits: EpisodeLimits,
+) -> list[Continuation]:
+    """Draw all continuations at once; return those that did not fail, in order.
+
+    If its task is cancelled, so is what it draws. Raises Closed.
+
+    Args:
+        generate: the sampler.
+        forks: what to draw.
+        episodes: the group's, for the trunks.
+        limits: what completions must bring.
+    """
+    if not forks:
+        return []
+    futures = generate.submit_many([fork.request for fork in forks])
+    try:
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+    finally:
+        for future in futures:
+            future.cancel()
+    done = []
+    for fork, answer in zip(forks, answers, strict=True):
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            done.append(_continuation(fork, answer, episodes[fork.point.trunk], limits))
+        except Closed:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            log.warning(
+                "continuation %s is left out of its group: %s", fork.request.request_id, error
+            )
+    return done
+
+
+def _continuation(
+    fork: Fork, completion: Completion, trunk: Episode, limits: EpisodeLimits
+) -> Continuation:
+    prefix, place = fork.request.token_ids, fork.point.place
+    check_kept(completion, limits, place)
+    turn = Turn(completion=completion, reply=NOTHING)
+    episode = replace(assemble_episode(prefix, [turn], completion.stop), peers=fork.point.name)
+    whole = replace(
+        episode,
+        drawn=np.concatenate([trunk.drawn[:place], episode.drawn[place:]]),
+        logprobs=np.concatenate([trunk.logprobs[:place], episode.logprobs[place:]]),
+        versions=np.concatenate([trunk.versions[:place], episode.versions[place:]]),
+        kept=None,
+    )
+    return Continuation(episode=episode, whole=whole)

@@ -1,0 +1,193 @@
+"""Calls of a policy, as they came, merged into the contexts of one episode. Pure.
+
+    call  P -> x        call  P x r -> y        call  S r -> z        call  P x r -> w
+    contexts            P x | r y     one sequence: the second call begins with all of the first
+                        S r z         history was rewritten: a sequence of its own
+                        P x r w       a retry, or one of several answers: x is context here
+
+A call whose prompt begins with the whole of a context extends it; any other begins one. So every
+drawn token is marked as drawn where it was drawn, and nowhere else, in exactly the tokens that the
+policy saw.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxrl_async.rollout.context_branch import context_branch
+from jaxrl_async.rollout.episode import Turn, assemble_episode, joined_contexts
+from jaxrl_async.types import (
+    Completion,
+    Episode,
+    FloatArray,
+    IntArray,
+    KeptTokens,
+    StopReason,
+)
+
+NOTHING: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Context:
+    """One sequence that grows."""
+
+    prompt_ids: IntArray
+    branch: int = 0  # of its requests: context_branch; 0 for the session's first
+    token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all that is known of it
+    turns: list[Turn] = field(default_factory=list)
+    busy: bool = True  # a call draws at its end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunCall:
+    """A call that is being drawn."""
+
+    number: int  # from 0, in the order in which calls began
+    branch: int  # as Request.branch: its context's, and earlier calls with the same tokens
+
+
+class Trace:
+    """The calls of one session, in the order in which they began. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._contexts: list[_Context] = []
+        self._drawing: dict[int, tuple[_Context, IntArray]] = {}
+        self._ends: dict[int, tuple[_Context, int]] = {}  # of each call: its last drawn token
+        self._asked: Counter[bytes] = Counter()
+        self._begun = 0
+        self.stop = StopReason.CANCELLED  # of the call that ended last
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have begun, cancelled ones included."""
+        return self._begun
+
+    @property
+    def num_turns(self) -> int:
+        """Number of calls that drew something."""
+        return len(self._ends)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in all contexts, with the prompts of calls that are being drawn."""
+        drawing = sum(
+            len(prompt) - len(context.token_ids) for context, prompt in self._drawing.values()
+        )
+        return drawing + sum(len(c.token_ids) for c in self._contexts)
+
+    @property
+    def num_drawing(self) -> int:
+        """Number of calls that are being drawn."""
+        return len(self._drawing)
+
+    def begin(self, prompt_ids: IntArray) -> BegunCall:
+        """Take note that a call draws what follows these tokens, [prompt] int32.
+
+        The place of what it draws is settled now, so that it does not depend on which of several
+        calls ends first. Random numbers are those of the context, so that two contexts with
+        different prompts do not draw alike; the first call's are those of a plain request.
+        """
+        prompt_ids = np.array(prompt_ids, np.int32)
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
+        earlier = self._asked[digest]
+        context = self._extended_by(prompt_ids)
+        if context is None:
+            branch = context_branch(prompt_ids, earlier) if self._begun else 0
+            context = _Context(prompt_ids=prompt_ids, branch=branch)
+            self._contexts.append(context)
+        begun = BegunCall(number=self._begun, branch=context.branch + earlier)
+        self._begun += 1
+        self._asked[digest] += 1
+        context.busy = True
+        self._drawing[begun.number] = (context, prompt_ids)
+        return begun
+
+    def end(self, number: int, completion: Completion) -> None:
+        """Append what a call drew to its context. One that drew nothing is cancelled."""
+        if not len(completion.token_ids):
+            self.cancel(number)
+            return
+        context, prompt_ids = self._drawing.pop(number)
+        if context.turns:
+            reply = prompt_ids[len(context.token_ids) :]
+            context.turns[-1] = replace(context.turns[-1], reply=reply)
+        context.turns.append(Turn(completion=completion, reply=NOTHING))
+        context.token_ids = np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32)
+        context.busy = False
+        self._ends[number] = (context, len(context.token_ids) - 1)
+        self.stop = completion.stop
+
+    def cancel(self, number: int) -> None:
+        """Forget a call of which nothing was seen."""
+        context, _ = self._drawing.pop(number)
+        context.busy = False
+        if not context.turns:
+            self._contexts.remove(context)
+
+    def drew(self, number: int) -> bool:
+        """Return whether the call with this number has ended with a drawn token."""
+        return number in self._ends
+
+    def drawn_versions(self) -> IntArray:
+        """Return the versions of all drawn tokens, [drawn] int32."""
+        turns = (turn for context in self._contexts for turn in context.turns)
+        return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
+
+    def episode(self, stop: StopReason) -> Episode:
+        """Return all contexts as one episode, in the order of their first calls; calls that are
+        still being drawn are not in it. At least one call has drawn something."""
+        episodes = [
+            assemble_episode(c.prompt_ids, c.turns, stop) for c in self._contexts if c.turns
+        ]
+        return replace(joined_contexts(episodes), stop=stop)
+
+    def token_rewards(self, rewards: Mapping[int, float]) -> FloatArray | None:
+        """Return rewards of calls at the last token that each drew, [length] of `episode`.
+
+        None: there are none. Rewards of calls that drew nothing are left out.
+        """
+        contexts = [c for c in self._contexts if c.turns]
+        lengths = [len(c.token_ids) for c in contexts]
+        begins = dict(zip(map(id, contexts), np.cumsum([0, *lengths]), strict=False))
+        values = np.zeros(sum(lengths), np.float32)
+        given = {n: value for n, value in rewards.items() if n in self._ends}
+        for number, value in given.items():
+            context, last = self._ends[number]
+            values[begins[id(context)] + last] += value
+        return values if given else None
+
+    def _extended_by(self, prompt_ids: IntArray) -> _Context | None:
+        """Return the longest context that these tokens begin with the whole of."""
+        found = [
+            c
+            for c in self._contexts
+            if not c.busy
+            and len(c.token_ids) <= len(prompt_ids)
+            and np.array_equal(c.token_ids, prompt_ids[: len(c.token_ids)])
+        ]
+        return max(found, key=lambda c: len(c.token_ids), default=None)
+
+
+def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:
+    """Return a completion with its first `count` tokens alone, which end it as a stop token does.
+
+    prompt: number of tokens before them.
+    """
+    kept, experts = completion.kept, completion.expert_ids
+    if kept is not None:
+        kept = KeptTokens(ids=kept.ids[: kept.starts[count]], starts=kept.starts[: count + 1])
+    full = completion.full_logprobs
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        stop=StopReason.EOS,
+        full_logprobs=None if full is None else full[:count],
+        kept=kept,
+        expert_ids=None if experts is None else experts[: max(prompt + count - 1, 0)],
+    )

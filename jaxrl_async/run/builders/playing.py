@@ -1,0 +1,327 @@
+"""The task of a run, as it is played: records, environments, and the format of their messages."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxrl_async.config.schema import Config, SeatSection, name_of
+from jaxrl_async.config.unused import unread_with_records
+from jaxrl_async.data.chat import chat_format
+from jaxrl_async.data.prompts import eval_prompts
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.ports import ChatFormat
+from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
+from jaxrl_async.rollout.env import MakeEnv, SingleTurn
+from jaxrl_async.rollout.game_env import GameEnvs, SeatsOf, policy_everywhere, seats_checked
+from jaxrl_async.rollout.outsiders import OutsiderMembers
+from jaxrl_async.rollout.sessions import SessionLimits
+from jaxrl_async.run.builders.serving import RunServing
+from jaxrl_async.scorers.results import score_of
+from jaxrl_async.tasks.named_tasks import load_task
+from jaxrl_async.tasks.task import NO_TASK, Task
+from jaxrl_async.tasks.task_source import TaskData
+from jaxrl_async.tasks.toolbox import ToolLimits
+from jaxrl_async.types import Prompt
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEY_SETTINGS = ("key_variable", "key_env")
+"""Endings of the names of settings that name an environment variable with a key."""
+VLLM_KEY = "VLLM_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """A run's task with what plays it."""
+
+    task: Task
+    make_env: MakeEnv
+    stop_token_ids: tuple[int, ...]  # that end a turn of the policy
+    own: TaskData | None  # the task's records; None: the configuration's
+    oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
+
+
+def find_task(config: Config) -> Task:
+    """Return the configured task; NO_TASK if there is none. Raises ConfigError."""
+    if config.task is None:
+        return _for_outsiders(config, NO_TASK)
+    task, name = load_task(config.task), name_of(config.task)
+    whole = task.program is not None or task.game is not None
+    both = task.program is not None and task.game is not None
+    if both or (whole and (task.environment is not None or task.tools)):
+        raise ConfigError(
+            f"task = {name!r} has a program or a game, which plays whole episodes, and another "
+            "program, environment or tools beside it. Give it one of them."
+        )
+    if task.game is not None:
+        _check_game(config, name)
+    if task.records is not None:
+        if unread := unread_with_records(config, name):
+            raise ConfigError("\n".join(unread))
+        log.info("the records are those of the task %s", name)
+    if task.plays and (count := config.algorithm.pivots.continuations):
+        raise ConfigError(
+            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and the "
+            f"environment or program of task = {name!r} cannot be taken back to an earlier token. "
+            "Set algorithm.pivots.continuations=0, or use a task of rewards alone, over data."
+        )
+    if not task.plays and not task.rewards:
+        raise ConfigError(
+            f"task = {name!r} is empty. Give it records, an environment, tools or a reward."
+        )
+    return _for_outsiders(config, task)
+
+
+def _check_game(config: Config, name: str) -> None:
+    """Raise ConfigError for what would compare the seats of a game with each other."""
+    if config.algorithm.pivots.continuations:
+        raise ConfigError(
+            f"task = {name!r} is a game, and algorithm.pivots continues answers of one turn. Set "
+            "algorithm.pivots.continuations=0."
+        )
+    if config.pairs.loss is not None:
+        raise ConfigError(
+            f"task = {name!r} is a game, and pairs.loss would pair answers of different seats. "
+            "Leave pairs.loss out: advantages compare each seat with its own kind."
+        )
+    if config.reward.judge.judges_answers and config.reward.judge.mode == "rank":
+        raise ConfigError(
+            f"task = {name!r} is a game, and reward.judge.mode=rank would rank different seats. "
+            "Set reward.judge.mode=score."
+        )
+
+
+def _for_outsiders(config: Config, task: Task) -> Task:
+    """Return the task as agents outside play it, if endpoint.outsiders says so. Raises
+    ConfigError."""
+    if not config.endpoint.outsiders:
+        return task
+    if count := config.algorithm.pivots.continuations:
+        raise ConfigError(
+            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and with "
+            "endpoint.outsiders agents play the episodes. Set one of them to 0 or false."
+        )
+    players = (task.program, task.environment, task.game)
+    if task.tools or any(one is not None for one in players):
+        raise ConfigError(
+            "endpoint.outsiders: the task has a program, an environment, a game or tools, and "
+            "agents outside would play in their place. Leave one of them out."
+        )
+    return replace(task, program=outsiders_play)
+
+
+async def outsiders_play(session: AgentSession) -> None:
+    """Stand for agents outside of the run as a task's program; OutsiderMembers play in its
+    place."""
+    raise RolloutError(f"{session.base_url}: agents outside play this task")
+
+
+def make_play(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    count: Callable[[str, int], None],
+    serving: RunServing,
+    seats_of: SeatsOf = policy_everywhere,
+) -> Play:
+    """Make what plays the task; its environment is tried on the first held-out record.
+
+    Args:
+        config: env, faults and data.
+        task: a run without one has NO_TASK: its prompts are answered once.
+        tokenizer: the policy's.
+        count: called with the name and number of faults.
+        serving: where a program finds the policy.
+        seats_of: who fills seats of a game in the policy's place.
+
+    Raises ConfigError, also for an environment that cannot begin, and DataError.
+    """
+    if config.seats and task.game is None:
+        raise ConfigError(
+            f"seats ({', '.join(config.seats)}) are those of a game, and task = "
+            f"{name_of(config.task or '')!r} has none. Leave seats out, or give the task a game."
+        )
+    if not task.plays:
+        return Play(task=task, make_env=SingleTurn, stop_token_ids=tokenizer.eos_ids, own=None)
+    chat, task = _format_of(config, tokenizer), _prompted(config, task)
+    if task.program is not None:
+        programs = make_programs(config, task, serving, count)
+        outside = OutsiderMembers(
+            programs=programs, lobby=serving.lobby, tries=config.endpoint.outsider_tries
+        )
+        return Play(
+            task=task,
+            make_env=outside if config.endpoint.outsiders else programs,
+            oldest_s=programs.oldest_s,
+            stop_token_ids=chat.stop_token_ids,
+            own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
+        )
+    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1))
+    own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
+    example = eval_prompts(config.data, tokenizer, own)[0]
+    if task.game is not None:
+        games = GameEnvs(envs, task.game, seats_of)
+        _try_game(games, example, config)
+        return Play(task=task, make_env=games, stop_token_ids=chat.stop_token_ids, own=own)
+    tools = _tried(envs, example)
+    return Play(
+        task=task,
+        make_env=envs,
+        stop_token_ids=chat.stop_token_ids,
+        own=own and TaskData(task=task, chat=chat, tools=tools),
+    )
+
+
+def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
+    """Return the records of a task whose worked conversations run.job=sft learns.
+
+    The tools that its environment offers are written in each; it is begun once to name them.
+    Raises ConfigError, DataError.
+    """
+    if task.records is None:
+        raise ConfigError(
+            f"task = {name_of(config.task or '')!r} has no records, and run.job=sft learns the "
+            "conversations of a task's records. Give it some, or leave task out to learn those "
+            "of data."
+        )
+    chat, task = _format_of(config, tokenizer), _prompted(config, task)
+    own = TaskData(task=task, chat=chat, tools=())
+    if task.program is not None:
+        return own
+    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: None)
+    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[0]))
+
+
+def _format_of(config: Config, tokenizer: Tokenizer) -> ChatFormat:
+    return chat_format(
+        tokenizer,
+        None if config.model.path is None else Path(config.model.path),
+        config.data.chat_format,
+        arguments=config.data.chat_arguments,
+        keeps_thinking=config.data.keep_thinking,
+    )
+
+
+def _prompted(config: Config, task: Task) -> Task:
+    """Return the task with the configured system prompt, if there is one."""
+    prompt = config.data.system_prompt
+    return task if prompt is None else replace(task, system_prompt=prompt)
+
+
+def make_programs(
+    config: Config,
+    task: Task,
+    serving: RunServing,
+    count: Callable[[str, int], None],
+) -> AgentPrograms:
+    """Make the members that a task's program plays. Raises ConfigError."""
+    section = config.env
+    assert task.program is not None, "it is a program's task"
+    bounds = SessionLimits(
+        max_calls=section.program_max_calls,
+        max_tokens=section.program_max_tokens,
+        idle_s=section.program_idle_s,
+        total_s=section.program_timeout_s,
+    )
+    endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
+    try:
+        return AgentPrograms(
+            task.program,
+            serving.sessions,
+            endpoint,
+            bounds,
+            judge=score_of,
+            system_prompt=task.system_prompt,
+            secrets=key_variables(config.model_dump()),
+            count=count,
+        )
+    except RolloutError as error:
+        raise ConfigError(f"task = {name_of(config.task or '')!r}: {error}") from error
+
+
+def key_variables(settings: Any) -> set[str]:
+    """Return the environment variables that settings (nested, as plain data) name for keys, and
+    that of a vLLM server: a task's commands do not see them."""
+    named = {VLLM_KEY}
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            if name.endswith(KEY_SETTINGS) and isinstance(value, str):
+                named.add(value)
+            named |= key_variables(value)
+    elif isinstance(settings, list | tuple):
+        named = named.union(*(key_variables(value) for value in settings))
+    return named
+
+
+def chat_limits(config: Config) -> ChatLimits:
+    """Return what an episode may take."""
+    section = config.env
+    return ChatLimits(
+        max_turns=section.max_turns,
+        timeout_s=config.faults.env_timeout_s,
+        retries=section.retries,
+        backoff_s=config.faults.backoff_s,
+        threads=section.threads,
+        tools=ToolLimits(timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars),
+    )
+
+
+def _tried(envs: ChatEnvs, example: Prompt) -> Sequence[Mapping[str, Any]]:
+    """Begin an episode and end it; return the environment's tools. Raises ConfigError."""
+
+    async def begun() -> Sequence[Mapping[str, Any]]:
+        env = envs(example)
+        try:
+            await env.open(example)
+            return env.schemas
+        finally:
+            await env.close()
+
+    return _at_once(begun())
+
+
+def _try_game(games: GameEnvs, example: Prompt, config: Config) -> None:
+    """Begin a game and end it; all seats that are filled must be its own. Raises ConfigError."""
+
+    async def begun() -> None:
+        game, moves = await games.begun(example)
+        seats_checked(game)
+        if not moves.ask:
+            raise RolloutError("the game's reset asks no seat. Say who moves first.")
+        await games.chat.call(game.close)
+        strange = [seat for seat in config.seats if seat not in game.seats]
+        if strange:
+            raise RolloutError(
+                f"seats.{strange[0]} is no seat of the game, whose seats are "
+                f"{', '.join(game.seats)}. Correct the name."
+            )
+        filled = [seat for seat in game.seats if never_the_policys(config.seats.get(seat))]
+        if len(filled) == len(game.seats):
+            raise RolloutError(
+                f"seats ({', '.join(filled)}) leaves none of the game's to the policy. Leave one "
+                "out."
+            )
+
+    _at_once(begun())
+
+
+def never_the_policys(section: SeatSection | None) -> bool:
+    """Return whether others fill a seat in all training games."""
+    return section is not None and not any(one.policy for one in section.choices)
+
+
+def _at_once(trial: Coroutine[None, None, T]) -> T:
+    """Run a trial of a task to its end. Raises ConfigError."""
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+            return thread.submit(asyncio.run, trial).result()
+    except RolloutError as error:
+        raise ConfigError(f"task, tried on the first held-out record: {error}") from error

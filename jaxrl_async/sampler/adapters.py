@@ -1,0 +1,314 @@
+"""Adapters of a sampler, loaded, swapped and unloaded by name while it decodes.
+
+    caller ──load, unload──> AdapterChange ──between two blocks──> places, stack ──> caller
+
+A change of one adapter touches the requests that name it, and no others: what becomes of them is
+sampler.on_new_weights, as for new weights. An adapter is unloaded once the last request that names
+it is done, and takes no new ones meanwhile: nothing else could finish what it has begun.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.errors import ConfigError, JaxrlError, RolloutError
+from jaxrl_async.model.adapter_stack import AdapterRoom, fitted_adapter
+from jaxrl_async.model.lora import Lora
+from jaxrl_async.model.peft import load_peft
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.renewal import drop_adapter, new_adapter, restart, under_way
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.requests import Inbox
+from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights, remake
+from jaxrl_async.types import VersionedParams
+
+log = logging.getLogger(__name__)
+
+CHANGE_S = 60.0
+"""Longest wait for a change of an adapter, seconds."""
+MOST_NAME = 256
+"""Longest name of an adapter, characters."""
+MOST_VERSION = 2**31 - 2
+"""Largest version of an adapter that is given; tokens' versions are int32."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AdapterChange:
+    """One adapter to load, to swap or to unload."""
+
+    name: str
+    params: Params | None  # of adapter_stack.fitted_adapter; None: unload
+    version: int | None = None  # None: the next one
+    probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: it is not checked
+    done: "Future[PlacedAdapter | None]" = field(default_factory=Future)
+
+
+class AdapterChanges:
+    """Changes that were asked for and not made yet. Used by the sampler's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        check: SwapCheck,
+        places: AdapterPlaces,
+        *,
+        mode: str,
+        device_lock: AbstractContextManager[Any],
+    ) -> None:
+        """mode: sampler.on_new_weights."""
+        self._engine, self._check, self._places = engine, check, places
+        self._mode, self._device_lock = mode, device_lock
+        self._staged: list[AdapterChange] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a change is not made yet."""
+        return bool(self._staged)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Adapters whose new weights wait until what they have begun is done."""
+        first = {change.name: change for change in reversed(self._staged)}
+        return frozenset(
+            name
+            for name, change in first.items()
+            if change.params is not None and name in self._places.loaded
+        )
+
+    def stage(self, change: AdapterChange) -> None:
+        """Take note of a change."""
+        if change.params is None and change.name in self._places.loaded:
+            self._places.leave(change.name, leaving=True)
+        self._staged.append(change)
+
+    def checked_probe(self, name: str, logprobs: Any) -> Any:
+        """Return the trainer's log-probs on the probe, or None: there are none. From any thread.
+        Raises ConfigError for others than the probe's."""
+        return None if logprobs is None else self._check.checked(f"adapter {name!r}", logprobs)
+
+    def withdraw(self, change: AdapterChange) -> None:
+        """Forget a change that was not made."""
+        if change in self._staged:
+            self._staged.remove(change)
+            self._drop(change)
+
+    def make(self, batch: Batch, weights: SwappedWeights, queued: Collection[str]) -> int:
+        """Make the changes that running requests allow; return how many adapters were swapped.
+
+        Args:
+            batch: of the sampler.
+            weights: in use.
+            queued: adapters of the requests that were submitted and are not in the batch yet.
+        """
+        blocked: set[str] = set()  # the changes of one adapter are made in their order
+        swaps = 0
+        for change in list(self._staged):
+            if change.name in blocked or not self._may(change, batch, queued):
+                blocked.add(change.name)
+                continue
+            self._staged.remove(change)
+            if change.done.set_running_or_notify_cancel():
+                swaps += self._finish(change, batch, weights)
+            else:
+                self._drop(change)
+        return swaps
+
+    def fail(self, error: BaseException) -> None:
+        """Answer all changes with this error."""
+        staged, self._staged = self._staged, []
+        for change in staged:
+            self._drop(change)
+            if change.done.set_running_or_notify_cancel():
+                change.done.set_exception(error)
+
+    def _may(self, change: AdapterChange, batch: Batch, queued: Collection[str]) -> bool:
+        """Return whether the requests that name the adapter allow the change now."""
+        if change.name not in self._places.loaded:
+            return True
+        if change.params is not None:
+            return self._mode != "drain" or not under_way(batch, change.name)
+        live = (*batch.placed.values(), *batch.queue)
+        return change.name not in queued and all(s.request.adapter != change.name for s in live)
+
+    def _drop(self, change: AdapterChange) -> None:
+        """Forget a change that nobody waits for any more. An adapter that another change is to
+        unload takes no requests still."""
+        left = (c for c in self._staged if c.name == change.name and c.params is None)
+        if change.params is None and next(left, None) is None:
+            self._places.leave(change.name, leaving=False)
+
+    def _finish(self, change: AdapterChange, batch: Batch, weights: SwappedWeights) -> int:
+        """Make a change and tell whoever asked; return how many adapters were swapped by it."""
+        swapped = change.params is not None and change.name in self._places.loaded
+        try:
+            new = self._made(change, batch, weights)
+        except JaxrlError as error:  # it is refused, and nothing has changed
+            change.done.set_exception(error)
+            return 0
+        except BaseException as error:
+            change.done.set_exception(error)
+            raise
+        change.done.set_result(new)
+        return int(swapped)
+
+    def _made(
+        self, change: AdapterChange, batch: Batch, weights: SwappedWeights
+    ) -> PlacedAdapter | None:
+        name, params, places = change.name, change.params, self._places
+        if params is None:
+            places.find(name, "unload")
+            drop_adapter(batch, name)
+            log.info("adapter %r was unloaded", name)
+            return None
+        new = PlacedAdapter(
+            name=name,
+            version=places.next_version(name, change.version),
+            place=places.place_for(name),
+        )
+        if change.probe_logprobs is not None:
+            update = VersionedParams(
+                version=new.version, params=params, probe_logprobs=change.probe_logprobs
+            )
+            alone = self._engine.prepare(params, weights.prepared)
+            self._check.error_of(update, lambda ids: self._engine.probe(alone, ids))
+        was_loaded = name in places.loaded
+        with self._device_lock:
+            weights.prepared = self._engine.load_place(weights.prepared, params, new.place)
+        new_adapter(batch, new)
+        if was_loaded and self._mode == "recompute":
+            remake(batch, weights.prepared, self._device_lock, name)
+        elif was_loaded and self._mode == "restart":
+            restart(batch, name)
+        log.info("adapter %r of version %d is loaded (place %d)", name, new.version, new.place)
+        return new
+
+
+class SamplerAdapters:
+    """The adapters of one sampler; from any thread."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        room: AdapterRoom | None,
+        places: AdapterPlaces,
+        inbox: Inbox,
+        changes: AdapterChanges,
+    ) -> None:
+        self._spec, self._room, self._places = spec, room, places
+        self._inbox, self._changes = inbox, changes
+
+    def loaded(self) -> Mapping[str, int]:
+        """Return the versions of the adapters that requests may name, by name."""
+        leaving = self._places.leaving
+        return {n: one.version for n, one in self._places.loaded.items() if n not in leaving}
+
+    def load(
+        self,
+        name: str,
+        adapter: str | Path | Policy | tuple[Lora, Params],
+        *,
+        version: int | None = None,
+        probe_logprobs: Any = None,
+        timeout_s: float = CHANGE_S,
+    ) -> int:
+        """Load an adapter between two decode blocks, or swap one that is loaded for a newer
+        version; return its version. Blocks; others decode meanwhile.
+
+        Args:
+            name: that requests give as `adapter`.
+            adapter: directory that PEFT wrote; a Policy with an adapter; or its Lora and weights.
+            version: of its tokens; None: one more than the last of this name, from 0 on.
+            probe_logprobs: the trainer's on SamplerSettings.probe; None: it is not checked.
+            timeout_s: longest wait for requests that draw with the version before (drain).
+
+        Raises ConfigError and CheckpointError for one that does not fit, WeightsError for one that
+        fails the probe, Closed, and TimeoutError; nothing has changed then.
+        """
+        _check_name(name)
+        _check_version(name, version)
+        room = self._checked_room()
+        if isinstance(adapter, str | Path):
+            lora, params = load_peft(adapter, self._spec)
+        elif isinstance(adapter, Policy):
+            if adapter.lora is None:
+                raise ConfigError(f"adapter {name!r}: this policy has no adapter.")
+            lora, params = adapter.lora, adapter.adapter
+        else:
+            lora, params = adapter
+        fitted = fitted_adapter(self._spec, room, name, lora, params)
+        change = AdapterChange(
+            name=name,
+            params=fitted,
+            version=version,
+            probe_logprobs=self._changes.checked_probe(name, probe_logprobs),
+        )
+        done = self._change(change, timeout_s)
+        assert done is not None
+        return done.version
+
+    def unload(self, name: str, *, timeout_s: float = CHANGE_S) -> None:
+        """Free an adapter's place once its last request is done; it takes no new ones from now on.
+        Blocks; others decode meanwhile.
+
+        Raises RolloutError for one that is not loaded, Closed, and TimeoutError: it stays loaded
+        then, and takes requests again.
+        """
+        self._checked_room()
+        self._places.find(name, "unload")
+        self._change(AdapterChange(name=name, params=None), timeout_s)
+
+    def _checked_room(self) -> AdapterRoom:
+        if self._room is None:
+            raise ConfigError(
+                "this sampler has no places for adapters. Start it with some: Sampler(policy, "
+                "settings=SamplerSettings(adapters=AdapterRoom(places=...)))."
+            )
+        return self._room
+
+    def _change(self, change: AdapterChange, timeout_s: float) -> PlacedAdapter | None:
+        self._inbox.run(lambda: self._changes.stage(change))
+        try:
+            return change.done.result(timeout_s)
+        except TimeoutError:
+            if not change.done.cancel():  # it is being made just now
+                return self._made_late(change, timeout_s)
+            self._inbox.run(lambda: self._changes.withdraw(change))
+            raise TimeoutError(
+                f"adapter {change.name!r}: its requests were not done within {timeout_s:.0f} s; "
+                "nothing has changed. Cancel them, or wait longer."
+            ) from None
+
+    @staticmethod
+    def _made_late(change: AdapterChange, timeout_s: float) -> PlacedAdapter | None:
+        """Wait for a change that the sampler's thread has begun to make."""
+        try:
+            return change.done.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"adapter {change.name!r}: the sampler has begun to change it, and was not done "
+                f"within {timeout_s:.0f} s: its device may hang. Read `loaded` before you go on."
+            ) from None
+
+
+def _check_version(name: str, version: Any) -> None:
+    """Raise ConfigError unless tokens may have this version."""
+    if version is not None and (type(version) is not int or not 0 <= version <= MOST_VERSION):
+        raise ConfigError(
+            f"adapter {name!r}: version must be a whole number from 0 to {MOST_VERSION}, or None "
+            f"for the next one, not {version!r:.80}."
+        )
+
+
+def _check_name(name: Any) -> None:
+    """Raise RolloutError unless an adapter may be called so."""
+    if not isinstance(name, str) or not name or len(name) > MOST_NAME or not name.isprintable():
+        raise RolloutError(
+            f"an adapter's name must be 1 to {MOST_NAME} printable characters, not {name!r:.80}."
+        )

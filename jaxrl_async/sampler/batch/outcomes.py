@@ -1,0 +1,45 @@
+"""What becomes of a batch's requests: taken out with their tokens, saved as data, given up. Used by
+the sampler's thread alone, between two blocks."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.decoding import kv_of_pages
+from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
+from jaxrl_async.types import Partial
+
+
+def ended(batch: Batch, running: Running) -> Output:
+    """Take a request out and return its tokens; keep its KV for later turns if one version of the
+    weights, the current one, made all of it."""
+    output = batch.output(running)
+    slot, used = running.slot_index, batch.weights.of(running.request)
+    current = running.kv_version is not None and running.kv_version == used.version
+    if current and batch.slots.is_whole(slot):
+        whole = np.concatenate([running.request.token_ids, output.token_ids])
+        batch.store.put(whole, batch.slots.pages[slot], used.salt)
+    batch.leave(running)
+    return output
+
+
+def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
+    """Return a request as data; with_kv: and its KV, if one version of the weights made all of
+    it."""
+    saved = live_of(stage).as_partial(batch.output(stage), batch.seed)
+    if not (with_kv and isinstance(stage, Running) and stage.kv_version is not None):
+        return saved
+    slot = stage.slot_index
+    if not batch.slots.is_whole(slot):
+        return saved  # what a window hides was given back
+    tokens = int(batch.slots.lengths[slot])
+    kv = kv_of_pages(batch.state.kv, batch.slots.pages[slot], tokens, batch.spec)
+    return replace(saved, kv=kv, kv_version=stage.kv_version)
+
+
+def give_up(batch: Batch, stage: Stage) -> None:
+    """Forget a request whose caller gave up; count what it had drawn."""
+    drawn = len(batch.output(stage).token_ids)
+    batch.stats = batch.stats.plus(cancelled_tokens=drawn)
+    batch.cancel(stage)

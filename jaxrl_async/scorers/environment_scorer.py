@@ -1,0 +1,37 @@
+"""Score what an episode's environment or session gave, plus what reward functions say. No JAX."""
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.ports import Scorer
+from jaxrl_async.scorers.results import added, distinct_parts
+from jaxrl_async.types import Episode, Prompt, Score
+
+ENVIRONMENT, FUNCTIONS = "environment", "functions"
+"""Parts of a Score for a number without parts: the environment's, and the functions'."""
+
+
+class EnvironmentScorer:
+    """ports.Scorer that takes Episode.score, plus the scores of reward functions."""
+
+    def __init__(self, functions: Scorer | None = None) -> None:
+        """functions: added; None: there are none."""
+        self._functions = functions
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """Score each episode. Raises RolloutError if nothing judges one of them."""
+        if self._functions is None:
+            return tuple(_given(episode, prompt) for episode in episodes)
+        by_source = {
+            ENVIRONMENT: [e.score or Score(reward=0.0) for e in episodes],
+            FUNCTIONS: list(await self._functions(episodes, prompt)),
+        }
+        pairs = zip(*distinct_parts(by_source), strict=True)
+        return tuple(added([(1.0, score) for score in pair]) for pair in pairs)
+
+
+def _given(episode: Episode, prompt: Prompt) -> Score:
+    if episode.score is None:
+        raise RolloutError(
+            f"prompt {prompt.prompt_id}: neither an environment nor a function gave a reward. Set "
+            "reward.function, or let the environment give one."
+        )
+    return episode.score

@@ -1,0 +1,96 @@
+"""Scores of a judge on disk, a JSON object a line: no question is paid for twice. Needs no JAX."""
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+log = logging.getLogger(__name__)
+
+Scores = tuple[tuple[float, ...], ...]
+"""One row for each answer of a question, one number from 0 to 1 for each criterion."""
+MOST_KEPT = 500_000
+"""Most questions that are remembered; the oldest are forgotten."""
+
+
+def question_key(body: Mapping[str, Any]) -> str:
+    """Return the key of a call: of its model, messages and all settings."""
+    text = json.dumps(body, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+class JudgeCache:
+    """Scores by question, in memory and, once `open` was called, in a file. Thread safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Scores] = {}
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+
+    def open(self, path: Path) -> None:
+        """Remember what a file holds, and write there from now on. A torn line is left out."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            early, torn = self._known, 0
+            self._known = {}
+            if path.exists():
+                with path.open(encoding="utf-8", errors="replace") as lines:
+                    for line in lines:
+                        torn += not self._remember_line(line)
+            if torn:
+                log.warning("%s: %d lines that cannot be read are left out", path, torn)
+            self._file = path.open("a", encoding="utf-8")
+            if path.stat().st_size and torn:
+                self._file.write("\n")
+            for key, scores in early.items():
+                if key not in self._known:
+                    self._remember(key, scores)
+                    self._write(key, scores)
+
+    def get(self, key: str) -> Scores | None:
+        """Return the scores of a question; None: not known."""
+        with self._lock:
+            return self._known.get(key)
+
+    def put(self, key: str, scores: Scores) -> None:
+        """Remember the scores of a question."""
+        with self._lock:
+            self._remember(key, scores)
+            self._write(key, scores)
+
+    def close(self) -> None:
+        """Write no more. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    # ---- parts, under the lock
+
+    def _remember(self, key: str, scores: Scores) -> None:
+        self._known[key] = scores
+        while len(self._known) > MOST_KEPT:
+            del self._known[next(iter(self._known))]
+
+    def _remember_line(self, line: str) -> bool:
+        """Return whether the line held a question and its scores."""
+        try:
+            given = json.loads(line)
+            key, rows = given["key"], given["scores"]
+            scores = tuple(tuple(float(number) for number in row) for row in rows)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        if not isinstance(key, str) or not all(
+            0 <= number <= 1 for row in scores for number in row
+        ):
+            return False
+        self._remember(key, scores)
+        return True
+
+    def _write(self, key: str, scores: Scores) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"key": key, "scores": scores}) + "\n")
+            self._file.flush()

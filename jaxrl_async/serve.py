@@ -1,0 +1,205 @@
+"""python -m jaxrl_async.serve DIR: serve a policy to any client of OpenAI's or Anthropic's.
+
+The key that clients send is that of the environment variable JAXRL_ASYNC_KEY (--key-variable), or
+a new one, which is printed. It listens on this machine's loopback address unless --host names
+another. See docs/endpoint.md.
+
+Exit codes: 0 ended by Ctrl-C or SIGTERM; 1 a failure, explained on stderr; 2 a bad command line.
+"""
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_async.config.schema import SamplerSection
+from jaxrl_async.data.chat import chat_format, has_chat_format
+from jaxrl_async.data.tokenizer import load_tokenizer
+from jaxrl_async.endpoint.adapter_door import AdapterDoor
+from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
+from jaxrl_async.endpoint.wish import Terms, stop_ids
+from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.model.adapter_stack import AdapterRoom
+from jaxrl_async.model.lora import Lora
+from jaxrl_async.model.peft import load_peft
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import Params
+from jaxrl_async.ports import Generate
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
+from jaxrl_async.types import SamplingParams
+
+KEY_VARIABLE = "JAXRL_ASYNC_KEY"
+"""Environment variable with the key of clients."""
+USUAL_SLOTS = 8
+"""Sequences that are drawn at once where only other limits are given."""
+USUAL_ADAPTERS = 8
+"""Places for adapters where calls may load some."""
+USUAL_RANK = 32
+"""Rank of those places where no adapter is given at the start."""
+KEY_BYTES = 24
+"""Random bytes of a key that is made here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); return the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        key = os.environ.get(args.key_variable, "").strip()
+        if not key:
+            key = secrets.token_urlsafe(KEY_BYTES)
+            print(f"key: {key}", flush=True)
+        policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
+        given = loaded_adapters(args, policy)
+        settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))
+        section = sampler_section(args, policy, settings.adapters)
+        with Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler:
+            for name, lora, adapter in given:
+                sampler.adapters.load(name, (lora, adapter))
+            served = served_policy(args.folder, sampler, sampler.section, args.chat_format)
+            limits = EndpointLimits(max_open_calls=args.max_open_calls)
+            door = None
+            if settings.adapters is not None:
+                door = AdapterDoor(served.name, sampler.adapters, loads_from=args.adapters_from)
+            desk = Desk(served, limits, guest_keys=(key,), adapters=door)
+            with Endpoint(desk, host=args.host, port=args.port) as endpoint:
+                print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
+                ended.wait()
+        return 0
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except JaxrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def loaded_adapters(args: argparse.Namespace, policy: Policy) -> list[tuple[str, Lora, Params]]:
+    """Return the adapters of the command line with their names. Raises ConfigError and
+    CheckpointError."""
+    found: dict[str, tuple[str, Lora, Params]] = {}
+    for text in args.adapter:
+        name, is_named, folder = text.partition("=")
+        if not (is_named and name and folder):
+            raise ConfigError(f"--adapter {text}: give NAME=DIR.")
+        if name in found or name == args.folder.resolve().name:
+            raise ConfigError(f"--adapter {text}: another model is called {name}; rename one.")
+        found[name] = (name, *load_peft(folder, policy.spec))
+    return list(found.values())
+
+
+def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom | None:
+    """Return the sampler's room for adapters; None: none are served. Raises ConfigError."""
+    if not given and args.adapters_from is None:
+        if args.max_loras or args.max_lora_rank:
+            raise ConfigError(
+                "--max-loras and --max-lora-rank: no adapters are served; give --adapter "
+                "NAME=DIR, or --adapters-from DIR."
+            )
+        return None
+    if args.adapters_from is not None and not args.adapters_from.is_dir():
+        raise ConfigError(f"--adapters-from {args.adapters_from}: there is no such folder.")
+    usual = len(given) if args.adapters_from is None else max(USUAL_ADAPTERS, len(given))
+    rank = max([lora.rank for lora in given], default=USUAL_RANK)
+    return AdapterRoom(places=args.max_loras or usual, rank=args.max_lora_rank or rank)
+
+
+def sampler_section(
+    args: argparse.Namespace, policy: Policy, room: AdapterRoom | None = None
+) -> SamplerSection:
+    """Return the settings of the sampler, which may have room for adapters. Raises ConfigError."""
+    usual = roomy_section(policy.spec, "float32", room)
+    length = args.max_length or usual.max_length
+    if length < 2:
+        raise ConfigError(f"--max-length {length}: give 2 tokens or more.")
+    chosen = args.slots or args.max_length or args.kv_memory_mib
+    return usual.model_copy(
+        update={
+            "slots": args.slots or (USUAL_SLOTS if chosen else usual.slots),
+            "max_length": length,
+            "max_new_tokens": min(args.max_new_tokens or length - 1, length - 1),
+            "kv_memory_mib": args.kv_memory_mib if chosen else usual.kv_memory_mib,
+        }
+    )
+
+
+def served_policy(
+    folder: Path, generate: Generate, section: SamplerSection, chat: str = "auto"
+) -> Served:
+    """Return what the endpoint serves of a policy's folder. Raises DataError and ConfigError.
+
+    Args:
+        folder: with the tokenizer.
+        generate: the sampler.
+        section: its settings.
+        chat: which chat format; see data.chat_format.
+    """
+    tokenizer = load_tokenizer(folder)
+    found = None
+    if has_chat_format(tokenizer, chat):
+        found = chat_format(tokenizer, folder, chat)
+    return Served(
+        name=folder.resolve().name,
+        generate=generate,
+        tokenizer=tokenizer,
+        chat=found,
+        terms=Terms(
+            sampling=SamplingParams(),
+            stop_token_ids=stop_ids(tokenizer, found),
+            max_new_tokens=section.max_new_tokens,
+            max_length=section.max_length,
+        ),
+        streams_early=section.on_new_weights != "restart",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_async.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="Hugging Face directory of the policy")
+    add("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address")
+    add("--port", type=int, default=8000, help="0 takes any free one")
+    add(
+        "--key-variable",
+        default=KEY_VARIABLE,
+        metavar="NAME",
+        help="environment variable of the key",
+    )
+    add("--slots", type=_count, help="sequences that are drawn at once")
+    add("--max-length", type=_count, help="prompt and answer, tokens")
+    add("--max-new-tokens", type=_count, help="longest answer, tokens")
+    add("--kv-memory-mib", type=_count, help="memory of KV cache and adapters, MiB")
+    add("--max-open-calls", type=_count, default=1024, help="calls at once; others get 429")
+    add("--chat-format", default="auto", help="auto, template, FILE.jinja or a renderer's name")
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help="PEFT adapter to serve")
+    add("--adapters-from", type=Path, metavar="DIR", help="calls may load adapters from below here")
+    add("--max-loras", type=_count, help="adapters at once")
+    add("--max-lora-rank", type=_count, help="largest rank of an adapter")
+    add("--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md")
+    add("--seed", type=int, default=0, help="of the random numbers of calls without a seed")
+    return parser
+
+
+def _count(text: str) -> int:
+    """Return a whole number from 1 on. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The setting `task` to a Task.
+
+FILE.py:NAME           a Task, a function that returns one, or an Environment or Game class
+calculator             a built-in, by name
+reasoning_gym:NAME     a generated task of the library reasoning-gym (extra [reasoning_gym])
+verifiers:NAME         an environment of the library verifiers (extra [verifiers])
+openenv:URL            an environment server of OpenEnv (extra [openenv])
+python:NAME            what a Python program handed to jaxrl_async.train
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxrl_async.config.schema import Choice, arguments_of, name_of
+from jaxrl_async.config.userfile import is_own, load_attribute
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.tasks.calculator import calculator
+from jaxrl_async.tasks.game import Game
+from jaxrl_async.tasks.guess_number import guess_number
+from jaxrl_async.tasks.handed_over import PREFIX, task_handed_over
+from jaxrl_async.tasks.nim import nim
+from jaxrl_async.tasks.openenv_task import openenv_task
+from jaxrl_async.tasks.proposer_solver import proposer_solver
+from jaxrl_async.tasks.reasoning import reasoning_task
+from jaxrl_async.tasks.task import Environment, Task
+from jaxrl_async.tasks.verifiers_task import verifiers_task
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "calculator": calculator,
+    "guess_number": guess_number,
+    "nim": nim,
+    "proposer_solver": proposer_solver,
+}
+"""Built-in tasks by name."""
+LIBRARIES: dict[str, Callable[..., Task]] = {
+    "reasoning_gym": reasoning_task,
+    "verifiers": verifiers_task,
+    "openenv": openenv_task,
+}
+"""Makers of LIBRARY:NAME, called with NAME and the setting's arguments."""
+
+
+def check_task_name(choice: Choice) -> None:
+    """Raise ConfigError if the setting names no task; a library need not be installed here."""
+    library, colon, _ = name_of(choice).partition(":")
+    if not (colon and library in (PREFIX, *LIBRARIES)):
+        load_task(choice)
+
+
+def load_task(choice: Choice) -> Task:
+    """Return the task that the setting names. Raises ConfigError, MissingExtraError."""
+    name, arguments = name_of(choice), arguments_of(choice)
+    where = f"task = {name!r}"
+    library, colon, of_library = name.partition(":")
+    if colon and library == PREFIX:
+        return task_handed_over(of_library)
+    if colon and library in LIBRARIES:
+        return _made(functools.partial(LIBRARIES[library], of_library), arguments, where)
+    if is_own(name):
+        return _own(name, arguments, where)
+    if name in TASKS:
+        return _made(TASKS[name], arguments, where)
+    near = get_close_matches(name, TASKS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{where} is unknown; {hint}Known: {', '.join(sorted(TASKS))}, your own as FILE.py:NAME, "
+        f"and {', '.join(f'{known}:NAME' for known in LIBRARIES)}."
+    )
+
+
+def _own(name: str, arguments: dict[str, Any], where: str) -> Task:
+    loaded = load_attribute(
+        name, "task", "task", lambda found: isinstance(found, Task) or callable(found)
+    )
+    if isinstance(loaded, Task):
+        if arguments:
+            raise ConfigError(
+                f"{where} is a Task and takes no arguments; given {', '.join(arguments)}. Leave "
+                "them out, or name a function that returns a Task."
+            )
+        return loaded
+    if inspect.isclass(loaded) and issubclass(loaded, Environment | Game):
+        _check_arguments(loaded, arguments, where)
+        if issubclass(loaded, Game):
+            return Task(game=functools.partial(loaded, **arguments))
+        return Task(environment=functools.partial(loaded, **arguments))
+    return _made(loaded, arguments, where)
+
+
+def _check_arguments(make: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}. Correct the setting's arguments.") from None
+
+
+def _made(make: Callable[..., Task], arguments: dict[str, Any], where: str) -> Task:
+    """Call a function that returns a Task; whatever goes wrong is a ConfigError."""
+    _check_arguments(make, arguments, where)
+    try:
+        task = make(**arguments)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"{where}: {'; '.join(wrong)}. Correct the arguments.") from None
+    except (TypeError, ValueError, AssertionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}. Correct it.") from error
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{where} returned a {type(task).__name__}. It must return a jaxrl_async.Task."
+        )
+    return task

@@ -1,0 +1,209 @@
+"""Environment servers of OpenEnv as tasks: openenv:URL.
+
+    record ──reset──> observation ──as text──> the policy's message ──as action──> step ──> ...
+
+How an observation becomes messages and a message an action is decided by the schemas that the
+server gives, or by two functions of the user's.
+"""
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_async.config.userfile import load_attribute
+from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.tasks.openenv_client import (
+    EnvConnection,
+    Observed,
+    RefusedAction,
+    ServerPlace,
+    action_schema,
+    checked_url,
+    websocket_module,
+)
+from jaxrl_async.tasks.record import Said, TaskRecord
+from jaxrl_async.tasks.task import Environment, Step, Task
+from jaxrl_async.types import Message
+
+TEXTS = ("prompt", "message", "text", "content", "output", "result")
+"""Fields of an observation that are shown alone, the first that holds a text."""
+FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+"""An action between marks in a message."""
+CUT = "\n[... cut]"
+"""Ends an observation that was too long."""
+
+ToMessages = Callable[[Mapping[str, Any]], Said]
+"""An observation to what the policy is told."""
+ToAction = Callable[[Message], Mapping[str, Any]]
+"""The policy's message to an action; ValueError tells the policy what was wrong with it."""
+
+
+def openenv_task(
+    url: str,
+    *,
+    size: int = 1000,
+    eval_size: int = 64,
+    observe: str | ToMessages | None = None,
+    act: str | ToAction | None = None,
+    max_chars: int = 8192,
+    reply_s: float = 60.0,
+    patience_s: float = 120.0,
+) -> Task:
+    """Return the task that an environment server plays.
+
+    Args:
+        url: of the server, http://HOST:PORT.
+        size: how many records to train on; record i resets the environment with the seed i.
+        eval_size: how many to evaluate on, with seeds of their own.
+        observe: an observation to messages; a function, or FILE.py:NAME.
+        act: a message to an action; a function, or FILE.py:NAME.
+        max_chars: longest observation that is shown, characters; the rest is cut, and it says so.
+        reply_s: longest time for one reply of the server, seconds.
+        patience_s: longest time until a full server lets an episode begin, seconds.
+
+    Raises ConfigError and MissingExtraError.
+    """
+    if min(size, eval_size, max_chars) < 1 or min(reply_s, patience_s) <= 0:
+        raise ConfigError(
+            f"task = 'openenv:{url}': size, eval_size, max_chars, reply_s and patience_s must be "
+            "above 0."
+        )
+    place = ServerPlace(url=checked_url(url), reply_s=reply_s, patience_s=patience_s)
+    websocket_module()
+    speech = EnvSpeech(
+        place, observe=_function(observe, "observe"), act=_function(act, "act"), chars=max_chars
+    )
+    return Task(
+        records=[{"seed": seed} for seed in range(size)],
+        held_out=[{"seed": seed} for seed in range(size, size + eval_size)],
+        environment=functools.partial(OpenEnvEnvironment, place, speech),
+    )
+
+
+def _function(given: Any, name: str) -> Any:
+    if isinstance(given, str):
+        return load_attribute(given, f"task.{name}", "function", callable)
+    return given
+
+
+class EnvSpeech:
+    """What is said between a policy and one kind of environment. Any thread."""
+
+    def __init__(
+        self,
+        place: ServerPlace,
+        *,
+        observe: ToMessages | None = None,
+        act: ToAction | None = None,
+        chars: int = 8192,
+    ) -> None:
+        """Begin without any knowledge of the server; see `openenv_task` for the arguments."""
+        self._place, self._observe, self._act, self._chars = place, observe, act, chars
+        self._schema: Mapping[str, Any] | None = None
+
+    async def learn(self) -> None:
+        """Ask the server for its actions, once. Raises RolloutError."""
+        if self._act is None and self._schema is None:
+            self._schema = await asyncio.to_thread(action_schema, self._place)
+
+    def messages(self, observation: Mapping[str, Any]) -> Said:
+        """Return what the policy is told of an observation."""
+        if self._observe is not None:
+            return self._observe(observation)
+        return observation_text(observation, self._chars)
+
+    def action(self, message: Message) -> Mapping[str, Any]:
+        """Return the action of a message. Raises ValueError, for the policy to read."""
+        if self._act is not None:
+            return self._act(message)
+        assert self._schema is not None, "learn() comes first"
+        return message_action(str(message.get("content") or ""), self._schema)
+
+
+def observation_text(observation: Mapping[str, Any], chars: int) -> str:
+    """Return an observation as a text: the first of TEXTS that it has, else all of it as JSON.
+
+    chars: at most so many; the rest is cut.
+    """
+    texts = [observation[name] for name in TEXTS if isinstance(observation.get(name), str)]
+    text = next((t for t in texts if t), None)
+    if text is None:
+        text = json.dumps(dict(observation), ensure_ascii=False, default=str)
+    return text if len(text) <= chars else text[:chars] + CUT
+
+
+def text_field(schema: Mapping[str, Any]) -> str | None:
+    """Return the field of an action that takes the policy's text as it is: its only field beside
+    metadata, or the only one that must be given, if that is a text; None: there is none."""
+    fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
+    needed = [k for k in schema.get("required", ()) if k in fields]
+    names = list(fields) if len(fields) == 1 else needed
+    if len(names) == 1 and fields[names[0]].get("type") == "string":
+        return names[0]
+    return None
+
+
+def message_action(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the action that a text asks for: the text itself where an action is one text, else
+    the JSON object in it. Raises ValueError."""
+    field = text_field(schema)
+    if field is not None:
+        return {field: text}
+    fenced = FENCED.findall(text)
+    fields = ", ".join(k for k in schema.get("properties", {}) if k != "metadata")
+    try:
+        action = json.loads(fenced[-1] if fenced else text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Answer with a JSON object with the fields {fields}: {error}") from None
+    if not isinstance(action, dict):
+        raise ValueError(f"Answer with a JSON object with the fields {fields}.")
+    return action
+
+
+class OpenEnvEnvironment(Environment):
+    """One episode at an environment server."""
+
+    def __init__(self, place: ServerPlace, speech: EnvSpeech) -> None:
+        """Connect to nothing yet."""
+        self._place, self._speech = place, speech
+        self._connection: EnvConnection | None = None
+
+    async def reset(self, record: TaskRecord) -> Said:
+        """See Environment. The record's column `reset`, else its `seed`, are the reset's
+        arguments."""
+        await self._speech.learn()
+        arguments = record.get("reset") or {k: record[k] for k in ("seed",) if k in record}
+        self._connection, first = await EnvConnection.begin(self._place, arguments)
+        if first.done:
+            raise RolloutError(f"{self._place.url}: the episode is over when it is reset.")
+        said = self._speech.messages(first.observation)
+        before: Sequence[Message] = record.get("messages") or ()
+        return [*before, *_as_messages(said)] if before else said
+
+    async def step(self, message: Message) -> Step | Said:
+        """See Environment. What is no action is not taken: the policy is told."""
+        assert self._connection is not None, "reset comes first"
+        try:
+            reply: Observed = await self._connection.step(self._speech.action(message))
+        except ValueError as error:
+            return str(error)
+        except RefusedAction as error:
+            return f"The environment refused this action. {error}"
+        said = None if reply.done else self._speech.messages(reply.observation)
+        return Step(messages=said, reward=reply.reward, done=reply.done)
+
+    async def close(self) -> None:
+        """See Environment."""
+        if self._connection is not None:
+            await self._connection.close()
+
+
+def _as_messages(said: Said) -> list[Message]:
+    if said is None:
+        return []
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    return [said] if isinstance(said, Mapping) else list(said)

@@ -1,0 +1,111 @@
+"""Tasks of the library reasoning-gym: generated questions, and a score for each answer.
+
+task: {reasoning_gym:spell_backward: {max_word_len: 4}}     the arguments are the dataset's own
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_async.errors import ConfigError, MissingExtraError
+from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import Task
+from jaxrl_async.types import CORRECT
+
+LIBRARY = "reasoning_gym"
+TRAINING_SIZE = 100_000
+"""Questions to train on, unless the arguments have a size."""
+SHOWN = 256
+"""Questions from which the words of the task's own tokenizer are taken."""
+
+
+class ReasoningQuestions(Sequence[TaskRecord]):
+    """Questions of a dataset by index, as plain records."""
+
+    def __init__(self, dataset: Any, first: int, size: int) -> None:
+        """first: index of the first question in the dataset; size: how many."""
+        self._dataset, self._first, self._size = dataset, first, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return question and answer, and the index by which the dataset scores."""
+        number = self._first + range(self._size)[index]
+        entry = self._dataset[number]
+        return {
+            "question": str(entry["question"]),
+            "answer": str(entry["answer"]),
+            "index": number,
+        }
+
+
+class ReasoningScore:
+    """A reward function: the dataset's own score, from 0 to 1."""
+
+    def __init__(self, dataset: Any, extract: Any) -> None:
+        """extract: finds the text between <answer> and </answer>, if any."""
+        self._dataset, self._extract = dataset, extract
+        self.__name__ = "reasoning_gym"
+
+    def __call__(self, completion: str, index: int) -> dict[str, float]:
+        """Score an answer: what it has between <answer> and </answer>, else all of it."""
+        answer = self._extract(completion)
+        answer = completion.strip() if answer is None else answer
+        score = float(self._dataset.score_answer(answer, self._dataset[index]))
+        return {CORRECT: min(max(score, 0.0), 1.0)}
+
+
+def reasoning_task(name: str, *, eval_size: int = 128, **arguments: Any) -> Task:
+    """Return the task of this name.
+
+    Args:
+        name: of a dataset of reasoning-gym.
+        eval_size: held-out questions, generated behind those of the training.
+        arguments: of the dataset; `size` is the number of training questions.
+
+    Raises ConfigError for an unknown name or argument, MissingExtraError without the library.
+    """
+    gym, factory, utils = (_module(part) for part in ("", ".factory", ".utils"))
+    size = arguments.pop("size", TRAINING_SIZE)
+    if not all(isinstance(n, int) and n > 0 for n in (size, eval_size)):
+        raise ConfigError(f"size ({size}) and eval_size ({eval_size}) must be whole numbers > 0.")
+    if name not in factory.DATASETS:
+        raise ConfigError(
+            f"reasoning-gym has no dataset {name!r}. It has {len(factory.DATASETS)}, such as "
+            f"{', '.join(sorted(factory.DATASETS)[:5])}."
+        )
+    settings = {"seed": 0, **arguments, "size": size + eval_size}
+    dataset = gym.create_dataset(name, **settings)
+    return Task(
+        records=ReasoningQuestions(dataset, 0, size),
+        held_out=ReasoningQuestions(dataset, size, eval_size),
+        reward=ReasoningScore(dataset, utils.extract_answer),
+        words=words_of(ReasoningQuestions(dataset, 0, min(size, SHOWN))),
+    )
+
+
+def words_of(questions: Sequence[TaskRecord]) -> tuple[str, ...]:
+    """Return the characters of some questions and answers, and the beginning that all questions
+    have in common as one word."""
+    asked = [str(record["question"]) for record in questions]
+    common = _common_beginning(min(asked), max(asked))
+    texts = [text[len(common) :] for text in asked] + [str(r["answer"]) for r in questions]
+    characters = sorted({character for text in texts for character in text})
+    return (*([common] if len(common) > 1 else ()), *characters)
+
+
+def _common_beginning(first: str, last: str) -> str:
+    """Return what two texts begin with; "" if they are the same."""
+    differing = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(differing, 0)]
+
+
+def _module(part: str) -> Any:
+    try:
+        return importlib.import_module(f"{LIBRARY}{part}")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"task reasoning_gym:NAME needs reasoning-gym ({error}): "
+            "pip install 'jaxrl_async[reasoning_gym]'."
+        ) from None

@@ -1,0 +1,139 @@
+"""What a user brings: a task, and the environment that plays its episodes in messages.
+
+    record ──reset──> messages ──> the policy's message ──step──> Step ──> ... ──> score
+
+An environment may be sync (it runs in a thread) or async (it is awaited); rollout/chat_env.py plays
+it in tokens.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from jaxrl_async.tasks.game import Game
+from jaxrl_async.tasks.record import Said, TaskRecord
+from jaxrl_async.types import Message
+
+Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
+"""Records, or a function of the split ("train" or "eval") that returns them."""
+Tool = Callable[..., Any]
+"""A Python function with type hints and a docstring; it may be async."""
+QUESTIONS = ("prompt", "question")
+"""Columns that hold the question, the first that is there, where a record has no messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """An environment's answer to one turn of the policy."""
+
+    messages: Said = None  # nothing: the episode is over
+    reward: float | None = None  # for the turn that it answers; None: the sum of its parts
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components
+    done: bool = False  # True: the episode is over, whatever the messages
+
+
+class RunsTools(Protocol):
+    """Runs the tool calls of a message."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """What may be called, as OpenAI's function tools."""
+        ...
+
+    async def __call__(self, message: Message) -> list[Message]:
+        """Return one message of the role tool for each call, in order, and the user's words on
+        calls that could not be read."""
+        ...
+
+
+class Environment:
+    """One episode of a task: made afresh for each episode, used once.
+
+    Override what the task needs, each as `def` or `async def`. Methods that are not async run in a
+    thread. In addition an environment may have
+
+        def state(self) -> Any             plain values, lists, mappings with text keys, arrays
+        def restore(self, state) -> None   in place of reset, in a resumed run
+
+    without which an unfinished episode of a resumed run starts over.
+    """
+
+    tools: Sequence[Tool | str] = ()
+    """Functions that the policy may call; a text names a method of the environment."""
+    repeatable: ClassVar[bool] = False
+    """Whether `step` may be called again after it raised (env.retries)."""
+    run_tools: RunsTools
+    """Set before `reset`: runs the tool calls of a message; for async methods."""
+
+    def reset(self, record: TaskRecord) -> Said | Awaitable[Said]:
+        """Begin the episode: return the conversation so far. By default the record's `messages`,
+        else its `prompt` or `question` as the user's message."""
+        if messages := conversation_of(record):
+            return messages
+        return next((str(record[name]) for name in QUESTIONS if name in record), None)
+
+    def step(self, message: Message) -> Step | Said | Awaitable[Step | Said]:
+        """Answer the policy's message; None or no messages: the episode is over. By default run its
+        tool calls, and end where there is none, or no tool."""
+        called = message.get("tool_calls") or message.get("tool_call_errors")
+        return self.run_tools(message) if called and self.run_tools.schemas else None
+
+    def score(self) -> float | Mapping[str, float] | Awaitable[Any]:
+        """Return what the whole episode earned beside its steps' rewards: a number, or named parts
+        that are added up. Also asked where a limit cut the episode off."""
+        return 0.0
+
+    def close(self) -> Awaitable[None] | None:
+        """Give back what the environment holds. Called once, whatever became of the episode."""
+        return None
+
+
+def conversation_of(record: TaskRecord) -> list[Message]:
+    """Return a record's messages, be they in `messages` or in place of its question; []: none."""
+    columns = [record.get("messages"), *(record.get(name) for name in QUESTIONS)]
+    if columns[0]:
+        return list(columns[0])
+    return next((list(c) for c in columns[1:] if isinstance(c, list | tuple)), [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Data, environment and reward together, or any of them."""
+
+    records: Records | None = None  # to train on; None: those of the configuration's data
+    # to evaluate on; None: records("eval"), or the last tenth of the records, at most 64
+    held_out: Records | None = None
+    environment: Callable[[], Environment] | None = None  # a class or a function that makes one
+    game: Callable[[], Game] | None = None  # of several seats, in place of an environment
+    # plays an episode by itself, through an endpoint: an async function, or a command as a list
+    program: Callable[..., Awaitable[Any]] | Sequence[str] | None = None
+    # as reward.function's, or several that are added up; added to what the environment gives
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    tools: Sequence[Tool] = ()  # beside the environment's own
+    system_prompt: str | None = None  # put before conversations that have none
+    # Each text is one token of a tokenizer that is made for the task where neither data.tokenizer
+    # nor model.path names one: for tiny models that learn the task from nothing
+    words: Sequence[str] = ()
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes are conversations: with records, an environment, a program or tools of
+        its own."""
+        given = (self.records, self.environment, self.game, self.program, self.system_prompt)
+        return bool(self.tools) or any(one is not None for one in given)
+
+    @property
+    def judges(self) -> bool:
+        """Whether its environment, game or program gives rewards."""
+        return any(one is not None for one in (self.environment, self.game, self.program))
+
+    @property
+    def rewards(self) -> tuple[Callable[..., Any], ...]:
+        """Its reward functions."""
+        if self.reward is None:
+            return ()
+        return (self.reward,) if callable(self.reward) else tuple(self.reward)
+
+
+NO_TASK = Task()
+"""What a run without the setting `task` has: records and rewards are the configuration's."""

@@ -1,0 +1,227 @@
+"""A task's records as prompts, and its worked conversations as examples to imitate.
+
+record ──> data.records.Record      no tokens: the environment writes the opening
+worked conversation ──ChatFormat──> token ids, with a mask of the policy's own turns
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.codec import dumps
+from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
+from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.ports import ChatFormat
+from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import QUESTIONS, Records, Task, conversation_of
+from jaxrl_async.types import BoolArray, IntArray, Message
+
+HELD_OUT_MOST = 64
+"""Most held-out records that are taken from a task's own."""
+HELD_OUT_SHARE = 10
+"""One record of so many is held out where a task names none."""
+NO_TOKENS: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """Records of one split of a task."""
+
+    records: Sequence[TaskRecord]
+    teaches: "Teaches | None" = None  # makes worked conversations; None: they are not needed
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Record:
+        """Return a record without tokens. Raises DataError for what no checkpoint can hold."""
+        record = _record_at(self.records, index)
+        messages, reply = opening_of(record, f"record {index} of the task")
+        value = record.get("answer")
+        if value is None and reply is not None:
+            value = reply.get("content")
+        answer = field_text(value)
+        return Record(
+            token_ids=NO_TOKENS,
+            text=question_of(record),
+            reference=reference_of(value, answer, None) or "",
+            answer=answer,
+            columns=record,
+            messages=tuple(messages),
+            worked=None if self.teaches is None else self.teaches(record),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskData:
+    """The records of a task; data.prompts.OwnRecords."""
+
+    task: Task
+    chat: ChatFormat
+    tools: Sequence[Mapping[str, Any]]  # of its environment, as OpenAI's function tools
+
+    def source(self, split: Split, *, taught: bool = False) -> RecordSource:
+        """Return the records of one split. taught: with worked conversations."""
+        teaches = Teaches(self.chat, self.tools, self.task.system_prompt) if taught else None
+        return TaskSource(task_records(self.task, split), teaches)
+
+
+def task_records(task: Task, split: Split) -> Sequence[TaskRecord]:
+    """Return a task's records of one split. Raises ConfigError, DataError."""
+    assert task.records is not None, "the task has records"
+    if split == "eval" and task.held_out is not None:
+        return _listed(task.held_out, split)
+    if callable(task.records):
+        return _listed(task.records, split)
+    records = _listed(task.records, split)
+    if task.held_out is not None:
+        return records
+    held_out = min(HELD_OUT_MOST, max(len(records) // HELD_OUT_SHARE, 1))
+    if len(records) < 2:
+        raise DataError("the task has one record: none is left to evaluate on. Give held_out.")
+    first = len(records) - held_out
+    return _Part(records, first, held_out) if split == "eval" else _Part(records, 0, first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part(Sequence[TaskRecord]):
+    """Some records of others."""
+
+    records: Sequence[TaskRecord]
+    first: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[self.first + range(self.length)[index]]
+
+
+def _listed(records: Records, split: Split) -> Sequence[TaskRecord]:
+    given: Any = records(split) if callable(records) else records
+    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__") or isinstance(given, str):
+        raise ConfigError(
+            f"the task's records for {split} are a {type(given).__name__}. Give a sequence of "
+            "mappings, or a function of the split that returns one."
+        )
+    if not len(given):
+        raise DataError(f"the task has no records for {split}. Give at least one.")
+    listed: Sequence[TaskRecord] = given
+    return listed
+
+
+def _record_at(records: Sequence[TaskRecord], index: int) -> dict[str, Any]:
+    """Return a record as a mapping that a checkpoint can hold, or raise DataError."""
+    try:
+        record: Any = records[index]
+    except Exception as error:  # the user's own sequence
+        raise DataError(
+            f"record {index} of the task's {len(records)} cannot be read: "
+            f"{type(error).__name__}: {error}. Let the records give every index."
+        ) from error
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"record {index} of the task is a {type(record).__name__}. Give mappings of columns."
+        )
+    try:
+        dumps(dict(record))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"record {index} of the task cannot be saved with a checkpoint: {error}. Give columns "
+            "of plain values, lists, mappings with text keys, and arrays."
+        ) from None
+    return dict(record)
+
+
+def opening_of(record: TaskRecord, where: str) -> tuple[list[Message], Message | None]:
+    """Return a record's messages up to the policy's turn, [] if it has none, and the assistant's
+    answer to them if they end with it.
+
+    where: names the record in errors. Raises DataError.
+    """
+    messages = conversation_of(record)
+    good = all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages)
+    if not good or (len(messages) == 1 and messages[0]["role"] == "assistant"):
+        raise DataError(
+            f"{where}: its messages are {str(messages)[:80]}. Give a list of objects such as "
+            '{"role": "user", "content": "What is 1 + 2?"}, something before the answer.'
+        )
+    is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+    return (messages[:-1], messages[-1]) if is_answered else (messages, None)
+
+
+def question_of(record: TaskRecord) -> str:
+    """Return a record's question for people: its column, or the last message of its user."""
+    found = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
+    if found is not None:
+        return found
+    texts = [m.get("content") for m in conversation_of(record) if m.get("role") == "user"]
+    return field_text(texts[-1]) or "" if texts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Teaches:
+    """Makes a record's worked conversation an example to imitate."""
+
+    chat: ChatFormat
+    tools: Sequence[Mapping[str, Any]]
+    system_prompt: str | None
+
+    def __call__(self, record: TaskRecord) -> tuple[IntArray, BoolArray]:
+        """Return token_ids [length] and mask [length], True for the policy's turns. Raises
+        DataError."""
+        messages = with_system_prompt(worked_messages(record), self.system_prompt)
+        return worked_tokens(self.chat, messages, self.tools)
+
+
+def worked_messages(record: TaskRecord) -> list[Message]:
+    """Return a record's conversation as it should go: its column `worked`, or its question with its
+    answer. Raises DataError."""
+    if record.get("worked"):
+        return list(record["worked"])
+    answer = field_text(record.get("answer"))
+    opening, reply = opening_of(record, "a record of the task")
+    if not opening and (question := question_of(record)):
+        opening = [{"role": "user", "content": question}]
+    if opening and answer is None and reply is not None:
+        return [*opening, reply]
+    if answer is None or not opening:
+        raise DataError(
+            "the task's records have nothing to imitate, which run.job=sft and the warm start "
+            "need. Give them a column `worked` (a whole conversation), or a question and an "
+            "answer, or train with run.job=rl and warm_start.steps=0."
+        )
+    return [*opening, {"role": "assistant", "content": answer}]
+
+
+def worked_tokens(
+    chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> tuple[IntArray, BoolArray]:
+    """Return a conversation as one sequence: token_ids [length] int32, and mask [length], True for
+    what the policy should draw in its turns, end tokens included.
+
+    Raises DataError if the format rewrites earlier turns, or writes a turn without an end token.
+    """
+    token_ids, mask = NO_TOKENS, np.zeros(0, bool)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat.opening(messages[:number], tools)
+        after = chat.opening(messages[: number + 1], tools)
+        turn = after[len(before) :]
+        ends = np.flatnonzero(np.isin(turn, chat.stop_token_ids))
+        begins = np.array_equal(before[: len(token_ids)], token_ids)
+        if not begins or not np.array_equal(after[: len(before)], before) or not len(ends):
+            raise DataError(
+                "the chat format rewrites earlier turns of a worked conversation, which is to be "
+                "one sequence. Leave thinking out of it, or give one with a single turn."
+            )
+        drawn = turn[: ends[0] + 1]
+        more = np.zeros(len(before) - len(token_ids), bool)
+        mask = np.concatenate([mask, more, np.ones(len(drawn), bool)])
+        token_ids = np.concatenate([before, drawn]).astype(np.int32)
+    return token_ids, mask

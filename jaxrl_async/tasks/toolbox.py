@@ -1,0 +1,305 @@
+"""Python functions as tools: a schema from type hints and docstring, and calls with limits.
+
+    assistant's message ──tool_calls──> arguments, checked ──> function ──> message of the role tool
+
+Whatever goes wrong with a call is told to the policy as text and counted: an unknown tool, wrong
+arguments, an exception, a time-out.
+"""
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.tasks.task import Tool
+from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
+from jaxrl_async.types import Message
+
+MOST_CALLS = 32
+"""Tool calls of one message that are run; the others are told that they were not."""
+TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
+ERROR_CHARS = 300
+"""Longest text about what went wrong with a call, characters."""
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """What one call of a tool may take."""
+
+    timeout_s: float = 30.0
+    result_chars: int = 8192  # longer results are cut
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A tool with the model of its arguments."""
+
+    function: Tool
+    arguments: type[BaseModel]
+    names: tuple[str, ...]  # of its parameters, in the order of the model's fields
+    schema: Mapping[str, Any]
+
+
+class Toolbox:
+    """The tools of one environment."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        threads: Threads,
+        limits: ToolLimits,
+        count: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Make it.
+
+        Args:
+            tools: functions with distinct names.
+            threads: where those run that are not async.
+            limits: of each call.
+            count: called with the name of each fault (metrics/fault_counts.py).
+
+        Raises ConfigError for a function that cannot be a tool.
+        """
+        self._tools = {name_of_tool(tool): _bound(tool) for tool in tools}
+        if len(self._tools) < len(tools):
+            names = sorted(name_of_tool(tool) for tool in tools)
+            raise ConfigError(f"two tools have one name: {', '.join(names)}. Rename one of them.")
+        self._threads, self._limits, self._count = threads, limits, count
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """What may be called, as OpenAI's function tools."""
+        return tuple(tool.schema for tool in self._tools.values())
+
+    async def __call__(self, message: Message) -> list[Message]:
+        """Run the message's tool calls side by side; return one message of the role tool each.
+
+        What is wrong with calls that could not be read (`tool_call_errors`) is told by the user,
+        who needs no call to answer.
+        """
+        calls = list(message.get("tool_calls") or ())
+        texts = await side_by_side(
+            self._answered(call) if number < MOST_CALLS else self._refused(TOO_MANY)
+            for number, call in enumerate(calls)
+        )
+        told = [_told(call, text) for call, text in zip(calls, texts, strict=True)]
+        if unread := message.get("tool_call_errors"):
+            reasons = "; ".join(str(error["reason"]) for error in unread)
+            text = await self._refused(f"error: a tool call could not be read: {reasons}")
+            told.append({"role": "user", "content": text})
+        return told
+
+    async def _answered(self, call: Mapping[str, Any]) -> str:
+        name, arguments = _asked(call)
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return await self._refused(f"error: there is no tool {name!r}; there are: {known}")
+        try:
+            given = _checked(tool, arguments)
+        except ValueError as error:
+            return await self._refused(f"error: {name}: {error}")
+        try:
+            outcome = await self._called(functools.partial(tool.function, **given))
+        except TooLate:
+            self._count("tool_timeouts")
+            return f"error: {name} took more than {self._limits.timeout_s:g} s"
+        if outcome.error is not None:
+            kind = type(outcome.error).__name__
+            return await self._refused(f"error: {name}: {kind}: {_shown_error(outcome.error)}")
+        return self._cut(outcome.value)
+
+    async def _called(self, work: functools.partial[Any]) -> CallOutcome:
+        """Call a tool in a thread, or on the event loop of user code if it is async."""
+        limit_s = self._limits.timeout_s
+        if inspect.iscoroutinefunction(work.func):
+            return await run_async(work, limit_s)
+        outcome = await self._threads.run(work, limit_s)
+        if inspect.isawaitable(outcome.value):
+            waiting = outcome.value
+            return await run_async(lambda: waiting, limit_s)
+        return outcome
+
+    async def _refused(self, text: str) -> str:
+        self._count("tool_errors")
+        text = _sayable(text)
+        return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
+
+    def _cut(self, result: Any) -> str:
+        text = _sayable(result if isinstance(result, str) else _as_json(result))
+        most = self._limits.result_chars
+        if len(text) <= most:
+            return text
+        self._count("cut_tool_results")
+        return f"{text[:most]}... ({len(text) - most} more characters are cut)"
+
+
+def name_of_tool(tool: Tool) -> str:
+    """Return the name by which the policy calls a tool."""
+    return str(getattr(tool, "__name__", type(tool).__name__))
+
+
+def tool_schema(tool: Tool) -> Mapping[str, Any]:
+    """Return a function as one of OpenAI's function tools: its name, the docstring's first
+    paragraph, and a JSON schema of its parameters. Raises ConfigError."""
+    return _bound(tool).schema
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_function(
+    function: Tool, is_method: bool
+) -> tuple[type[BaseModel], tuple[str, ...], Any]:
+    """Return the model of a function's arguments, their names, and the schema."""
+    name = name_of_tool(function)
+    parameters = list(inspect.signature(function).parameters.values())[int(is_method) :]
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"tool {name}: its type hints cannot be read: {error}.") from None
+    about, texts = _described(inspect.getdoc(function) or "")
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters):
+        if parameter.kind not in BY_NAME or parameter.name not in hints:
+            raise ConfigError(
+                f"tool {name}: parameter {parameter} needs a type hint, and must be one that can "
+                "be given by name. Write NAME: TYPE."
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        text = texts.get(parameter.name)
+        described = Field(default, alias=parameter.name, description=text)
+        fields[f"argument_{number}"] = (hints[parameter.name], described)
+    try:
+        model: type[BaseModel] = create_model(
+            name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields
+        )
+        schema = model.model_json_schema()
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"tool {name}: a type of its parameters has no JSON schema: {str(error)[:200]}. Use "
+            "plain types, lists, dicts, Literal or pydantic models."
+        ) from None
+    shown = {"name": name, "description": about, "parameters": _untitled(schema)}
+    names = tuple(parameter.name for parameter in parameters)
+    return model, names, {"type": "function", "function": shown}
+
+
+def _bound(tool: Tool) -> _Bound:
+    if not callable(tool):
+        raise ConfigError(f"tool {tool!r:.60} is not a function. Give functions with type hints.")
+    own = getattr(tool, "__func__", None)
+    model, names, schema = _bound_function(own or tool, own is not None)
+    return _Bound(tool, model, names, schema)
+
+
+def _described(doc: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's first paragraph, and the texts of its block `Args:` by parameter."""
+    about = " ".join(doc.split("\n\n", 1)[0].split())
+    texts: dict[str, str] = {}
+    block = re.search(r"^\s*(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)", doc, re.M)
+    last = ""
+    for line in block.group(1).splitlines() if block else ():
+        if found := re.match(r"\s*(\w+)(?:\s*\(.*?\))?:\s*(.*)", line):
+            last = found.group(1)
+            texts[last] = found.group(2).strip()
+        elif last and line.strip():
+            texts[last] += f" {line.strip()}"
+    return about, texts
+
+
+def _untitled(schema: Any) -> Any:
+    """Return a JSON schema without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_untitled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _untitled(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+def _asked(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return name and arguments of a tool call, "" for what is not there."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return "", {}
+    return str(function.get("name", "")), function.get("arguments", {})
+
+
+def _checked(tool: _Bound, arguments: Any) -> dict[str, Any]:
+    """Return the arguments by name; raise ValueError with a short text if they do not fit."""
+    try:
+        given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise ValueError("its arguments are not JSON") from None
+    if not isinstance(given, Mapping):
+        raise ValueError("its arguments are not a JSON object")
+    try:
+        made = tool.arguments.model_validate(given)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
+            for e in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        raise ValueError("; ".join(wrong)) from None
+    set_ = made.model_fields_set
+    return {
+        n: getattr(made, f)
+        for n, f in zip(tool.names, type(made).model_fields, strict=True)
+        if f in set_
+    }
+
+
+def _as_json(result: Any) -> str:
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def _sayable(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which no tokenizer encodes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _shown_error(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def _told(call: Any, text: str) -> Message:
+    """Return the message of the role tool that answers a call."""
+    message = {"role": "tool", "content": text}
+    if isinstance(call, Mapping):
+        if call.get("id") is not None:
+            message["tool_call_id"] = str(call["id"])
+        message["name"] = _asked(call)[0]
+    return message
+
+
+def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -> list[Tool]:
+    """Return an environment's tools, texts resolved to its methods, and more of its task's.
+
+    Raises RolloutError for a text that names no method.
+    """
+    found: list[Tool] = []
+    for tool in tools:
+        method = getattr(owner, tool, None) if isinstance(tool, str) else tool
+        if not callable(method):
+            raise RolloutError(
+                f"{type(owner).__name__}.tools names {tool!r}, which is no method of it. Correct "
+                "the name."
+            )
+        found.append(method)
+    return [*found, *more]

@@ -1,0 +1,206 @@
+"""Run a user's functions, each call with its own timeout. Needs no JAX.
+
+rollouts' loop ───┐          ┌─> queue ─> a few daemon threads    plain functions
+                  ├─ a call ─┤
+evaluation's loop ┘          └─> one event loop on its own thread    async functions
+"""
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future as ThreadFuture
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jaxrl_async.errors import RolloutError, is_the_runs_own_end
+
+T = TypeVar("T")
+
+MAX_STUCK = 64
+"""Most threads stuck in calls that never returned: a thread cannot be stopped."""
+
+
+class TooLate(Exception):
+    """A call took longer than its timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """The value or exception of a call.
+
+    The exception travels as a value, because futures and tasks treat StopIteration, SystemExit and
+    KeyboardInterrupt specially.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def get(self) -> Any:
+        """Return the value, or raise RolloutError from the function's exception of any kind."""
+        if isinstance(self.error, RolloutError):  # a built-in's own
+            raise self.error
+        if self.error is not None:
+            raised = f"raised {type(self.error).__name__}: {_words(self.error)}"
+            raise RolloutError(f"{raised}. Correct the function.") from self.error
+        return self.value
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return f"{error}"[:2000]
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Callable[[], Any]
+    settle: Callable[[CallOutcome], None]
+    begun_s: float | None = None  # time.monotonic() when a thread began it
+    over: bool = False  # it has an outcome, or its caller gave it up
+
+
+class Threads:
+    """At most `most` daemon threads that make calls, for any thread and any event loop.
+
+    A call that timed out keeps its thread until it returns, and another thread replaces it; at most
+    MAX_STUCK threads are kept so. Threads without work end.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._waiting: deque[_Call] = deque()
+        self._serving = 0
+        self.stuck: set[_Call] = set()
+
+    async def run(self, work: Callable[[], Any], timeout_s: float) -> CallOutcome:
+        """Run `work` on a thread; raise TooLate `timeout_s` seconds after the thread began it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[CallOutcome] = loop.create_future()
+
+        def settle(outcome: CallOutcome) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: no caller waits
+                loop.call_soon_threadsafe(_give, done, outcome)
+
+        call = _Call(work, settle)
+        self._queue(call)
+        try:
+            while not done.done():
+                begun = time.monotonic() if call.begun_s is None else call.begun_s
+                left_s = begun + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise TooLate
+                await asyncio.wait([done], timeout=left_s)
+        finally:
+            self._give_up(call)
+        return done.result()
+
+    def _queue(self, call: _Call) -> None:
+        with self._lock:
+            if len(self.stuck) >= MAX_STUCK:
+                raise RolloutError(
+                    f"is not called: {len(self.stuck)} earlier calls have not returned, and no "
+                    "further call is made. Give whatever the function waits for a timeout."
+                )
+            self._waiting.append(call)
+            self._hire()
+
+    def _hire(self) -> None:
+        """Start one more thread if there is work and room for it. Called under the lock."""
+        if self._waiting and self._serving < self._most:
+            self._serving += 1
+            threading.Thread(target=self._serve, name="user-call", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._serving -= 1
+                    return
+                call = self._waiting.popleft()
+                call.begun_s = time.monotonic()
+            outcome = _outcome(call.work)
+            with self._lock:
+                if call.over:  # given up: another thread has replaced this one
+                    self.stuck.discard(call)
+                    return
+                call.over = True
+            call.settle(outcome)
+            del call, outcome  # an idle thread must not keep arrays alive
+
+    def _give_up(self, call: _Call) -> None:
+        """Abandon a call whose caller no longer waits; does nothing if the call is over."""
+        with self._lock:
+            if call.over:
+                return
+            call.over = True
+            if call.begun_s is None:
+                self._waiting.remove(call)
+                return
+            self.stuck.add(call)
+            self._serving -= 1
+            self._hire()
+
+
+def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+def _outcome(work: Callable[[], Any]) -> CallOutcome:
+    try:
+        return CallOutcome(work())
+    except BaseException as error:  # on our own thread: every exception belongs to the call
+        return CallOutcome(error=error)
+
+
+async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> CallOutcome:
+    """Run a user's coroutine on the loop for user code; raise TooLate after `timeout_s` seconds.
+
+    All user coroutines of the process share that loop, so that a session or semaphore kept in a
+    user's file works for training, evaluation and the next run.
+    """
+    running = asyncio.run_coroutine_threadsafe(_awaited(work), _own_loop())
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(running)
+    except TimeoutError:  # only the timeout raises it: the function's own is in the outcome
+        raise TooLate from None
+
+
+def start_async(work: Callable[[], Coroutine[None, None, T]]) -> "ThreadFuture[T]":
+    """Begin a coroutine on the loop for user code; return its future, for any other thread."""
+    return asyncio.run_coroutine_threadsafe(work(), _own_loop())
+
+
+async def _awaited(work: Callable[[], Awaitable[Any]]) -> CallOutcome:
+    try:
+        return CallOutcome(await work())
+    except BaseException as error:
+        if is_the_runs_own_end(error):
+            raise
+        return CallOutcome(error=error)
+
+
+@functools.cache
+def _own_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="user-code", daemon=True).start()
+    return loop
+
+
+async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """Return all results in order, or raise the first exception and cancel the others."""
+    failed: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        failed = errors.exceptions[0]
+    if failed is not None:
+        raise failed
+    return [task.result() for task in tasks]

@@ -1,0 +1,327 @@
+"""Environments of the library verifiers (its version 1), played unchanged through the endpoint.
+
+    VerifiersPlayer.play ──task──> Env.run_episode ──> harness ──chat──> its interception server
+           ^                                                                     │
+           └────── rewards and metrics of the traces           EvalClient ──> the run's endpoint
+
+Its EvalClient is used, which relays what a harness says in the harness's own protocol: the endpoint
+makes the tokens, so the environment needs no tokenizer, and each call's tokens are the session's.
+Its TrainClient would make them a second time, by a renderer that has to be the run's.
+
+task: {verifiers:NAME: {taskset: {...}, agent: {...}}}      the arguments are the environment's own
+"""
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from jaxrl_async.data.tokenizer import PRINTABLE
+from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.usercode import TooLate, run_async
+from jaxrl_async.types import Score
+
+log = logging.getLogger(__name__)
+
+ENDLESS_SIZE = 10_000
+"""Tasks that are taken of a taskset without an end, unless the arguments have a size."""
+SHOWN_TASKS = 256
+"""Tasks from which the words of the task's own tokenizer are taken."""
+SERVED_MOST = 256
+"""Episodes for which one set of services is used: they keep a client for each."""
+LONGEST_S = 7 * 24 * 3600.0
+"""Limit of an episode, seconds; a session's own (env.program_timeout_s) ends it before."""
+KEY_HEADER = "x-session-key"
+"""Header that names the session, whatever key the client sends besides."""
+NO_KEY = "JAXRL_NO_API_KEY"
+"""Environment variable that is not set: the header has the key."""
+MARK = "verifiers_task"
+"""Column of a record that says which task of which taskset it is: [split, index]."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Services:
+    """What one environment needs while episodes are played: tools, servers, clients."""
+
+    env: Any
+    begun: int = 0  # episodes so far
+    inside: int = 0  # episodes that are played now
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: BaseException | None = None
+
+    async def serve(self) -> None:
+        """Open, wait until no episode needs them, close: one task does both ends."""
+        try:
+            async with self.env.serving():
+                self.ready.set()
+                await self.over.wait()
+        except Exception as error:
+            self.failed = error
+            if self.ready.is_set():
+                log.warning("the services of an environment of verifiers: %r", error)
+        finally:
+            self.ready.set()
+
+
+class EnvironmentServices:
+    """Opens an environment's services with the first episode and closes them behind the last.
+
+    They are renewed after SERVED_MOST episodes. For one event loop.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """make: returns a new environment."""
+        self._make = make
+        self._current: _Services | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[Any]:
+        """Give an environment whose services are open. Raises RolloutError if they cannot be."""
+        services = self._current
+        if services is None or services.begun >= SERVED_MOST:
+            services = self._current = _Services(env=self._make())
+            self._begin(services)
+        services.begun += 1
+        services.inside += 1
+        try:
+            await services.ready.wait()
+            if services.failed is not None:
+                raise RolloutError(
+                    "the environment's services could not be opened: "
+                    f"{type(services.failed).__name__}: {services.failed}"
+                ) from services.failed
+            yield services.env
+        finally:
+            services.inside -= 1
+            if not services.inside:
+                if self._current is services:
+                    self._current = None
+                services.over.set()
+
+    def _begin(self, services: _Services) -> None:
+        task = asyncio.get_running_loop().create_task(services.serve())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class PlayedSession(Protocol):
+    """What is read of a session (rollout.agent_programs.AgentSession)."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def record(self) -> Mapping[str, Any]: ...
+
+
+class VerifiersPlayer:
+    """Plays tasks of an environment through sessions."""
+
+    def __init__(
+        self, tasks: Mapping[str, Sequence[Any]], make: Callable[[], Any], clients: Any
+    ) -> None:
+        """Take an environment.
+
+        Args:
+            tasks: its tasks by split.
+            make: returns a new environment.
+            clients: the library's module of clients.
+        """
+        self._tasks, self._clients = tasks, clients
+        self.services = EnvironmentServices(make)
+
+    async def play(self, session: PlayedSession) -> Score:
+        """Play the record's task once (rollout.agent_programs.Program). Raises RolloutError."""
+        try:
+            outcome = await run_async(lambda: self._episode(session), LONGEST_S)
+        except TooLate:
+            raise RolloutError(f"an episode took more than {LONGEST_S:g} s") from None
+        if outcome.error is not None:
+            raise outcome.error
+        score: Score = outcome.value
+        return score
+
+    async def _episode(self, session: PlayedSession) -> Score:
+        split, index = session.record[MARK]
+        client = self._clients.EvalClientConfig(
+            base_url=session.base_url, headers={KEY_HEADER: session.api_key}, api_key_var=NO_KEY
+        )
+        context = self._clients.ModelContext(model=session.model, client=client)
+
+        def begun(trace: Any) -> None:
+            if not trace.agent.trainable and trace.agent.config.client == client:
+                raise RolloutError(
+                    f"{trace.agent.name!r} is not to be trained, and would be played by the "
+                    f"policy. Give it an endpoint of its own: {trace.agent.name}: {{model: ..., "
+                    "client: {base_url: ..., api_key_var: ...}}."
+                )
+
+        async with self.services.entered() as env:
+            slot = env.slots(self._tasks[split][index])[0]
+            episode = await env.run_slot(slot, context, on_trace=begun)
+        return score_of_traces(episode)
+
+
+def score_of_traces(episode: Any) -> Score:
+    """Return the score of a played episode: the mean reward of the seats that are trained, with
+    every seat's rewards (before their weights) and metrics as parts.
+
+    A part of a seat is named SEAT.PART where several seats play; of several traces of one seat it
+    is the mean. Raises RolloutError for an episode that failed.
+    """
+    if not episode.ok:
+        errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+        words = [f"{error.type}: {error.message}" for error in errors]
+        raise RolloutError(words[-1] if words else "the environment says that the episode failed")
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if not trained:
+        raise RolloutError("no seat of the environment is to be trained")
+    several = len({trace.agent.name for trace in episode.traces}) > 1
+    found: dict[str, list[float]] = {}
+    for trace in episode.traces:
+        seat = f"{trace.agent.name}." if several else ""
+        for name, value in numbers_of(trace).items():
+            found.setdefault(f"{seat}{name}", []).append(value)
+    return Score(
+        reward=_mean([float(trace.reward) for trace in trained]),
+        parts={name: _mean(values) for name, values in found.items()},
+    )
+
+
+def numbers_of(trace: Any) -> dict[str, float]:
+    """Return a trace's rewards, before their weights, and its metrics; a metric that is named like
+    a reward as metric.NAME."""
+    rewards = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
+    metrics = {name: float(m) for name, m in trace.metrics.items() if m is not None}
+    return rewards | {
+        f"metric.{name}" if name in rewards else name: value for name, value in metrics.items()
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def verifiers_task(
+    name: str,
+    *,
+    size: int | None = None,
+    eval_taskset: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Task:
+    """Return the task of an installed taskset.
+
+    Args:
+        name: of the taskset: a module that exports it.
+        size: most tasks that are taken; without it all, or ENDLESS_SIZE of one without an end.
+        eval_taskset: settings of the taskset that differ for held-out tasks, such as its split;
+            without them the last tasks are held out.
+        arguments: of the environment, as in its own configuration: `id` (of an environment that is
+            not the taskset's own), `taskset`, and each seat (`agent`).
+
+    Raises ConfigError for what cannot be loaded, MissingExtraError without the library.
+    """
+    loaders, clients = _module(".utils.loaders"), _module(".clients")
+    if size is not None and not (isinstance(size, int) and size > 0):
+        raise ConfigError(f"size ({size}) must be a whole number > 0.")
+    try:
+        config = environment_config(loaders, name, arguments)
+        tasks = {"train": _tasks(loaders, config.taskset, size)}
+        if eval_taskset is not None:
+            taskset = {**arguments.get("taskset", {}), **eval_taskset}
+            held_out = environment_config(loaders, name, {**arguments, "taskset": taskset})
+            tasks["eval"] = _tasks(loaders, held_out.taskset, size)
+        loaders.load_environment(config)  # what fails, fails now
+    except (ConfigError, ValidationError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the taskset {name!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    player = VerifiersPlayer(tasks, lambda: loaders.load_environment(config), clients)
+    return Task(
+        records=records_of(tasks["train"], "train"),
+        held_out=records_of(tasks["eval"], "eval") if "eval" in tasks else None,
+        program=player.play,
+        words=_characters(tasks["train"][:SHOWN_TASKS]),
+    )
+
+
+def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return an environment's configuration. A seat without a runtime gets a process of this
+    machine if its harness runs nothing that the policy writes; otherwise raises ConfigError."""
+    given = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
+    kind = loaders.env_config_type(name, given.get("id", ""))
+    seats = _module(".configs.agent").AgentConfig
+    unplaced = []
+    for seat, declared in kind.model_fields.items():
+        if not isinstance(declared.default, seats):
+            continue
+        asked = given.get(seat) or {}
+        if "runtime" in asked or "runtime" in declared.default.model_fields_set:
+            continue
+        given[seat] = {**asked, "runtime": {"type": "subprocess"}}
+        unplaced.append(seat)
+    config = loaders.resolve_env_config(given)
+    harnesses = config.agent_harnesses()
+    for seat in unplaced:
+        if loaders.harness_class(harnesses[seat].id).EXECUTES_CODE:
+            raise ConfigError(
+                f"{seat!r} is played by the harness {harnesses[seat].id!r}, which runs what the "
+                f"policy writes. Say where: {seat}: {{runtime: {{type: docker}}}} (or subprocess: "
+                f"this machine, unprotected), or take one that runs nothing: {seat}: {{harness: "
+                "{id: null}} (null in quotes)."
+            )
+    return config
+
+
+def records_of(tasks: Sequence[Any], split: str) -> list[TaskRecord]:
+    """Return tasks as records: their columns, the question, and which task it is."""
+    return [
+        {
+            **task.data.model_dump(
+                mode="json", exclude={"prompt"}, exclude_none=True, exclude_defaults=True
+            ),
+            "question": task.data.prompt_text,
+            MARK: [split, index],
+        }
+        for index, task in enumerate(tasks)
+    ]
+
+
+def _tasks(loaders: Any, config: Any, size: int | None) -> list[Any]:
+    taskset = loaders.load_taskset(config)
+    most = size if taskset.bounded or size is not None else ENDLESS_SIZE
+    tasks = list(itertools.islice(iter(taskset), most))
+    if not tasks:
+        raise ConfigError(f"the taskset {config.id!r} has no tasks.")
+    return tasks
+
+
+def _characters(tasks: Sequence[Any]) -> tuple[str, ...]:
+    """Return the characters of some tasks' texts, and those that environments write besides."""
+    texts = [str(value) for task in tasks for value in dict(task.data).values()]
+    return tuple(sorted({*PRINTABLE, *itertools.chain.from_iterable(texts)}))
+
+
+def _module(part: str) -> Any:
+    try:
+        importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"task verifiers:NAME needs verifiers ({error}): pip install 'jaxrl_async[verifiers]'."
+        ) from None
+    return importlib.import_module(f"verifiers.v1{part}")

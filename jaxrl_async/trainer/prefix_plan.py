@@ -1,0 +1,197 @@
+"""Which contexts lie in which row, and what of them lies there once for several: NumPy, pure.
+
+Contexts of one group that begin with the same tokens (answers to one prompt, branches of an
+episode, rewritten history) can be laid as a tree. The first lies whole. Each later one is a
+segment of its own too, without the tokens that it shares but for the last of them: so every token
+that is learnt has the one before it to its left, and nothing but attention and positions knows.
+
+    contexts    PPPPaaa  PPPPbb  PPPPccc        row         PPPPaaa Pbb Pccc
+    skipped     0        3       3              positions   0123456 345 3456
+
+In a row, a segment that begins at position s > 0 goes on from the first s tokens of the context
+that lies before it. A token is shared by contexts that do not learn it; the one that learns it
+lays it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PrefixKey(NamedTuple):
+    """What decides which prefix a context can share."""
+
+    tokens: NDArray[np.int32]  # [length, width]: all that must be the same of each token
+    group: int  # of its own kind alone
+    first_learnt: int  # place of its first learnt token; its length if it learns none
+
+
+class LaidContext(NamedTuple):
+    """A context in a row."""
+
+    context: int
+    skipped: int  # of its first tokens, those that lie in the contexts before it in the row
+
+
+def prefix_key(
+    token_ids: NDArray[np.int32],
+    learnt: NDArray[np.bool_],
+    group: int,
+    expert_ids: NDArray[np.signedinteger] | None = None,
+) -> PrefixKey:
+    """Return the key of a context; tokens that go through other experts are not the same.
+
+    Args:
+        token_ids: [length].
+        learnt: [length] the tokens that this context learns.
+        group: contexts of different groups share nothing.
+        expert_ids: [length, layers, k] where tokens go through given experts.
+    """
+    columns = token_ids[:, None].astype(np.int32)
+    if expert_ids is not None:
+        of_token = expert_ids.reshape(len(token_ids), -1).astype(np.int32)
+        columns = np.concatenate([columns, of_token], axis=1)
+    first = int(np.argmax(learnt)) if learnt.any() else len(token_ids)
+    return PrefixKey(np.ascontiguousarray(columns), group, first)
+
+
+def plan_rows(
+    lengths: Sequence[int], row_length: int, keys: Sequence[PrefixKey] | None = None
+) -> list[list[LaidContext]]:
+    """Return the contexts of each row in their order there; deterministic.
+
+    Prefixes are shared only if fewer rows come out of it.
+
+    Args:
+        lengths: of the contexts, each at most a row.
+        row_length: tokens in a row.
+        keys: of the contexts; None: nothing is shared.
+    """
+    apart = _in_rows([[LaidContext(i, 0)] for i in range(len(lengths))], lengths, row_length)
+    if keys is None or len(apart) < 2:
+        return apart
+    of_group: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        of_group.setdefault(key.group, []).append(index)
+    trees = [t for members in of_group.values() for t in prefix_trees(members, keys, row_length)]
+    together = _in_rows(trees, lengths, row_length)
+    return together if len(together) < len(apart) else apart
+
+
+def _in_rows(
+    trees: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int
+) -> list[list[LaidContext]]:
+    """Place whole trees in rows, the largest first."""
+    sizes = [sum(lengths[laid.context] - laid.skipped for laid in tree) for tree in trees]
+    rows = first_fit_decreasing(sizes, row_length)
+    return [[laid for tree in row for laid in trees[tree]] for row in rows]
+
+
+def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Return the indices in each row: longest first, each into the first row with room.
+
+    Of two of the same length the first comes first.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(index)
+        room[row] -= length
+    return rows
+
+
+def prefix_trees(
+    members: Iterable[int], keys: Sequence[PrefixKey], row_length: int
+) -> list[list[LaidContext]]:
+    """Return the contexts of one group as trees of at most a row, each in the order of its row.
+
+    Those that learn early come first, since the others may then share what they learn. Each joins
+    the tree with room in which it shares most, or begins one.
+    """
+    order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
+    common = common_lengths([keys[m].tokens for m in order])
+    forest = _Forest(row_length)
+    for place, member in enumerate(order):
+        length = len(keys[member].tokens)
+        most = min(length - 1, keys[member].first_learnt)
+        forest.add(length, np.minimum(common[place, :place], most) - 1)
+    return [[LaidContext(order[i], skipped) for i, skipped in tree] for tree in forest.trees()]
+
+
+class _Forest:
+    """Trees of contexts that are being placed, by the order in which they come."""
+
+    def __init__(self, row_length: int) -> None:
+        self._row_length = row_length
+        self._tree_of: list[int] = []  # by context
+        self._skipped: list[int] = []
+        self._branches: list[list[int]] = []
+        self._sizes: list[int] = []  # by tree, tokens
+        self._roots: list[int] = []
+
+    def add(self, length: int, shared: NDArray[np.int64]) -> None:
+        """Add a context of this length; shared: with each of those before it, how many of its
+        tokens need not be laid.
+
+        Of those with which it shares as many it leaves the one that came first: the one that laid
+        the tokens.
+        """
+        index, parent, skipped = len(self._tree_of), -1, 0
+        if index:
+            sizes = np.array(self._sizes)[self._tree_of]
+            shared = np.where(sizes + length - shared <= self._row_length, shared, 0)
+            parent, skipped = int(np.argmax(shared)), int(shared.max())
+        if skipped > 0:
+            tree = self._tree_of[parent]
+            self._branches[parent].append(index)
+            self._sizes[tree] += length - skipped
+        else:
+            tree, skipped = len(self._roots), 0
+            self._roots.append(index)
+            self._sizes.append(length)
+        self._tree_of.append(tree)
+        self._skipped.append(skipped)
+        self._branches.append([])
+
+    def trees(self) -> list[list[tuple[int, int]]]:
+        """Return (context, skipped) of each tree: behind a context all that leave it, those that
+        leave it late first."""
+        return [self._walked(root) for root in self._roots]
+
+    def _walked(self, root: int) -> list[tuple[int, int]]:
+        walked, waiting = [], [root]
+        while waiting:
+            context = waiting.pop()
+            walked.append((context, self._skipped[context]))
+            waiting += sorted(self._branches[context], key=lambda b: (self._skipped[b], -b))
+        return walked
+
+
+def common_lengths(tokens: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Return [n, n]: how many first rows each two of the arrays [length, width] have in common; 0
+    on the diagonal.
+
+    In the order of their bytes, what two have in common is the least that two neighbours between
+    them have.
+    """
+    order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
+    neighbours = np.array([_common(tokens[a], tokens[b]) for a, b in pairwise(order)], np.int64)
+    table = np.zeros((len(tokens), len(tokens)), np.int64)
+    for place, index in enumerate(order[:-1]):
+        least = np.minimum.accumulate(neighbours[place:])
+        table[index, order[place + 1 :]] = table[order[place + 1 :], index] = least
+    return table
+
+
+def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    length = min(len(a), len(b))
+    same = (a[:length] == b[:length]).all(axis=1)
+    return length if same.all() else int(np.argmin(same))

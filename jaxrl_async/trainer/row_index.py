@@ -1,0 +1,185 @@
+"""Where the tokens of each sequence of a packed batch lie, and batches of some of its sequences.
+
+A sequence is an episode: of several contexts, which are packed one by one, it has the tokens in the
+episode's own order. A token that several contexts share lies in one of them, its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.columns import COLUMNS, Source
+from jaxrl_async.trainer.prefix_plan import PrefixKey, plan_rows, prefix_key
+from jaxrl_async.types import BoolArray, FloatArray, IntArray, PackedBatch
+
+
+class RowContext(NamedTuple):
+    """A context of a packed batch."""
+
+    sequence: int
+    offset: int  # of its first token in its sequence
+    places: NDArray[np.int64]  # flat index in the rows of each of its tokens
+    shared: int  # of its first tokens, those that lie in other contexts
+    key: PrefixKey | None  # where prefixes are shared
+
+    @property
+    def own(self) -> BoolArray:
+        """Which of its tokens are its own."""
+        return np.arange(len(self.places)) >= self.shared
+
+
+class RowPlaces(NamedTuple):
+    """Rows made of tokens of other rows; [rows, length] each."""
+
+    places: NDArray[np.int64]  # flat indices in the other rows; -1 is padding
+    own: BoolArray  # the context that a token is laid for is its own; False: it is not learnt there
+    sequence_ids: IntArray  # -1 is padding
+    segment_ids: IntArray  # 0 is padding
+    offsets: IntArray  # 0 is padding
+
+    @classmethod
+    def padding(cls, rows: int, length: int) -> "RowPlaces":
+        """Return rows of padding."""
+        shape = rows, length
+        return cls(
+            places=np.full(shape, -1, np.int64),
+            own=np.zeros(shape, np.bool_),
+            sequence_ids=np.full(shape, -1, np.int32),
+            segment_ids=np.zeros(shape, np.int32),
+            offsets=np.zeros(shape, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """The places of each sequence's tokens in the rows of a batch, wherever its contexts lie."""
+
+    sequences: tuple[NDArray[np.int64], ...]  # per sequence its tokens' flat indices, in order
+    own: tuple[BoolArray, ...]  # per sequence which of its tokens no other sequence or context lays
+    contexts: tuple[tuple[RowContext, ...], ...]  # per sequence
+    shape: tuple[int, ...]  # rows, length
+
+    @classmethod
+    def of(cls, batch: PackedBatch, share_prefixes: bool = False) -> "RowIndex":
+        """Return the index of a batch.
+
+        share_prefixes: the rows of `places_of` may share prefixes, too.
+        """
+        found = sorted(_contexts(batch, share_prefixes), key=lambda c: (c.sequence, c.offset))
+        contexts: list[list[RowContext]] = [
+            [] for _ in range(batch.sequence_ids.max(initial=-1) + 1)
+        ]
+        for context in found:
+            contexts[context.sequence].append(context)
+        return cls(
+            sequences=tuple(_joined([c.places for c in cs], np.int64) for cs in contexts),
+            own=tuple(_joined([c.own for c in cs], np.bool_) for cs in contexts),
+            contexts=tuple(tuple(cs) for cs in contexts),
+            shape=batch.sequence_ids.shape,
+        )
+
+    def to_sequences(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return [rows, length] values as an array [length] for each sequence."""
+        flat = values.ravel()
+        return [flat[places] for places in self.sequences]
+
+    def to_rows(self, values: Sequence[FloatArray]) -> FloatArray:
+        """Return arrays [length] of the first sequences as [rows, length] float32, elsewhere 0.
+
+        A token that several share has the value of the one that lays it.
+        """
+        rows = np.zeros(self.shape, np.float32)
+        if len(values):
+            own = np.concatenate(self.own[: len(values)])
+            places = np.concatenate(self.sequences[: len(values)])
+            rows.ravel()[places[own]] = np.concatenate(values)[own]
+        return rows
+
+    def places_of(self, sequences: NDArray[np.int64]) -> RowPlaces:
+        """Return some sequences packed into rows of their own."""
+        contexts = list(chain.from_iterable(self.contexts[s] for s in sequences))
+        keys = [c.key for c in contexts if c.key is not None]  # of all or of none
+        lengths = [len(c.places) for c in contexts]
+        rows = plan_rows(lengths, self.shape[1], keys or None)
+        made = RowPlaces.padding(len(rows), self.shape[1])
+        for row, members in enumerate(rows):
+            start = 0
+            for segment, (index, skipped) in enumerate(members, 1):
+                context = contexts[index]
+                end = start + len(context.places) - skipped
+                there = row, slice(start, end)
+                made.places[there] = context.places[skipped:]
+                made.own[there] = context.own[skipped:]
+                made.sequence_ids[there] = context.sequence
+                made.segment_ids[there] = segment
+                made.offsets[there] = context.offset + np.arange(skipped, len(context.places))
+                start = end
+        return made
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """Return the parts one behind the other."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
+
+
+def _contexts(batch: PackedBatch, share_prefixes: bool) -> Iterator[RowContext]:
+    """Yield the contexts of a batch row by row, as they lie.
+
+    One that begins at position s > 0 has the first s tokens of the one before it; the token that it
+    lays first is the last that it shares.
+    """
+    segments, positions = batch.segment_ids, batch.positions.ravel()
+    changes = np.diff(segments, axis=1, prepend=0, append=0) != 0
+    firsts = np.flatnonzero((changes[:, :-1] & (segments > 0)).ravel())
+    ends = np.flatnonzero((changes[:, 1:] & (segments > 0)).ravel()) + 1
+    offsets = positions if batch.offsets is None else batch.offsets.ravel()
+    before = np.zeros(0, np.int64)
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        skipped = int(positions[first])
+        shared = skipped + 1 if skipped else 0
+        own = np.arange(first + (skipped > 0), end)
+        places = np.concatenate([before[:shared], own]) if shared else own
+        key = _key(batch, places, shared) if share_prefixes else None
+        sequence, offset = int(batch.sequence_ids.flat[first]), int(offsets[first]) - skipped
+        yield RowContext(sequence, offset, places, shared, key)
+        before = places
+
+
+def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKey:
+    """Return what decides which prefix a context of the batch can share."""
+    experts = batch.expert_ids
+    learnt = (batch.mask | batch.supervised).ravel()[places]
+    learnt[:shared] = False
+    return prefix_key(
+        batch.token_ids.ravel()[places],
+        learnt,
+        int(batch.group_ids.flat[places[-1]]),
+        None if experts is None else experts.reshape(-1, *experts.shape[2:])[places],
+    )
+
+
+def moved(
+    values: NDArray[Any], to: RowPlaces, fill: Any = 0, *, of_context: bool = False
+) -> NDArray[Any]:
+    """Return the values [rows, length, ...] in other rows; `fill` in padding and, if they are not
+    also of_context, where another context shares a token."""
+    taken = values.reshape(-1, *values.shape[2:])[to.places]
+    taken[to.places < 0 if of_context else ~to.own] = fill
+    return taken
+
+
+def repacked(batch: PackedBatch, to: RowPlaces) -> PackedBatch:
+    """Return the batch of some of its sequences alone, which keep sequence_ids and group_ids."""
+    columns: dict[str, Any] = {
+        c.name: moved(getattr(batch, c.name), to, c.fill, of_context=c.of_context)
+        for c in COLUMNS.values()
+        if c.source is Source.PACK and getattr(batch, c.name) is not None
+    }
+    columns |= {"sequence_ids": to.sequence_ids, "segment_ids": to.segment_ids}
+    if batch.offsets is not None:
+        columns["offsets"] = to.offsets
+    return PackedBatch(**columns)

@@ -1,0 +1,132 @@
+"""The arguments of jaxrl_async.train as a configuration and a task."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_async.api.arguments import Brought, configured
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.tasks.named_tasks import load_task
+from jaxrl_async.tasks.task import Environment, Task
+
+RECORDS = [{"question": f"{n}", "answer": f"{n}"} for n in range(30)]
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def settled(tmp_path: Path, config: Any = None, /, **given: Any) -> tuple[Config, Task | None]:
+    """Return the configuration and the task of a call."""
+    settings = given.pop("settings", {})
+    with configured(Brought(**given), config, {"dir": str(tmp_path), **settings}) as resolved:
+        return resolved, None if resolved.task is None else load_task(resolved.task)
+
+
+def test_records_and_functions_become_a_task_that_lasts_as_long_as_the_call(tmp_path) -> None:
+    config, task = settled(tmp_path, data=RECORDS, reward=right)
+    assert task is not None and task.rewards == (right,) and list(task.records or ()) == RECORDS
+    assert config.run.overwrite and config.task is not None
+    with pytest.raises(ConfigError, match="was an object of the Python program"):
+        load_task(config.task)
+
+
+def test_texts_are_prompts_and_any_iterable_of_mappings_is_data(tmp_path) -> None:
+    _, task = settled(tmp_path, data=iter(["a", "b"]), reward=right, eval_data=({"prompt": "c"},))
+    assert task is not None and task.records == [{"prompt": "a"}, {"prompt": "b"}]
+    assert task.held_out == [{"prompt": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "read", "value"),
+    [
+        ({"learning_rate": 1e-5}, lambda c: c.algorithm.learning_rate, 1e-5),
+        ({"warm_start": {"learning_rate": 0.5}}, lambda c: c.warm_start.learning_rate, 0.5),
+        ({"steps": 7}, lambda c: c.run.steps, 7),
+        ({"max_new_tokens": 9}, lambda c: c.sampler.max_new_tokens, 9),
+        ({"lora": {"rank": 4}}, lambda c: c.model.lora.rank, 4),
+        ({"sampler": {"slots": 3}, "max_length": 77}, lambda c: c.sampler.max_length, 77),
+        ({"resume": True}, lambda c: (c.run.resume, c.run.overwrite), (True, False)),
+    ],
+)
+def test_a_setting_may_be_given_by_its_own_name(tmp_path, settings, read, value) -> None:
+    assert read(settled(tmp_path, settings=settings)[0]) == value
+
+
+def test_settings_change_a_file_a_mapping_or_a_config_and_leave_the_rest(tmp_path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text("run: {steps: 5, seed: 3}\nsampler: {slots: 4}\n", encoding="utf-8")
+    sections: Mapping[str, Any] = {"run": {"steps": 5, "seed": 3}, "sampler": {"slots": 4}}
+    for base in (file, sections, load(file)):
+        config, _ = settled(tmp_path, base, settings={"steps": 6})
+        assert (config.run.steps, config.run.seed, config.sampler.slots) == (6, 3, 4)
+    assert sections == {"run": {"steps": 5, "seed": 3}, "sampler": {"slots": 4}}, "left as it was"
+
+
+def test_a_section_goes_where_its_objects_go(tmp_path) -> None:
+    config, _ = settled(
+        tmp_path, model={"architecture": {"layers": 3}}, data={"addition": {"digits": 2}}
+    )
+    assert (config.model.architecture.layers, config.data.addition.digits) == (3, 2)
+    assert settled(tmp_path, model="some/dir")[0].model.path == "some/dir"
+    assert settled(tmp_path, model="d", settings={"lora": {"rank": 2}})[0].model.lora.rank == 2
+
+
+def test_rewards_by_name_and_as_functions_stand_beside_each_other(tmp_path) -> None:
+    config, task = settled(tmp_path, data=RECORDS, reward=["exact", right])
+    assert config.reward.function == "exact" and task is not None and task.rewards == (right,)
+    config, _ = settled(tmp_path, data=RECORDS, reward=["exact", {"math": {"weight": 0.5}}])
+    assert config.reward.weights == {"exact": 1.0, "math": 0.5}
+
+
+def test_data_of_a_job_without_rollouts_is_written_to_files(tmp_path) -> None:
+    config, task = settled(tmp_path, data=RECORDS, settings={"job": "sft"})
+    file = config.data.jsonl.path
+    assert task is None and config.data.source == "jsonl"
+    assert Path(file).read_text(encoding="utf-8").count("\n") == len(RECORDS)
+    assert settled(tmp_path, data="a.jsonl")[0].data.jsonl.path == "a.jsonl"
+
+
+class Mine(Environment):
+    """An environment."""
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"data": []}, DataError, "data is empty"),
+        ({"data": [3]}, DataError, r"data\[0\] is a int"),
+        ({"data": 3}, DataError, "data is a int. Give records"),
+        ({"data": [{"a": 1}], "task": Task(records=RECORDS)}, ConfigError, "Leave one out"),
+        ({"eval_data": RECORDS}, ConfigError, "eval_data is given without data"),
+        ({"reward": 3}, ConfigError, "reward has a int"),
+        ({"reward": [3]}, ConfigError, "reward has a int"),
+        ({"reward": right, "task": Task(reward=right)}, ConfigError, "Leave one"),
+        ({"reward": right, "task": "nim"}, ConfigError, "a task by name"),
+        ({"task": 3}, ConfigError, "task is a int"),
+        ({"model": 3}, ConfigError, "model is a int"),
+        ({"settings": {"lerning_rate": 1}}, ConfigError, "did you mean learning_rate"),
+        ({"settings": {"steps": "many"}}, ConfigError, "train: run.steps = 'many' is not allowed"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_made(tmp_path, given, error, words) -> None:
+    with pytest.raises(error, match=words):
+        settled(tmp_path, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_class_is_a_task(tmp_path) -> None:
+    _, task = settled(tmp_path, task=Mine, data=RECORDS)
+    assert task is not None and task.environment is Mine and task.records == RECORDS
+
+
+def test_the_public_name_trains_also_once_the_module_of_this_name_is_imported() -> None:
+    import jaxrl_async.train
+
+    assert callable(jaxrl_async.train) and "train" in jaxrl_async.__all__
+    with pytest.raises(ConfigError, match="reward has a int"):
+        jaxrl_async.train(reward=[3])

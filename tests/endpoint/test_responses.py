@@ -1,0 +1,257 @@
+"""OpenAI's responses with the official client: the same tokens as ever, continued by id or by
+items."""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import openai
+import pytest
+from chat_tokenizers import CHATML, QWEN3, byte_tokenizer
+from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
+
+from jaxrl_async.endpoint.desk import EndpointLimits
+from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.testing.fakes import make_prompt
+from jaxrl_async.types import Request, SamplingParams
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    }
+]
+WANTS_TOOL, SAYS = f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."
+
+
+@pytest.fixture
+def talking() -> Iterator[Rig]:
+    tokenizer = byte_tokenizer(QWEN3)
+    terms = Terms(
+        sampling=SamplingParams(),
+        stop_token_ids=tokenizer.eos_ids,
+        max_new_tokens=4096,
+        max_length=10**6,
+    )
+    rig = serve(Speaker(tokenizer, [], step=40), tokenizer, terms=terms)
+    yield rig
+    closed(rig)
+
+
+def session_of(rig: Rig):
+    limits = EpisodeLimits(
+        sampling=SamplingParams(),
+        stop_token_ids=rig.tokenizer.eos_ids,
+        max_new_tokens=4096,
+        max_length=10**6,
+    )
+    place = SessionPlace(prompt=make_prompt(1), label="g1")
+    return rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+
+
+def prompts(rig: Rig) -> list[list[int]]:
+    return [r.token_ids.tolist() for r in rig.sampler.requests]
+
+
+def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
+    """A response, whole or put together by the client from its events."""
+    if not stream:
+        return client.responses.create(model="m", **asked)
+    if "max_output_tokens" in asked:  # the client's own helper takes complete responses only
+        return list(client.responses.create(model="m", stream=True, **asked))[-1].response
+    with client.responses.stream(model="m", **asked) as events:
+        kinds = [event.type for event in events]
+        final = events.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    return final
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["id", "items"])
+def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
+    """In a session, whose episode is one sequence: nothing drawn was tokenised again."""
+    talking.sampler.texts = [WANTS_TOOL, SAYS]
+    session = session_of(talking)
+    asked = {"instructions": "Be brief.", "tools": TOOLS}
+    with openai.OpenAI(base_url=talking.openai.base_url, api_key=session.key) as client:
+        first = answered(talking, client, stream, input="1+2?", **asked)
+        assert first.status == "completed" and first.output_text == "I add."
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        thought, _, call = first.output
+        assert thought.content[0].text == "let me see"
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        if by == "id":
+            more = {"previous_response_id": first.id, "input": [result]}
+        else:
+            said = [item.model_dump(exclude_none=True) for item in first.output]
+            more = {"input": [{"role": "user", "content": "1+2?"}, *said, result], "store": False}
+        second = answered(talking, client, stream, **more, **asked)
+    assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(talking)[1])
+    one, two = prompts(talking)
+    drawn = [*talking.tokenizer.encode(WANTS_TOOL).tolist(), talking.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(drawn)] == one + drawn
+    text = talking.tokenizer.decode_all(two)
+    assert "Be brief." in text and "<tool_response>" in text and '"name": "add"' in text
+    session.finish()
+    episode = session.episode()
+    assert (episode.starts, episode.num_turns) == ((0,), 2)
+
+
+def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
+    talking.sampler.texts = [WANTS_TOOL]
+    events = list(
+        talking.openai.responses.create(model="m", input="1+2?", tools=TOOLS, stream=True)
+    )
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    texts = {
+        kind: "".join(e.delta for e in events if e.type == f"response.{kind}.delta")
+        for kind in ("reasoning_text", "output_text", "function_call_arguments")
+    }
+    final = events[-1]
+    assert final.type == "response.completed" and events[-1].response.id == events[0].response.id
+    thought, message, call = final.response.output
+    assert texts == {
+        "reasoning_text": thought.content[0].text,
+        "output_text": message.content[0].text,
+        "function_call_arguments": call.arguments,
+    }
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert done == final.response.output
+
+
+def test_a_guest_continues_by_id_alone(talking: Rig):
+    talking.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
+    ask = talking.openai.responses.create
+    first = ask(model="m", input="Count")
+    second = ask(model="m", input="More", previous_response_id=first.id)
+    other = ask(model="m", input="Else", previous_response_id=first.id)
+    assert [r.output_text for r in (first, second, other)] == ["One.", "Two.", "Other."]
+    one, two, three = prompts(talking)
+    drawn = [*talking.tokenizer.encode("One.").tolist(), talking.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(drawn)] == three[: len(one) + len(drawn)] == one + drawn
+    assert second.previous_response_id == first.id
+    assert talking.endpoint.counts().continued == 2
+    ask(model="m", input="Count", store=False)
+    for unknown in ("resp_0123_7", "resp_x", "nonsense"):
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            ask(model="m", input="More", previous_response_id=unknown)
+
+
+def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
+    tokenizer = byte_tokenizer(QWEN3)
+    terms = Terms(
+        sampling=SamplingParams(),
+        stop_token_ids=tokenizer.eos_ids,
+        max_new_tokens=4096,
+        max_length=10**6,
+    )
+    speaker = Speaker(tokenizer, ["Named."] + ["Unnamed."] * 3 + ["Again."], step=40)
+    rig = serve(speaker, tokenizer, EndpointLimits(max_guests=2), terms=terms)
+    ask, named = rig.openai.responses.create, {"x-session-id": "talk"}
+    first = ask(model="m", input="Hi", extra_headers=named)
+    unnamed = [ask(model="m", input="Hi") for _ in range(3)]
+    again = ask(model="m", input="More", previous_response_id=first.id, extra_headers=named)
+    assert again.output_text == "Again." and rig.endpoint.counts().continued == 1
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):  # still bounded
+        ask(model="m", input="More", previous_response_id=unnamed[0].id)
+    closed(rig)
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
+    talking.sampler.texts = ["a long answer"] * 2
+    for stream in (False, True):
+        cut = answered(talking, talking.openai, stream, input="Hi", max_output_tokens=4)
+        drawn = talking.tokenizer.encode("a long answer")[:4]
+        assert cut.status == "incomplete" and cut.output_text == talking.tokenizer.decode(drawn)
+        assert cut.incomplete_details.reason == "max_output_tokens"
+        assert cut.usage.output_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "include": ["web_search_call.results"]}, "include[0]"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "stop": "y"}, "stop"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(talking: Rig, body, field):
+    reply = talking.http.post("/v1/responses", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
+
+
+def test_what_a_coding_agent_sends_is_taken(talking: Rig):
+    """Fields that ask for nothing that changes the answer."""
+    talking.sampler.texts = ["Done."]
+    body = {
+        "model": "m",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [
+                {"type": "input_text", "text": "Permissions."}]},
+            {"type": "message", "role": "user", "content": [
+                {"type": "input_text", "text": "Fix it."}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+            {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c1"},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        ],
+        "tools": [{**TOOLS[0], "strict": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "p",
+    }  # fmt: skip
+    reply = talking.http.post("/v1/responses", json=body)
+    assert reply.status_code == 200 and '"type":"response.completed"' in reply.text
+    text = talking.tokenizer.decode_all(np.array(prompts(talking)[0]))
+    places = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
+    assert places[:3] == sorted(places[:3]) and "<tool_response>" in text
+
+
+@pytest.mark.exhaustive
+def test_a_response_draws_what_the_sampler_draws():
+    with Sampler(tiny_policy(), section=SECTION, seed=5) as sampler:
+        rig = serve(sampler, byte_tokenizer(CHATML))
+        try:
+            asked = {"input": "Hi", "max_output_tokens": 12, "temperature": 0.8}
+            whole = rig.openai.responses.create(model="m", extra_body={"seed": 7}, **asked)
+            prompt = rig.tokenizer.encode(
+                "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+            ).astype(np.int32)
+            request = Request(
+                request_id="direct", token_ids=prompt, max_new_tokens=12,
+                stop_token_ids=rig.tokenizer.eos_ids, key=(7, 0),
+                sampling=SamplingParams(temperature=0.8),
+            )  # fmt: skip
+            (done,) = sampler.generate([request])
+            said = rig.desk.served.chat.message(done.token_ids, ())
+            assert whole.output_text == said["content"]
+            assert whole.usage.output_tokens == len(done.token_ids)
+            streamed = answered(rig, rig.openai, True, extra_body={"seed": 7}, **asked)
+            assert streamed.output_text == whole.output_text
+        finally:
+            closed(rig)

@@ -1,0 +1,133 @@
+"""Adapters of gpt-oss' experts, whose files hold all of a layer in one tensor: PEFT's
+target_parameters, read and written."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_async.config import schema
+from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
+from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.lora import Lora, adapter_table, lora_of
+from jaxrl_async.model.peft import load_peft
+from jaxrl_async.model.peft_experts import as_filed, from_filed
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import ModelSpec, Weight
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    # PEFT compares patterns with modules alone, and applies them to parameters, too
+    pytest.mark.filterwarnings("ignore:.*rank_pattern keys did not match.*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match.*:RuntimeWarning"),
+]
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+SECTION = schema.ArchitectureSection(
+    family="gpt_oss", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4,
+    tied=False, window=7,
+)  # fmt: skip
+SPEC = ModelSpec.from_architecture(SECTION, 64)
+IDS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
+TENSORS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def random_like(tree, scale: float = 0.1):
+    keys = iter(jax.random.split(jax.random.key(1), 200))
+    return jax.tree.map(lambda x: x + scale * jax.random.normal(next(keys), x.shape), tree)
+
+
+def base(folder: Path) -> Policy:
+    policy = Policy(SPEC, random_like(init_params(SPEC, jax.random.key(0)), 0.2))
+    policy.save_pretrained(folder)
+    return policy
+
+
+def theirs(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
+
+
+def ours(policy: Policy) -> np.ndarray:
+    rows = (jnp.asarray(IDS), jnp.tile(jnp.arange(12), (2, 1)), jnp.ones_like(IDS))
+    hidden = hidden_states(policy.spec, policy.whole, *rows)
+    return np.asarray(hidden @ output_head(policy.spec, policy.params))
+
+
+def their_model(folder: Path):
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def test_an_adapter_in_files_is_the_one_that_was_written() -> None:
+    lora = lora_of(SPEC, LoraSection(rank=3))
+    assert isinstance(lora, Lora)
+    rng = np.random.default_rng(0)
+    adapter = jax.tree.map(
+        lambda w: rng.normal(size=w.shape).astype(np.float32),
+        adapter_table(SPEC, lora),
+        is_leaf=lambda w: isinstance(w, Weight),
+    )
+    filed = as_filed(SPEC, lora, adapter)
+    assert filed["layers"]["gate_lora_a"].shape == (2, 32, 4 * 6)
+    assert filed["layers"]["gate_lora_b"].shape == (2, 6 * 4, 32)
+    jax.tree.map(np.testing.assert_array_equal, from_filed(SPEC, lora, filed), adapter)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "section",
+    [
+        LoraSection(rank=3, dropout=0.1),
+        LoraSection(rank=2, rslora=True, targets=("down_proj", "v_proj")),
+        LoraSection(rank=2, targets=("gate_proj", "up_proj")),
+    ],
+    ids=["all", "some", "experts alone"],
+)
+def test_peft_computes_with_the_experts_that_are_written_here(tmp_path: Path, section) -> None:
+    policy = base(tmp_path / "base")
+    lora = lora_of(SPEC, section)
+    policy = policy.adapted(lora, jax.random.key(0))
+    policy = policy.with_trained(random_like(policy.adapter))
+    policy.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    adapted = peft.PeftModel.from_pretrained(their_model(tmp_path / "base"), tmp_path / "adapter")
+    assert np.abs(theirs(their_model(tmp_path / "base")) - ours(policy)).max() > 0.1
+    np.testing.assert_allclose(theirs(adapted.eval()), ours(policy), atol=1e-4)
+    mesh = make_mesh(schema.AxesSection(fsdp=2, expert=2, tensor=2), jax.devices()[:8])
+    again, read = load_peft(
+        tmp_path / "adapter", SPEC, lambda table: shardings(table, mesh, TRAINER_RULES)
+    )
+    assert again == dataclasses.replace(lora, dropout=0.0)
+    jax.tree.map(np.testing.assert_array_equal, read, policy.adapter)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1]], ids=["both", "one"])
+def test_what_peft_wrote_of_experts_computes_the_same_here(tmp_path: Path, tensors) -> None:
+    base(tmp_path / "base")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=9, target_modules=["q_proj", "o_proj"],
+        target_parameters=tensors,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(their_model(tmp_path / "base"), config)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    policy = Policy.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
+    wanted = theirs(adapted)
+    assert np.abs(wanted - ours(Policy.from_pretrained(tmp_path / "base"))).max() > 0.1
+    np.testing.assert_allclose(ours(policy), wanted, atol=1e-4)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"target_parameters": ["self_attn.sinks"]}))
+    with pytest.raises(CheckpointError, match=r"target_parameters .*sinks.* is not supported"):
+        load_peft(tmp_path / "adapter", SPEC)

@@ -1,0 +1,28 @@
+"""What a command that plays episodes sees of the run's environment."""
+
+import pytest
+
+from jaxrl_async.config.judge_section import JudgeSection
+from jaxrl_async.config.seats_section import FillingSection
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.rollout.agent_programs import AgentSession, Command
+from jaxrl_async.run.builders.playing import key_variables
+
+SESSION = AgentSession(
+    base_url="http://127.0.0.1:1/v1", api_key="k", model="m", record={}, prompt=""
+)
+
+
+async def test_a_command_does_not_see_the_keys_that_settings_name(monkeypatch, tmp_path) -> None:
+    for name in ("JUDGES_KEY", "SEATS_KEY", "JAXRL_ASYNC_SECRET", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "sesame")
+    monkeypatch.setenv("OTHERS", "seen")
+    judge = JudgeSection(model="m", key_variable="JUDGES_KEY")
+    seats = {"a": FillingSection(endpoint="http://a.b/v1", model="m", key_env="SEATS_KEY")}
+    dumped = {"judge": judge.model_dump(), "seats": [{n: s.model_dump() for n, s in seats.items()}]}
+    secrets = key_variables(dumped)
+    assert secrets >= {"JUDGES_KEY", "SEATS_KEY", "VLLM_API_KEY"}
+    looks = 'test -z "$JUDGES_KEY$SEATS_KEY$JAXRL_ASYNC_SECRET$VLLM_API_KEY" && test "$OTHERS"'
+    await Command(["sh", "-c", looks], secrets)(SESSION)
+    with pytest.raises(RolloutError, match="exit code 1"):
+        await Command(["sh", "-c", looks])(SESSION)

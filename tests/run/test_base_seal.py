@@ -1,0 +1,83 @@
+"""A resumed run goes on with the base that its adapter was trained on."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import mesh_of, tiny_params, tiny_spec
+from runs import config_of
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import Slices
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.builders import base_seal
+from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
+from jaxrl_async.run.builders.initial_policy import make_policy
+
+SPEC = tiny_spec(40)
+
+
+def config(folder: Path, *words: str, resume: bool = False) -> Any:
+    lora = ("model.lora.rank=4", "warm_start.steps=0", f"run.resume={str(resume).lower()}")
+    return config_of("addition", folder, *lora, *words)
+
+
+def save(folder: Path, seed: int = 0) -> Policy:
+    policy = Policy(SPEC, tiny_params(SPEC, seed))
+    policy.save_pretrained(folder)
+    return policy
+
+
+def test_a_resumed_run_refuses_another_base(tmp_path: Path) -> None:
+    own, path = tmp_path / "run" / "base", tmp_path / "model"
+    own.parent.mkdir()
+    save(path)
+    begun = config(tmp_path, f"model.path={path}")
+    keep_seal(begun, own)
+    check_seal(begun, own)
+    check_seal(config(tmp_path, f"model.path={path}", resume=True), own)
+    copied = path.rename(tmp_path / "moved")
+    again = config(tmp_path, f"model.path={copied}", resume=True)
+    check_seal(again, own)
+    form = config(tmp_path, f"model.path={copied}", "model.lora.base=int4", resume=True)
+    with pytest.raises(ConfigError, match="in full, not int4, groups of 64"):
+        check_seal(form, own)
+    save(copied, seed=1)
+    with pytest.raises(ConfigError, match="moved: its weights are not those"):
+        check_seal(again, own)
+
+
+def test_a_resumed_run_misses_its_own_base(tmp_path: Path, caplog) -> None:
+    own = tmp_path / "base"
+    resumed = config(tmp_path, resume=True)
+    with pytest.raises(ConfigError, match=r"base: the weights .* are missing"):
+        check_seal(resumed, own)
+    save(own)
+    check_seal(resumed, own)
+    assert "is not known" in caplog.text, "of a run that noted nothing"
+
+
+def test_samples_reach_from_the_first_byte_to_the_last(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(base_seal, "SAMPLES", 8)
+    monkeypatch.setattr(base_seal, "SAMPLE_BYTES", 16)
+    file, size = tmp_path / "model.safetensors", 1000
+    found = set()
+    for changed in (None, 0, size - 1, 500):
+        content = bytearray(size)
+        if changed is not None:
+            content[changed : changed + 40] = b"x" * len(content[changed : changed + 40])
+        file.write_bytes(content[:size])
+        found.add(base_seal._sampled(file))
+    file.write_bytes(bytes(size + 1))
+    assert len({*found, base_seal._sampled(file)}) >= 4
+
+
+def test_a_base_that_an_earlier_start_left_is_not_taken_for_the_users(tmp_path: Path) -> None:
+    own = tmp_path / "base"
+    save(own, seed=1)
+    policy = save(tmp_path / "model")
+    begun = config(tmp_path, f"model.path={tmp_path}/model", resume=True)
+    slices = Slices(trainer=mesh_of(), samplers=(mesh_of(),), colocated=True)
+    loaded = make_policy(begun, SPEC, None, slices, own)
+    np.testing.assert_array_equal(loaded.params["embed"], policy.params["embed"])

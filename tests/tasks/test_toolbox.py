@@ -1,0 +1,162 @@
+"""Schemas of Python functions as tools, and calls with wrong arguments."""
+
+import asyncio
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.tasks.toolbox import MOST_CALLS, Toolbox, ToolLimits, tool_schema, tools_of
+from jaxrl_async.tasks.usercode import Threads
+
+
+class Place(BaseModel):
+    city: str
+    zip: int = 0
+
+
+def weather(
+    place: Place,
+    unit: Literal["C", "F"] = "C",
+    days: Annotated[int, Field(ge=1, le=7)] = 1,
+    tags: list[str] | None = None,
+) -> str:
+    """Say the weather
+    of a place.
+
+    More about it.
+
+    Args:
+        place: where,
+            in words.
+        days (int): how many.
+
+    Returns: a text.
+    """
+    return f"{place.city} {unit} {days} {tags}"
+
+
+class Owner:
+    """Tools may be methods."""
+
+    def __init__(self):
+        self.calls = []
+
+    def note(self, text: str) -> None:
+        """Note it."""
+        self.calls.append(text)
+
+
+def test_the_schema_comes_from_signature_and_docstring():
+    function = tool_schema(weather)["function"]
+    assert (
+        function["name"] == "weather" and function["description"] == "Say the weather of a place."
+    )
+    parameters = function["parameters"]
+    assert parameters["required"] == ["place"] and parameters["additionalProperties"] is False
+    properties = parameters["properties"]
+    assert list(properties) == ["place", "unit", "days", "tags"]
+    assert properties["place"]["description"] == "where, in words."
+    assert properties["days"] == {
+        "default": 1, "description": "how many.", "maximum": 7, "minimum": 1, "type": "integer",
+    }  # fmt: skip
+    assert properties["unit"]["enum"] == ["C", "F"]
+    assert "title" not in str(parameters)
+
+
+def ask(*calls, tools=(weather,)):
+    """Run tool calls; return the texts of the answers, and the faults counted."""
+    faults = []
+    box = Toolbox(tools, Threads(4), ToolLimits(timeout_s=5.0), faults.append)
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"id": f"c{i}", "function": call} for i, call in enumerate(calls)],
+    }
+    answers = asyncio.run(box(message))
+    assert [a["tool_call_id"] for a in answers] == [f"c{i}" for i in range(len(calls))]
+    assert all(a["role"] == "tool" for a in answers)
+    return [a["content"] for a in answers], faults
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ('{"place": {"city": "Ulm"}}', "Ulm C 1 None"),
+        ({"place": {"city": "Ulm"}, "days": "3", "tags": ["a"]}, "Ulm C 3 ['a']"),
+        ('{"place": {"city": "Ulm"}, "days": 9}', "error: weather: days: "),
+        ('{"place": {}}', "error: weather: place.city: Field required"),
+        ('{"place": {"city": "Ulm"}, "self": 1}', "error: weather: self: Extra inputs"),
+        ("{", "error: weather: its arguments are not JSON"),
+        ("[1]", "error: weather: its arguments are not a JSON object"),
+        (5, "error: weather: its arguments are not a JSON object"),
+        ("[" * 100_000, "error: weather: its arguments are not JSON"),
+    ],
+)
+def test_arguments_are_checked_and_what_is_wrong_with_them_is_told(arguments, answer):
+    (text,), faults = ask({"name": "weather", "arguments": arguments})
+    assert text.startswith(answer) and len(text) < 400
+    assert faults == (["tool_errors"] if answer.startswith("error") else [])
+
+
+def test_calls_that_are_no_calls_are_told_and_too_many_are_not_made():
+    owner = Owner()
+    texts, faults = ask(
+        *[{"name": "note", "arguments": {"text": "x"}}] * (MOST_CALLS + 1), tools=(owner.note,)
+    )
+    assert len(owner.calls) == MOST_CALLS and "not called" in texts[-1]
+    assert texts[0] == "null" and faults == ["tool_errors"]
+    texts, _ = ask(None, {}, {"name": 5}, {"name": "x" * 10_000})
+    assert all(text.startswith("error: there is no tool") for text in texts)
+    assert len(texts[-1]) <= 300
+
+
+def test_a_result_that_is_no_unicode_is_told_all_the_same():
+    def name(at: int) -> str:
+        """Return a file's name that is no UTF-8."""
+        if at:
+            raise ValueError("\udcff")
+        return "x\udcff"
+
+    calls = [{"name": "name", "arguments": {"at": at}} for at in (0, 1)]
+    assert ask(*calls, tools=(name,))[0] == ["x?", "error: name: ValueError: ?"]
+
+
+def test_a_call_that_could_not_be_read_is_told_by_the_user():
+    faults = []
+    box = Toolbox((weather,), Threads(1), ToolLimits(), faults.append)
+    errors = [{"text": "<tool_call>{", "reason": "not JSON"}]
+    (told,) = asyncio.run(box({"role": "assistant", "tool_call_errors": errors}))
+    assert told["role"] == "user" and "could not be read: not JSON" in told["content"]
+    assert faults == ["tool_errors"]
+
+
+def test_a_text_names_a_method_and_two_tools_may_not_share_a_name():
+    owner = Owner()
+    assert tools_of(owner, ("note",), (weather,)) == [owner.note, weather]
+    with pytest.raises(RolloutError, match=r"Owner.tools names 'nite'"):
+        tools_of(owner, ("nite",), ())
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        Toolbox((weather, weather), Threads(1), ToolLimits())
+
+
+def untyped(x):
+    """No hint."""
+
+
+def many(*x: int):
+    """Not by name."""
+
+
+def strange(x: "Missing"):
+    """No such type."""
+
+
+def opaque(x: Threads):
+    """No schema."""
+
+
+@pytest.mark.parametrize("tool", [untyped, many, strange, opaque, "text"])
+def test_what_cannot_be_a_tool_is_refused(tool):
+    with pytest.raises(ConfigError, match="tool "):
+        tool_schema(tool)

@@ -1,0 +1,212 @@
+"""Environments of the library verifiers: what is refused, and what becomes of an episode."""
+
+import asyncio
+import contextlib
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from chat_tokenizers import CHATML, byte_tokenizer
+
+from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.sessions import SessionLimits
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.scorers.results import score_of
+from jaxrl_async.tasks import verifiers_task as module
+from jaxrl_async.tasks.named_tasks import check_task_name, load_task
+from jaxrl_async.testing.fakes import make_prompt
+from jaxrl_async.types import SamplingParams
+
+pytest.importorskip("verifiers", reason="needs the extra [verifiers]")
+from endpoint_rig import closed, serve, tiny_policy
+
+NAME = "verifiers:verifiers_reverse"
+SECTION = schema.SamplerSection(slots=4, max_length=192, max_new_tokens=12, block=4, page_tokens=16)
+TWO_TURNS = {"agent": {"harness": {"id": "verifiers_reverse", "turns": 2}}}
+
+
+class Remembers:
+    """A sampler that keeps what it drew, by request."""
+
+    def __init__(self, sampler):
+        self._sampler, self.seed, self.drawn = sampler, sampler.seed, {}
+
+    def submit_many(self, requests):
+        futures = self._sampler.submit_many(requests)
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(
+                lambda done, name=request.request_id: self.drawn.__setitem__(name, done.result())
+            )
+        return futures
+
+    def __getattr__(self, name):
+        return getattr(self._sampler, name)
+
+
+def played(task, records, *, members=2):
+    """Play each record by a group; return the groups and what the sampler drew for all of them."""
+    tokenizer, (spec, params) = byte_tokenizer(CHATML), tiny_policy()
+    limits = EpisodeLimits(
+        sampling=SamplingParams(),
+        stop_token_ids=tokenizer.eos_ids,
+        max_new_tokens=SECTION.max_new_tokens,
+        max_length=SECTION.max_length,
+    )
+
+    async def groups():
+        programs = AgentPrograms(
+            task.program,
+            rig.sessions,
+            ProgramEndpoint(address=lambda: rig.endpoint.address),
+            SessionLimits(total_s=60, idle_s=60),
+            judge=score_of,
+        )
+        asked = [
+            (
+                f"g{n}",
+                replace(make_prompt(n, token_ids=()), columns=record),
+                (SavedEpisode(),) * members,
+            )
+            for n, record in enumerate(records)
+        ]
+        begun = begin_groups(sampler, programs, asked, limits)
+        return await asyncio.gather(
+            *(
+                play_group(sampler, prompt, group, label=label, limits=limits)
+                for (label, prompt, _), group in zip(asked, begun, strict=True)
+            )
+        )
+
+    with Sampler((spec, params), section=SECTION, seed=5) as inner:
+        sampler = Remembers(inner)
+        rig = serve(sampler, tokenizer)
+        try:
+            return asyncio.run(groups()), sampler.drawn, tokenizer
+        finally:
+            closed(rig)
+
+
+@pytest.mark.exhaustive
+def test_an_episode_has_the_samplers_own_tokens_and_the_environments_score():
+    task = load_task({NAME: TWO_TURNS})
+    groups, drawn, tokenizer = played(task, task.records[3:5])
+    for number, group in enumerate(groups):
+        for member, episode in enumerate(group):
+            label = f"g{number}/m{member}/"
+            mine = [done for name, done in drawn.items() if name.startswith(label)]
+            assert len(mine) == 2 == episode.num_turns
+            np.testing.assert_array_equal(
+                episode.token_ids[episode.drawn], np.concatenate([d.token_ids for d in mine])
+            )
+            np.testing.assert_array_equal(
+                episode.logprobs[episode.drawn], np.concatenate([d.logprobs for d in mine])
+            )
+            assert episode.starts == (0,)
+            asked = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
+            record = task.records[3 + number]
+            assert record["question"] in asked and "Be brief." in asked
+            parts = episode.score.parts
+            assert episode.score.reward == 2.0 * parts["share"]
+            assert set(parts) == {"share", "letters"}
+
+
+def words_of_failure(task, error):
+    """What a run is told where every member of a group fails."""
+    with pytest.raises(RolloutError, match=error):
+        played(task, task.records[:1], members=1)
+
+
+def test_a_seat_that_is_not_trained_must_not_be_played_by_the_policy():
+    quiet = {"harness": {"id": "verifiers_reverse"}}
+    seats = {"assistant": quiet, "user": quiet}
+    words_of_failure(load_task({NAME: {"id": "user-sim", **seats}}), "'user' is not to be trained")
+
+
+def test_what_an_environment_raises_fails_its_group(monkeypatch):
+    task = load_task(NAME)
+
+    async def broken(self, *args, **kwargs):
+        raise RuntimeError("no such machine")
+
+    monkeypatch.setattr("verifiers_reverse.ReverseHarness.launch", broken)
+    words_of_failure(task, "no such machine")
+
+
+def test_services_are_opened_once_renewed_and_closed(monkeypatch):
+    monkeypatch.setattr(module, "SERVED_MOST", 3)
+    events = []
+
+    class Env:
+        @contextlib.asynccontextmanager
+        async def serving(self):
+            number = len(events)
+            events.append(f"open {number}")
+            yield
+            events.append(f"close {number}")
+
+    async def episodes():
+        services = module.EnvironmentServices(Env)
+
+        async def one(wait_s):
+            async with services.entered() as env:
+                await asyncio.sleep(wait_s)
+                return env
+
+        envs = await asyncio.gather(*(one(0.01 * n) for n in range(5)))
+        assert envs[0] is envs[1] is envs[2] is not envs[3] and envs[3] is envs[4]
+        assert await one(0) not in envs
+        while sum(event.startswith("close") for event in events) < 3:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(episodes(), 10))
+    assert sum(event.startswith("open") for event in events) == 3
+
+
+def test_services_that_cannot_be_opened_say_why():
+    class Env:
+        @contextlib.asynccontextmanager
+        async def serving(self):
+            raise OSError("no port is free")
+            yield
+
+    async def episode():
+        async with module.EnvironmentServices(Env).entered():
+            pass
+
+    with pytest.raises(RolloutError, match="no port is free"):
+        asyncio.run(asyncio.wait_for(episode(), 10))
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("verifiers:nothing_there", "taskset 'nothing_there' not found"),
+        ({NAME: {"taskset": {"wordz": 3}}}, r"taskset\.wordz: Extra inputs"),
+        ({NAME: {"taskset": {"words": 0}}}, "has no tasks"),
+        ({NAME: {"agnt": {}}}, "agnt: Extra inputs"),
+        ({NAME: {"size": 0}}, "size"),
+        ({NAME: {"agent": {"harness": {"id": "bash"}}}}, "which runs what the policy writes"),
+    ],
+)
+def test_what_cannot_be_is_refused(choice, words):
+    with pytest.raises(ConfigError, match=words):
+        load_task(choice)
+
+
+def test_the_taskset_of_the_evaluation_may_differ():
+    task = load_task({NAME: {"size": 5, "eval_taskset": {"split": "final", "words": 3}}})
+    assert len(task.records) == 5 and len(task.held_out) == 3
+    assert task.held_out[1]["question"] == "Turn round: 001f"
+    bash = {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}
+    assert load_task({NAME: {"agent": bash}}).program is not None
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(MissingExtraError, match=r"jaxrl_async\[verifiers\]"):
+        load_task(NAME)
+    check_task_name(NAME)  # where the settings are read, it need not be installed
