@@ -228,7 +228,9 @@ def test_what_a_seat_earns_before_its_first_turn_is_of_its_whole_episode() -> No
         def step(self, said):
             if "right" in said:
                 return Round(ask={})
-            return Round(ask={"right": "1"}, rewards={"right": 2.0}, parts={"right": {"early": 2.0}})
+            return Round(
+                ask={"right": "1"}, rewards={"right": 2.0}, parts={"right": {"early": 2.0}}
+            )
 
         async def score(self):
             return {"right": {"early": 1.0}}
