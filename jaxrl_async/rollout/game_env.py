@@ -81,7 +81,7 @@ class _Seat:
     calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # as branch_after takes
     moved: int = 0  # turns, whoever made them
     stop: StopReason = StopReason.EOS
-    early: Score = Score(reward=0.0)  # earned before its first turn
+    early: Score = field(default_factory=lambda: Score(reward=0.0))  # before its first turn
 
     def say(self, message: Message) -> None:
         """Add its own message to its conversation."""
