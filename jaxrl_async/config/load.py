@@ -130,9 +130,39 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@dataclass(frozen=True, slots=True)
+class FieldHelp:
+    """What is said of a setting, or of a section, whose default is None then."""
+
+    path: str  # "algorithm.learning_rate"
+    about: str
+    default: str | None = None  # as YAML
+    allowed: str = ""  # type and range in words: "a whole number >= 1 or null"
+
+
+def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
+    """Yield every section and setting, a section before what is in it."""
+    for name, target in section.model_fields.items():
+        here = ".".join((*path, name))
+        inner = _section_of(target)
+        about = target.description or ("" if inner is None else inner.__doc__) or ""
+        about = " ".join(about.split())
+        if inner is None:
+            yield FieldHelp(here, about, _default(target), _allowed(target))
+        else:
+            yield FieldHelp(here, about)
+            yield from help_of_fields(inner, (*path, name))
+
+
 def help_text() -> str:
     """List every field: key path, default, type and range, help text."""
-    return "\n".join(_help_lines(Config, ()))
+    lines = []
+    for one in help_of_fields():
+        if one.default is None:
+            lines += ["", f"{one.path}{':  ' + one.about if one.about else ''}"]
+        else:
+            lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
+    return "\n".join(lines)
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -569,24 +599,6 @@ def _range(limits: Sequence[Any]) -> list[str]:
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns
-
-
-def _help_lines(section: type[Section], path: KeyPath) -> Iterator[str]:
-    for name, target in section.model_fields.items():
-        here = ".".join((*path, name))
-        inner = _section_of(target)
-        if inner is None:
-            yield f"  {here} = {_default(target)}    ({_allowed(target)})"
-            yield f"      {' '.join((target.description or '').split())}"
-            continue
-        about = " ".join((target.description or _own_doc(inner)).split())
-        yield ""
-        yield f"{here}{':  ' + about if about else ''}"
-        yield from _help_lines(inner, (*path, name))
-
-
-def _own_doc(section: type[Section]) -> str:
-    return section.__doc__ or ""
 
 
 def _default(target: FieldInfo) -> str:
