@@ -114,7 +114,7 @@ def test_settings_that_the_table_of_names_tells_are_there():
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     named = [n for row in rows[2:] for n in re.findall(r"`([a-z_.]+)", row[-1]) if "." in n]
     known = {one.path for one in help_of_fields()}
-    assert len(named) > 30 and [name for name in named if name not in known] == []
+    assert len(named) > 20 and [name for name in named if name not in known] == []
 
 
 @pytest.mark.exhaustive
@@ -229,10 +229,14 @@ BESIDE = {
 """What a setting needs to be read, by how it begins."""
 
 
+PROSE = ("metrics.md", "settings.md")
+"""Pages with sentences that end behind a setting's value."""
+
+
 def test_overrides_in_readme_and_docs_are_valid():
     sections = "|".join(Config.model_fields)
     override = rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))"
-    pages = [page.read_text("utf-8") for page in PAGES if page.name != "metrics.md"]  # prose
+    pages = [page.read_text("utf-8") for page in PAGES if page.name not in PROSE]
     words = {word for page in pages for word in re.findall(override, page)}
     assert len(words) > 20
     for word in sorted(words):
