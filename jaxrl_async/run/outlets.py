@@ -15,6 +15,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import MakeEnv
@@ -70,7 +71,10 @@ def make_recorder(
     """Open what a run's numbers are written to. resume_step: the step that it continues from."""
     if not lockstep.writes:
         return NoRecorder()
-    return Recorder(paths.root, tensorboard=section.tensorboard, resume_step=resume_step)
+    writer = Recorder(paths.root, tensorboard=section.tensorboard, resume_step=resume_step)
+    if section.prometheus is None:
+        return writer
+    return PrometheusWriter(writer, section.prometheus, run=paths.root.name)
 
 
 # ---- one step's report
