@@ -31,6 +31,9 @@ from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
 
+MAX_SAMPLE_TOKENS = 1024
+"""Tokens of a sample of which log-prob and version are recorded."""
+
 
 class MetricsWriter(Protocol):
     """What a run's numbers and samples are written to."""
@@ -158,10 +161,27 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
             "stop": episode.stop.value,
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
+            "tokens": token_facts(episode, tokenizer),
         }
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
     ]
+
+
+def token_facts(episode: Episode, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return text, log-prob and version of an episode's tokens from the first drawn one on, at most
+    MAX_SAMPLE_TOKENS; None where a token was not drawn. left_out: how many follow."""
+    begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
+    kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
+    drawn = episode.drawn[kept].tolist()
+    logprobs = [round(float(x), 3) for x in episode.logprobs[kept]]
+    versions = episode.versions[kept].tolist()
+    return {
+        "text": [tokenizer.token_text(int(t)) for t in episode.token_ids[kept]],
+        "logprob": [x if d else None for x, d in zip(logprobs, drawn, strict=True)],
+        "version": [v if d else None for v, d in zip(versions, drawn, strict=True)],
+        "left_out": max(len(episode.token_ids) - kept.stop, 0),
+    }
 
 
 def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict[str, str]:
