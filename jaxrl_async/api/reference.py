@@ -51,7 +51,7 @@ def _class(name: str, kind: type) -> str:
     if dataclasses.is_dataclass(kind):
         shown = "\n".join(_fields(kind))
     else:
-        shown = f"{name}{_arguments(kind.__init__)}" if "__init__" in vars(kind) else name
+        shown = f"{name}{_arguments(vars(kind)['__init__'])}" if "__init__" in vars(kind) else name
     return f"\n```text\n{shown}\n```\n\n{_text(kind)}"
 
 

@@ -149,9 +149,9 @@ def overview(runs: Runs, query: Query) -> Any:
 def layout(runs: Runs, query: Query) -> Any:
     """Return the charts, by section, of what at least one run has measured; and all metrics."""
     present = {key for run in runs.values() for key in run.measured()}
-    sections = []
+    sections: list[dict[str, Any]] = []
     for title, charts in SECTIONS:
-        kept = [
+        kept: list[dict[str, Any]] = [
             {"title": c.title, "unit": c.unit, "curves": [x for x in c.curves if x[0] in present]}
             for c in charts
         ]
