@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.model.attention import reference, sequence_attention, visible_until
-from jaxrl_async.model.families.parts import LayerKind, Run, Scales
+from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
 from jaxrl_async.model.layers import Layer, all_angles, fuse, initial, normed, product
@@ -267,7 +267,7 @@ def _axes(spec: ModelSpec, params: Params) -> dict[str, dict[str, tuple[str, ...
 def _scan(
     spec: ModelSpec,
     params: Params,
-    run: Run,
+    run: LayerRun,
     steps: Mapping[LayerKind, Any],
     x: Array,
     forced: Array | None,
@@ -304,7 +304,7 @@ def _scan(
     return jax.lax.scan(one_turn, x, (stacks, forced), length=run.times, unroll=unroll)
 
 
-def _of_run(spec: ModelSpec, params: Params, run: Run, stack: str) -> Params:
+def _of_run(spec: ModelSpec, params: Params, run: LayerRun, stack: str) -> Params:
     """Return a stack's weights of a run, [turns, ...], or [turns, layers in a turn, ...]."""
     before = sum(kind.stack == stack for kind in spec.kinds[: run.first])
     in_turn = sum(kind.stack == stack for kind in run.kinds)

@@ -17,7 +17,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Rules, spec_for
 from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import apart, dropped
-from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, Router
+from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, ExpertRouter
 from jaxrl_async.model.grouped import grouped_product
 from jaxrl_async.model.quantize import PACKED, quantized_product, scales_among
 from jaxrl_async.model.spec import (
@@ -43,7 +43,7 @@ class Choose(Protocol):
         logits: Array,
         k: int,
         *,
-        router: Router = USUAL_ROUTER,
+        router: ExpertRouter = USUAL_ROUTER,
         correction: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return ids [n, k] and their weights [n, k] for logits [n, E]."""
@@ -55,14 +55,14 @@ def route(
     k: int,
     forced_ids: Array | None = None,
     *,
-    router: Router = USUAL_ROUTER,
+    router: ExpertRouter = USUAL_ROUTER,
     correction: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the k experts of each token and their weights: ids [..., k] int32, weights [..., k]
     float32.
 
-    logits [..., experts]; the weights, see Router, carry the gradient: with the usual router g_i =
-    exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the choice, not
+    logits [..., experts]; the weights, see ExpertRouter, carry the gradient: with the usual router
+    g_i = exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the choice, not
     the weights; for a token with a -1 among its ids the router chooses. Small numerical differences
     between sampler and trainer change the choice when logits are close, and the token's log-prob
     with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE Reinforcement Learning by
@@ -92,7 +92,7 @@ def route(
     return ids, share if router.scale == 1 else share * router.scale
 
 
-def free_choice(logits: Array, k: int, router: Router, correction: Array | None) -> Array:
+def free_choice(logits: Array, k: int, router: ExpertRouter, correction: Array | None) -> Array:
     """Return the ids [..., k] that a router chooses by itself, given float32 logits."""
     odds = jax.lax.stop_gradient(logits)
     if router.odds == "sigmoid":
@@ -106,7 +106,7 @@ def free_choice(logits: Array, k: int, router: Router, correction: Array | None)
     return jax.lax.top_k(odds, k)[1].astype(jnp.int32)
 
 
-def _in_best_groups(odds: Array, router: Router) -> Array:
+def _in_best_groups(odds: Array, router: ExpertRouter) -> Array:
     """Return odds with minus infinity outside of the groups that a token chooses."""
     grouped = odds.reshape(*odds.shape[:-1], router.groups, -1)
     best = jax.lax.top_k(grouped, min(router.best_of_group, grouped.shape[-1]))[0].sum(axis=-1)
@@ -122,7 +122,7 @@ def noting(chosen: list[Array]) -> Choose:
         logits: Array,
         k: int,
         *,
-        router: Router = USUAL_ROUTER,
+        router: ExpertRouter = USUAL_ROUTER,
         correction: Array | None = None,
     ) -> tuple[Array, Array]:
         ids, share = route(logits, k, router=router, correction=correction)
@@ -144,7 +144,7 @@ def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
         logits: Array,
         k: int,
         *,
-        router: Router = USUAL_ROUTER,
+        router: ExpertRouter = USUAL_ROUTER,
         correction: Array | None = None,
     ) -> tuple[Array, Array]:
         ids, share = route(logits, k, forced_ids, router=router, correction=correction)
@@ -169,7 +169,7 @@ def counting(choose: Choose, real: Array, *, learns: bool) -> tuple[Choose, list
         logits: Array,
         k: int,
         *,
-        router: Router = USUAL_ROUTER,
+        router: ExpertRouter = USUAL_ROUTER,
         correction: Array | None = None,
     ) -> tuple[Array, Array]:
         ids, share = choose(logits, k, router=router, correction=correction)
@@ -187,7 +187,7 @@ def counting(choose: Choose, real: Array, *, learns: bool) -> tuple[Choose, list
     return counted, loads
 
 
-def all_odds(logits: Array, router: Router) -> Array:
+def all_odds(logits: Array, router: ExpertRouter) -> Array:
     """Return the probabilities of all experts, [..., experts] float32, that sum to 1: those of a
     sigmoid router divided by their sum (DeepSeek-V3, arXiv:2412.19437, eq. 19)."""
     logits = logits.astype(jnp.float32)

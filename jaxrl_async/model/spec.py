@@ -20,15 +20,15 @@ from jaxrl_async.model.families.parts import (
     UNSCALED,
     USUAL_ROUTER,
     Activation,
+    ExpertRouter,
     Latent,
     LayerKind,
+    LayerRun,
     Mixture,
     NormPlaces,
     QkNorm,
     Rope,
     RopeScaling,
-    Router,
-    Run,
     Scales,
     runs_of,
 )
@@ -86,7 +86,7 @@ class ModelSpec:
     latent: Latent | None = None  # None: each kv head has its own keys and values
     experts: int = 0  # in each layer that is not dense, each mlp wide; 0: none
     experts_per_token: int = 0
-    router: Router = USUAL_ROUTER
+    router: ExpertRouter = USUAL_ROUTER
     expert_biases: bool = False
     shared_mlp: int = 0  # inner width of an expert that every token uses; 0: there is none
     shared_gated: bool = False  # it is weighed by a sigmoid of its own
@@ -120,7 +120,7 @@ class ModelSpec:
         )
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LayerRun]:
         """The layers as runs of a pattern, each of which a loop repeats."""
         return runs_of(self.kinds)
 
@@ -205,7 +205,7 @@ class ModelSpec:
         scales = Scales(**fields["scales"])
         ends = tuple(fields["eos_ids"])
         own = None if fields.get("own") is None else OwnCode(**fields["own"])
-        router = Router(**fields["router"])
+        router = ExpertRouter(**fields["router"])
         read: dict[str, Any] = {"pattern": pattern, "scales": scales, "eos_ids": ends, "own": own}
         read["router"] = router
         read["latent"] = None if fields.get("latent") is None else Latent(**fields["latent"])

@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields, shown
 from jaxrl_async.model.families.glm import shared_width, written_mixture
-from jaxrl_async.model.families.parts import Latent, Mixture, Router, Scales
+from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scales
 from jaxrl_async.model.families.ropes import yarn_magnitude
 
 
@@ -42,14 +42,14 @@ def _scales(fields: ConfigFields) -> Scales:
     return Scales(attention=width**-0.5 * grown**2)
 
 
-def _router_v2(fields: ConfigFields) -> Router:
+def _router_v2(fields: ConfigFields) -> ExpertRouter:
     method = fields.said("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         fields.refuse(
             f"topk_method {shown(method)} is not supported, only greedy and group_limited_greedy."
         )
     groups, chosen = (1, 1) if method == "greedy" else _groups(fields, 1, 1)
-    return Router(
+    return ExpertRouter(
         sums_to_one=False,
         scale=fields.number("routed_scaling_factor", 1.0),
         groups=groups,
@@ -58,12 +58,12 @@ def _router_v2(fields: ConfigFields) -> Router:
     )
 
 
-def _router_v3(fields: ConfigFields) -> Router:
+def _router_v3(fields: ConfigFields) -> ExpertRouter:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if fields.said(key, only) != only:
             fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {only}.")
     groups, chosen = _groups(fields, 8, 4)
-    return Router(
+    return ExpertRouter(
         odds="sigmoid",
         sums_to_one=fields.flag("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 2.5),

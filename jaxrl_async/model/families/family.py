@@ -8,11 +8,11 @@ from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.parts import (
     USUAL_ROUTER,
     Activation,
+    ExpertRouter,
     Latent,
     Mixture,
     NormPlaces,
     QkNorm,
-    Router,
     Scales,
 )
 
@@ -75,7 +75,7 @@ def no_scales(fields: ConfigFields) -> Scales:
     return Scales()
 
 
-def usual_router(fields: ConfigFields) -> Router:
+def usual_router(fields: ConfigFields) -> ExpertRouter:
     """Return a router whose weights sum to 1."""
     return USUAL_ROUTER
 
@@ -159,7 +159,7 @@ class Family:
     routed: bool = False  # experts in every layer
     experts_key: str = "num_experts"  # where config.json has their number
     expert_width_key: str = "moe_intermediate_size"
-    router: Callable[[ConfigFields], Router] = usual_router
+    router: Callable[[ConfigFields], ExpertRouter] = usual_router
     written_mixture: Callable[[Mixture], dict[str, Any]] = nothing_said
     dense: Callable[[ConfigFields, int], bool] = never
     """Which layers of a mixture have one MLP in place of experts."""

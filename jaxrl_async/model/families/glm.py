@@ -4,10 +4,10 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import Mixture, Router
+from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 
 
-def _router(fields: ConfigFields) -> Router:
+def _router(fields: ConfigFields) -> ExpertRouter:
     groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
     experts = fields.said("n_routed_experts", groups)
     if chosen > groups or experts % groups:
@@ -15,7 +15,7 @@ def _router(fields: ConfigFields) -> Router:
             f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
             f"({chosen}) be at most n_group."
         )
-    return Router(
+    return ExpertRouter(
         odds="sigmoid",
         sums_to_one=fields.flag("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 1.0),

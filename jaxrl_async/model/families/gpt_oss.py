@@ -2,11 +2,11 @@
 
 from jaxrl_async.model.families.family import Family, all_but_every
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import CLAMP_LIMIT, CLAMP_SLOPE, Router
+from jaxrl_async.model.families.parts import CLAMP_LIMIT, CLAMP_SLOPE, ExpertRouter
 
 
-def _router(fields: ConfigFields) -> Router:
-    return Router(bias=True)
+def _router(fields: ConfigFields) -> ExpertRouter:
+    return ExpertRouter(bias=True)
 
 
 GPT_OSS = Family(

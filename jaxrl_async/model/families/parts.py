@@ -100,7 +100,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
+class ExpertRouter:
     """How tokens are routed to experts: l are the logits of a token's experts.
 
     odds s: softmax(l), or sigmoid(l). The k experts of the largest s are chosen, or of the largest
@@ -124,20 +124,20 @@ class Router:
 class Mixture:
     """What a config.json says of a model's experts beside their number."""
 
-    router: Router
+    router: ExpertRouter
     width: int  # inner width of an expert
     shared_width: int  # of the one that every token uses
     dense_layers: tuple[int, ...]  # numbers of the layers without experts
 
 
-USUAL_ROUTER = Router()
+USUAL_ROUTER = ExpertRouter()
 """The softmax of the chosen logits."""
 UNSCALED = Scales()
 """Nothing is changed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRun:
     """Layers first .. first + len(kinds) * times: these kinds, so many times."""
 
     first: int
@@ -152,21 +152,21 @@ def repeating(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
     return kinds[: next(fits, len(kinds))]
 
 
-def runs_of(kinds: tuple[LayerKind, ...]) -> list[Run]:
+def runs_of(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
     """Divide layers into runs: from the first layer on, the period that covers the most.
 
     >>> a, b = LayerKind(window=8), LayerKind()
     >>> [(r.first, len(r.kinds), r.times) for r in runs_of((a, a, b) * 3 + (a, a))]
     [(0, 3, 3), (9, 1, 2)]
     """
-    runs: list[Run] = []
+    runs: list[LayerRun] = []
     first = 0
     while first < len(kinds):
         rest = kinds[first:]
         covered = {p: _repeats(rest, p) for p in range(1, min(MAX_PERIOD, len(rest)) + 1)}
         covered = {p: n for p, n in covered.items() if p == 1 or n > 1}
         period = max(covered, key=lambda p: (p * covered[p], -p))
-        runs.append(Run(first, rest[:period], covered[period]))
+        runs.append(LayerRun(first, rest[:period], covered[period]))
         first += period * covered[period]
     return runs
 

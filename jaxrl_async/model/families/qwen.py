@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import Mixture, Router
+from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 
 
 def _window_behind(fields: ConfigFields, layer: int) -> bool:
@@ -20,8 +20,8 @@ def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer % 2 == 0 and before
 
 
-def _router(fields: ConfigFields) -> Router:
-    return Router(sums_to_one=fields.flag("norm_topk_prob"))
+def _router(fields: ConfigFields) -> ExpertRouter:
+    return ExpertRouter(sums_to_one=fields.flag("norm_topk_prob"))
 
 
 def _is_dense(fields: ConfigFields, layer: int) -> bool:
