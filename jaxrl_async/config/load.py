@@ -8,8 +8,10 @@ allowed. Needs no JAX.
 
 import itertools
 import logging
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,8 +22,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxrl_async.config.rules import RULES
-from jaxrl_async.config.schema import Choice, Choices, Config
+from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
+from jaxrl_async.config.several import differences, merged, section_of
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
@@ -68,8 +71,23 @@ def load(
         draft = _Draft(file=where, tree=_plain_copy(source))
     else:
         draft = _read(Path(source))
+    given, of_runs = draft.tree.pop("runs", None), []
     for text in overrides:
-        _apply(draft, text)
+        if text.strip().startswith(("runs.", "runs=")):
+            of_runs.append(text)
+        else:
+            _apply(draft, text)
+    config = _checked(draft)
+    if given or of_runs:
+        return _of_several(draft, config, given, of_runs)
+    for warning in warnings_of_unused(config):
+        log.warning("%s", warning)
+    return config
+
+
+def _checked(draft: "_Draft") -> Config:
+    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
+    wrong."""
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -80,10 +98,84 @@ def load(
         for violation in RULES.violations(config):
             draft.complain(violation.rule.section, violation.sentence)
         if not draft.problems:
-            for warning in warnings_of_unused(config):
-                log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _of_several(shared: "_Draft", config: Config, given: Any, overrides: Sequence[str]) -> Config:
+    """Return the configuration of several runs, in which each is what differs from the shared one.
+    Raises ConfigError.
+
+    Args:
+        shared: all that stands beside `runs`.
+        config: made from it.
+        given: the setting `runs`: settings, or a file of them, by name.
+        overrides: those of runs.NAME.
+    """
+    if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
+        told = f"runs = {_show(given)} must be {{name: settings or a file}}; write it in the file."
+        shared.complain(("runs",), told)
+        raise ConfigError(_listed(shared.problems))
+    runs: Tree = {}
+    for name, own in given.items():
+        rest = [text.strip() for text in overrides if text.strip().startswith(f"runs.{name}.")]
+        draft = _of_one(shared, name, own)
+        for text in rest:
+            _apply(draft, text.removeprefix(f"runs.{name}."))
+        try:
+            alone = _checked(draft)
+        except ConfigError as error:
+            raise ConfigError(f"runs.{name}: {error}") from None
+        for warning in warnings_of_unused(alone):
+            log.warning("runs.%s: %s", name, warning)
+        runs[name] = differences(config.model_dump(), alone.model_dump())
+    for text in overrides:
+        if len(path := text.strip().split(".")) < 3 or path[1] not in given:
+            shared.problems.append(
+                f"{COMMAND_LINE}: {_show(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
+                f"VALUE, of {', '.join(given)}."
+            )
+    return _checked_several(shared, config, runs)
+
+
+def _checked_several(shared: "_Draft", config: Config, runs: Tree) -> Config:
+    """Return the configuration with its runs. Raises ConfigError."""
+    for name in runs:
+        if not re.fullmatch(RUN_NAME, name):
+            told = f"runs: {_show(name)} cannot name a run; a name must be like {RUN_NAME}."
+            shared.complain(("runs",), told)
+    if not shared.problems:
+        several = Config.model_validate({**config.model_dump(), "runs": runs})
+        for violation in RULES.violations(several):
+            shared.complain(violation.rule.section, violation.sentence)
+        if not shared.problems:
+            return several
+    raise ConfigError(_listed(shared.problems))
+
+
+def _of_one(shared: "_Draft", name: str, own: Any) -> "_Draft":
+    """Return the draft of one of several runs: the shared settings with its own in their place.
+    Raises ConfigError."""
+    if isinstance(own, str):
+        file = _read(Path(own))
+        return _Draft(
+            file=file.file,
+            tree=merged(deepcopy(shared.tree), file.tree),
+            lines=file.lines,
+            overridden=set(shared.overridden),
+        )
+    if not isinstance(own, dict):
+        shared.complain(
+            ("runs", name), f"runs.{name} = {_show(own)} must be settings by section, or a file."
+        )
+        raise ConfigError(_listed(shared.problems))
+    lines = {path[2:]: line for path, line in shared.lines.items() if path[:2] == ("runs", name)}
+    return _Draft(
+        file=shared.file,
+        tree=merged(deepcopy(shared.tree), own),
+        lines={**shared.lines, **{path: line for path, line in lines.items() if path}},
+        overridden=set(shared.overridden),
+    )
 
 
 def _plain_copy(tree: Mapping[str, Any]) -> Tree:
@@ -349,7 +441,7 @@ def _keep_known(
         if target is None:
             draft.complain(here, _unknown(here))
             continue
-        inner = _section_of(target)
+        inner = section_of(target)
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
         elif inner is not None:
@@ -393,7 +485,7 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
-        elif isinstance(target, FieldInfo) and _section_of(target) is None:
+        elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree
             for key in path:
                 value = value[key]
@@ -459,7 +551,7 @@ def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath,
     """Yield every key path and whether it is a section."""
     for name, target in section.model_fields.items():
         yield (*path, name), _is_section(target)
-        inner = _section_of(target)
+        inner = section_of(target)
         if inner is not None:
             yield from _all_paths(inner, (*path, name))
 
@@ -472,7 +564,7 @@ def _find(path: KeyPath) -> FieldInfo | None:
         if section is None:
             return None
         target = section.model_fields.get(key)
-        section = _section_of(target) if target is not None else None
+        section = section_of(target) if target is not None else None
     return target
 
 
@@ -480,11 +572,6 @@ def _known_prefix(path: KeyPath) -> KeyPath:
     while path and _find(path) is None:
         path = path[:-1]
     return path
-
-
-def _section_of(target: FieldInfo) -> type[Section] | None:
-    kind = target.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _is_section_type(kind: Any) -> bool:
@@ -498,7 +585,7 @@ def _named_sections(target: FieldInfo) -> bool:
 
 
 def _is_section(target: FieldInfo | None) -> bool:
-    return target is not None and _section_of(target) is not None
+    return target is not None and section_of(target) is not None
 
 
 def _is_choice(target: FieldInfo | None) -> bool:
@@ -552,6 +639,8 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
         return f"a list, each {each}"
     if get_origin(kind) is dict:
         is_named = _is_section_type(get_args(kind)[1])
+        if get_origin(get_args(kind)[1]) is dict:
+            return "{name: settings by section, or a file of them}"
         return "{name: {setting: value}}" if is_named else "{name: value}, both text"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
@@ -574,7 +663,7 @@ def _range(limits: Sequence[Any]) -> list[str]:
 def _help_lines(section: type[Section], path: KeyPath) -> Iterator[str]:
     for name, target in section.model_fields.items():
         here = ".".join((*path, name))
-        inner = _section_of(target)
+        inner = section_of(target)
         if inner is None:
             yield f"  {here} = {_default(target)}    ({_allowed(target)})"
             yield f"      {' '.join((target.description or '').split())}"

@@ -16,7 +16,7 @@ from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
@@ -25,7 +25,6 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
-from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ NOT_ASKED = EvalResult(
 class Evaluation:
     """Held-out prompts, and all that answers and judges them; each process answers its part."""
 
-    sampler: Router
+    generate: Generate
     prompts: Sequence[Prompt]
     scorer: Scorer
     make_env: MakeEnv
@@ -254,7 +253,7 @@ class Evaluation:
 
     async def _answered(self) -> EvalResult:
         return await evaluate(
-            self.sampler,
+            self.generate,
             self.prompts,
             self.scorer,
             sampling=self.limits.sampling,
