@@ -25,7 +25,12 @@ from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import base_of, make_learner, warm_started
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
-from jaxrl_async.run.builders.rollouts import SharedSampling, make_rollout_side, open_records
+from jaxrl_async.run.builders.rollouts import (
+    RolloutSide,
+    SharedSampling,
+    make_rollout_side,
+    open_records,
+)
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
 from jaxrl_async.run.builders.serving import RunServing, run_chat_format, served_by_run
@@ -59,14 +64,14 @@ class Begun:
     policy: Policy
     warm_metrics: Mapping[str, float]
     base_path: str | None  # directory of the weights that an adapter changes; None: in `paths`
+    label: str = ""  # of one of several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Company:
+class SharedParts:
     """What one of several runs shares with the others."""
 
-    name: str  # of the run
-    sampling: SharedSampling
+    sampling: SharedSampling  # takes the run in at the samplers
     turn: Lock  # on the trainer's slice
 
 
@@ -155,27 +160,20 @@ def connect(
     console: Console,
     lockstep: Lockstep,
     closing: ExitStack,
-    company: Company | None = None,
+    shared: SharedParts | None = None,
 ) -> Parts:
     """Build what learns, draws and reports, and restore it; arguments as `assemble`'s.
 
-    company: of one of several runs; None: this run is alone.
+    shared: of one of several runs; None: this run is alone.
     """
     config, inputs, paths, policy = begun.config, begun.inputs, begun.paths, begun.policy
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
+    sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(config, checkpoints, learner, inputs.prompts, lockstep)
-    records = open_records(
-        config,
-        paths,
-        start,
-        inputs.recorded,
-        lockstep,
-        closing,
-        continued=begun.continued,
-        scheduled=company is None,
-    )
+    opened = config, paths, start, inputs.recorded, lockstep, closing
+    records = open_records(*opened, continued=begun.continued, scheduled=shared is None)
     if begun.warm_metrics:
         records.recorder.log(0, begun.warm_metrics)
     weights = VersionedParams(version=start.version, params=learner.params)
@@ -189,20 +187,15 @@ def connect(
         paths.root,
         closing,
         base_of(policy),
-        None if company is None else company.sampling,
+        sampling,
     )
     closing.callback(inputs.opponents.close)
     inputs.opponents.begin(
         paths, start.version, policy.with_trained(learner.params), slices, inputs.locks.sampler
     )
-    serving = inputs.serving
-    closing.callback(serving.close)
-    if serving.needed and lockstep.plays:
-        chat = run_chat_format(config, tokenizer)
-        serving.open(served_by_run(config, side.sampling.router, tokenizer, chat))
-    observer = make_observer(config.metrics, side, lockstep, serving)
+    _open_serving(config, inputs, side, lockstep, closing)
+    observer = make_observer(config.metrics, side, lockstep, inputs.serving)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
-    turn = None if company is None else company.turn
     trainer = make_trainer(config, learner, side, outlets, turn)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(
@@ -216,8 +209,19 @@ def connect(
         buffer=side.buffer,
         schedule=records.schedule,
         watchdog=make_watchdog(config.faults, side, trainer, paths),
-        serving=serving,
+        serving=inputs.serving,
         plays=lockstep.plays,
         base_path=begun.base_path,
-        label="" if company is None else company.name,
+        label=begun.label,
     )
+
+
+def _open_serving(
+    config: Config, inputs: Inputs, side: RolloutSide, lockstep: Lockstep, closing: ExitStack
+) -> None:
+    """Open the endpoint that agent programs ask, if the task has some."""
+    serving = inputs.serving
+    closing.callback(serving.close)
+    if serving.needed and lockstep.plays:
+        chat = run_chat_format(config, inputs.tokenizer)
+        serving.open(served_by_run(config, side.sampling.router, inputs.tokenizer, chat))

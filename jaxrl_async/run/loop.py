@@ -51,6 +51,9 @@ from jaxrl_async.run.start import check_paths
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 
+Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
+"""Runs a job to its end; returns the folder of the weights, if there is one."""
+
 
 def train(config: Config, on_step: OnStep | None = None) -> Path:
     """Run a configuration to its end; return its folder, which holds the results.
@@ -80,15 +83,12 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
         told = None if on_step is None else _stopping(on_step, stop)
-        live = False if config.runs else None
-        console = closing.enter_context(
-            Console(config.run.steps, stream=quiet, live=live, on_step=told)
-        )
+        live = False if config.runs else None  # several write a line each
+        shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
+        console = closing.enter_context(shown)
         claim = functools.partial(claim_together, closing, lockstep)
         console.phase("preparing")
-        work = run_rl if config.run.job == "rl" else offline.run
-        if config.runs:
-            work = run_several
+        work = run_several if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"
         try:
             weights = work(config, claim, stop, console, lockstep)
@@ -97,35 +97,37 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             early = str(error)
         if not lockstep.writes:
             return paths.root
-        if config.runs:
-            console.summary(_several_results(config, early))
-            return paths.root
-        report = write_report(paths.root)
+        early = f"{early}: everything is saved; --resume continues" if early else ""
+        achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
+    console.summary([*achieved, early, *where])
+    return paths.root
+
+
+def _job_of(config: Config) -> Job:
+    """Return what runs a configuration's job."""
+    return run_rl if config.run.job == "rl" else offline.run
+
+
+def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
+    """Write the report of a run; return what it achieved, and where its results are."""
     results: dict[str, Path] = (
         {}
         if weights is None
         else {f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights}
     )
+    report = write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     width = max(map(len, results))
-    console.summary(
-        [
-            *achievements(paths.metrics),
-            f"{early}: everything is saved; --resume continues" if early else "",
-            *(f"{what:<{width}}  {where}" for what, where in results.items()),
-        ]
-    )
-    return paths.root
+    where = [f"{what:<{width}}  {folder}" for what, folder in results.items()]
+    return achievements(paths.metrics), where
 
 
-def _several_results(config: Config, early: str) -> list[str]:
-    """Return what each of several runs achieved, and where it is."""
-    lines = [
-        f"{name}  {line}"
-        for name, folder in folders(config).items()
-        for line in (*achievements(Paths(folder).metrics), f"policy, metrics, report: {folder}")
-    ]
-    return [*lines, f"{early}: everything is saved; --resume continues" if early else ""]
+def _of_several(config: Config) -> tuple[list[str], list[str]]:
+    """Return what each of several runs achieved, and where its results are."""
+    of_all = folders(config)
+    lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
+    achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
+    return achieved, [f"{name}  {folder}" for name, folder in of_all.items()]
 
 
 def _stopping(on_step: OnStep, stop: Stop) -> OnStep:

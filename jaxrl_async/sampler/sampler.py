@@ -332,14 +332,8 @@ class DecodeLoop:
     ) -> None:
         """Begin with weights of this version that are prepared (Engine.prepare) already.
 
-        Args:
-            setup: of the sampler.
-            lifetime: of its thread.
-            source: of new weights.
-            version: of the weights.
-            prepared: the weights.
-            receiver: decides what is taken in; None: whatever comes to the inbox and from `source`.
-            sources: of adapters' new weights; None: there are none.
+        receiver: decides what is taken in; None: whatever comes to the inbox and from the source.
+        sources: of adapters' new weights; None: there are none.
         """
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source

@@ -19,7 +19,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run.assemble import Begun, Claim, Company, Parts, connect
+from jaxrl_async.run.assemble import Begun, Claim, Parts, SharedParts, connect
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
@@ -91,10 +91,11 @@ def assemble_several(
             policy=with_new_adapter(one.config, base, slices),
             warm_metrics={} if one.config.run.resume else warm_metrics,
             base_path=config.model.path or str(paths.base),
+            label=name,
         )
         told = Console(one.config.run.steps, stream=stream, live=False, name=name)
-        company = Company(name=name, sampling=samplers.of_run(name), turn=turns)
-        parts[name] = connect(begun, stop, told, lockstep, closing, company)
+        shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
+        parts[name] = connect(begun, stop, told, lockstep, closing, shared)
     return parts
 
 
