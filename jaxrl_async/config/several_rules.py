@@ -77,6 +77,13 @@ def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
                 f"runs.{name}.{setting} is shared by all runs, and cannot differ in one. Set "
                 f"{setting} beside `runs` for all, or start {name} by itself."
             )
+        judge = own.get("reward", {}).get("model", config.reward.model)
+        if config.mesh.trainer.num_devices > 1 and judge is not None:
+            yield (
+                f"runs.{name}.reward.model computes on the trainer's devices while other runs step "
+                "there, and mesh.trainer has several. Make it one device, judge by reward.judge, "
+                "or start this run by itself."
+            )
         if own.get("seats"):
             yield (
                 f"runs.{name}.seats: other players in a game's seats are not there where several "

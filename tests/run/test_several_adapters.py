@@ -1,6 +1,9 @@
 """Several adapters that learn in one run: each as it would alone."""
 
+import asyncio
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,17 @@ from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.loop import train
+from jaxrl_async.run.several.adapter_generate import AdapterGenerate
+from jaxrl_async.run.several.turns import Turns
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.train_command import main
+from jaxrl_async.types import Completion, Partial, Request, StopReason
 
 SHAPE = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32}
 TINY = (
@@ -193,6 +199,85 @@ def test_a_configuration_of_several_survives_a_dump(tmp_path: Path) -> None:
     assert few.algorithm.loss == {"cispo": {"clip": 3}} and few.algorithm.learning_rate == 2e-2
     assert many.algorithm.loss == "ppo_clip"
     assert (few.run.steps, many.data.addition.digits) == (7, 2)
+
+
+def test_turns_are_taken_in_the_order_of_asking() -> None:
+    turns, order, waiting = Turns(), list[int](), list[threading.Thread]()
+
+    def take(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        for number in range(5):
+            waiting.append(threading.Thread(target=take, args=(number,)))
+            waiting[-1].start()
+            while len(turns._waiting) <= number:  # until it has asked; nobody takes it meanwhile
+                time.sleep(0.001)
+        assert order == []
+    for thread in waiting:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]
+    with turns:  # it is free again
+        assert not turns._waiting
+
+
+class Samplers:
+    """A ports.Generate that notes what it is asked, and answers when it is told to."""
+
+    seed = 7
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.futures: list[asyncio.Future[Completion]] = []
+
+    def submit_many(self, requests: Any) -> Any:
+        self.asked += requests
+        loop = asyncio.get_running_loop()
+        self.futures += [loop.create_future() for _ in requests]
+        return self.futures[-len(requests) :]
+
+    def progress(self) -> tuple[Partial, ...]:
+        none = np.zeros(0, np.int32)
+        drawn = {"token_ids": none, "logprobs": none, "versions": none, "seed": 7}
+        return tuple(Partial(request=request, **drawn) for request in self.asked)
+
+
+def test_a_run_sees_its_own_requests_alone_and_under_their_own_ids() -> None:
+    samplers = Samplers()
+    one, two = (AdapterGenerate(name, samplers) for name in ("one", "two"))
+    given = Request(request_id="g0/m0/t0", token_ids=np.arange(3), max_new_tokens=2, key=(1, 2))
+    none = np.zeros(0, np.int32)
+
+    async def play() -> None:
+        first, second, third, fourth = (g.submit_many([given])[0] for g in (one, two, one, two))
+        named = [(r.request_id, r.adapter, r.key) for r in samplers.asked[:2]]
+        assert named == [("one/g0/m0/t0", "one", (1, 2)), ("two/g0/m0/t0", "two", (1, 2))]
+        seen = [p.request for p in one.progress()]
+        assert len(seen) == 2 and all(r.request_id == "g0/m0/t0" for r in seen)
+        assert all(r.adapter == "" for r in seen), "as a run alone saves it"
+        answer = Completion(
+            request_id="one/g0/m0/t0",
+            token_ids=none,
+            logprobs=none,
+            versions=none,
+            stop=StopReason.EOS,
+        )
+        samplers.futures[0].set_result(answer)
+        assert (await first).request_id == "g0/m0/t0"
+        second.cancel()
+        samplers.futures[2].set_exception(RolloutError("refused"))
+        with pytest.raises(RolloutError, match="refused"):
+            await third
+        assert samplers.futures[1].cancelled(), "it frees its slot"
+        samplers.futures[3].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fourth
+        again = one.submit_many([one.progress()[0]])
+        assert samplers.asked[-1].request.adapter == "one" and not again[0].done()
+        again[0].cancel()
+
+    asyncio.run(play())
 
 
 INTERRUPTS = """

@@ -20,7 +20,7 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.assemble import Begun, Claim, Parts, SharedParts, connect
-from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import warm_started
@@ -60,9 +60,9 @@ def assemble_several(
     lockstep: Lockstep,
     closing: ExitStack,
     stream: TextIO | None = None,
-) -> dict[str, Parts]:
-    """Build all parts of all runs, by name; nothing runs yet but the samplers' threads. Arguments
-    as `assemble`'s.
+) -> tuple[dict[str, Parts], Lock]:
+    """Build all parts of all runs, by name; nothing runs yet but the samplers' threads. Return them
+    with what to hold while the trainer's slice computes. Arguments as `assemble`'s.
 
     stream: that each run's progress is written to; None: stdout.
     """
@@ -96,7 +96,7 @@ def assemble_several(
         told = Console(one.config.run.steps, stream=stream, live=False, name=name)
         shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
         parts[name] = connect(begun, stop, told, lockstep, closing, shared)
-    return parts
+    return parts, turns
 
 
 def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun], Locks]:
@@ -104,8 +104,7 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
     Raises JaxrlError kinds, of which a ConfigError names the run."""
     configs = {name: with_correction(own) for name, own in runs_of(config).items()}
     claim_devices(config)
-    judged = [own.reward for own in configs.values() if own.reward.model is not None]
-    locks = make_locks((judged or [config.reward])[0], make_slices(config.mesh), lockstep)
+    locks = make_locks(config.reward, make_slices(config.mesh), lockstep)
     checked: dict[str, CheckedRun] = {}
     for name, own in configs.items():
         try:

@@ -20,6 +20,7 @@ from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run.assemble import Claim, Parts
+from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import assemble_several, folders
@@ -44,8 +45,8 @@ def run_several(
     stream: that each run's progress is written to; None: stdout.
     """
     with ExitStack() as closing:
-        parts = assemble_several(config, claim, stop, console, lockstep, closing, stream)
-        errors = run_all(parts, stop)
+        parts, turn = assemble_several(config, claim, stop, console, lockstep, closing, stream)
+        errors = run_all(parts, stop, turn)
     for folder in folders(config).values():
         if Paths(folder).metrics.exists():
             write_report(folder)
@@ -57,15 +58,19 @@ def run_several(
         raise preempted(stop, versions)
 
 
-def run_all(runs: Mapping[str, Parts], stop: Stop) -> dict[str, BaseException]:
-    """Run all side by side until each has ended; return the errors of those that failed."""
+def run_all(runs: Mapping[str, Parts], stop: Stop, turn: Lock) -> dict[str, BaseException]:
+    """Run all side by side until each has ended; return the errors of those that failed.
+
+    turn: held while a policy is put together, on the slice where others step.
+    """
     errors: dict[str, BaseException] = {}
 
     def run(name: str, parts: Parts) -> None:
         try:
             run_threads(parts, stop)
             if not stop.preempted:
-                parts.save_policy()
+                with turn:
+                    parts.save_policy()
         except BaseException as error:
             errors[name] = error
             known = isinstance(error, JaxrlError)
