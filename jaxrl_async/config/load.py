@@ -6,13 +6,11 @@ A problem says where it is (file and line, or command line), the key path, the v
 allowed. Needs no JAX.
 """
 
-import itertools
 import logging
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,6 +19,16 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl_async.config.draft import (
+    COMMAND_LINE,
+    MAX_INTEGER,
+    Draft,
+    KeyPath,
+    Tree,
+    parse_yaml,
+    read_draft,
+    shown,
+)
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
@@ -30,20 +38,8 @@ from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 2**18
-"""Longest configuration file."""
-MAX_DEPTH = 16
-"""Deepest nesting of a configuration file."""
-MAX_NODES = 10_000
-"""Most keys and values of a configuration file; each alias counts as all that it stands for."""
 MAX_PROBLEMS = 20
 """Most problems to report of one configuration."""
-MAX_INTEGER = 2**63
-"""Integers from here on are refused for every setting."""
-COMMAND_LINE = "command line"
-
-KeyPath = tuple[str, ...]
-Tree = dict[str, Any]
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
@@ -60,7 +56,8 @@ def load(
     """Load a configuration and apply overrides `section.key=value` in order.
 
     Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
-    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
+    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; `runs.NAME.` before a setting sets it
+    for one of several runs. Raises ConfigError.
 
     Args:
         source: a YAML file, or the sections as mappings.
@@ -68,9 +65,9 @@ def load(
         where: what mappings are called in messages.
     """
     if isinstance(source, Mapping):
-        draft = _Draft(file=where, tree=_plain_copy(source))
+        draft = Draft(file=where, tree=_plain_copy(source))
     else:
-        draft = _read(Path(source))
+        draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
@@ -78,14 +75,14 @@ def load(
         else:
             _apply(draft, text)
     config = _checked(draft)
-    if given or of_runs:
+    if given not in (None, {}) or of_runs:
         return _of_several(draft, config, given, of_runs)
     for warning in warnings_of_unused(config):
         log.warning("%s", warning)
     return config
 
 
-def _checked(draft: "_Draft") -> Config:
+def _checked(draft: Draft) -> Config:
     """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
     wrong."""
     known = _keep_known(draft, draft.tree, Config, ())
@@ -102,7 +99,7 @@ def _checked(draft: "_Draft") -> Config:
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
 
 
-def _of_several(shared: "_Draft", config: Config, given: Any, overrides: Sequence[str]) -> Config:
+def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
     """Return the configuration of several runs, in which each is what differs from the shared one.
     Raises ConfigError.
 
@@ -113,7 +110,7 @@ def _of_several(shared: "_Draft", config: Config, given: Any, overrides: Sequenc
         overrides: those of runs.NAME.
     """
     if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
-        told = f"runs = {_show(given)} must be {{name: settings or a file}}; write it in the file."
+        told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
         shared.complain(("runs",), told)
         raise ConfigError(_listed(shared.problems))
     runs: Tree = {}
@@ -132,17 +129,17 @@ def _of_several(shared: "_Draft", config: Config, given: Any, overrides: Sequenc
     for text in overrides:
         if len(path := text.strip().split(".")) < 3 or path[1] not in given:
             shared.problems.append(
-                f"{COMMAND_LINE}: {_show(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
+                f"{COMMAND_LINE}: {shown(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
                 f"VALUE, of {', '.join(given)}."
             )
     return _checked_several(shared, config, runs)
 
 
-def _checked_several(shared: "_Draft", config: Config, runs: Tree) -> Config:
+def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     """Return the configuration with its runs. Raises ConfigError."""
     for name in runs:
         if not re.fullmatch(RUN_NAME, name):
-            told = f"runs: {_show(name)} cannot name a run; a name must be like {RUN_NAME}."
+            told = f"runs: {shown(name)} cannot name a run; a name must be like {RUN_NAME}."
             shared.complain(("runs",), told)
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
@@ -153,12 +150,12 @@ def _checked_several(shared: "_Draft", config: Config, runs: Tree) -> Config:
     raise ConfigError(_listed(shared.problems))
 
 
-def _of_one(shared: "_Draft", name: str, own: Any) -> "_Draft":
+def _of_one(shared: Draft, name: str, own: Any) -> Draft:
     """Return the draft of one of several runs: the shared settings with its own in their place.
     Raises ConfigError."""
     if isinstance(own, str):
-        file = _read(Path(own))
-        return _Draft(
+        file = read_draft(Path(own))
+        return Draft(
             file=file.file,
             tree=merged(deepcopy(shared.tree), file.tree),
             lines=file.lines,
@@ -166,11 +163,11 @@ def _of_one(shared: "_Draft", name: str, own: Any) -> "_Draft":
         )
     if not isinstance(own, dict):
         shared.complain(
-            ("runs", name), f"runs.{name} = {_show(own)} must be settings by section, or a file."
+            ("runs", name), f"runs.{name} = {shown(own)} must be settings by section, or a file."
         )
         raise ConfigError(_listed(shared.problems))
     lines = {path[2:]: line for path, line in shared.lines.items() if path[:2] == ("runs", name)}
-    return _Draft(
+    return Draft(
         file=shared.file,
         tree=merged(deepcopy(shared.tree), own),
         lines={**shared.lines, **{path: line for path, line in lines.items() if path}},
@@ -186,7 +183,7 @@ def _plain_copy(tree: Mapping[str, Any]) -> Tree:
     }
 
 
-def _complain_of_whole_sections(draft: "_Draft", known: Tree, error: ValidationError) -> None:
+def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
     """Note the broken rules of single sections beside fields that are wrong in other sections."""
     wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
     try:
@@ -227,154 +224,16 @@ def help_text() -> str:
     return "\n".join(_help_lines(Config, ()))
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Draft:
-    """A configuration while it is loaded: the raw tree, where its keys come from, its problems."""
-
-    file: str
-    tree: Tree = field(default_factory=dict)
-    lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
-    overridden: set[KeyPath] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-
-    def where(self, path: KeyPath) -> str:
-        """Say where a key was set: on the command line, or in which line of the file."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return COMMAND_LINE
-            if path[:end] in self.lines:
-                return f"{self.file}, line {self.lines[path[:end]]}"
-        return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
-
-    def complain(self, path: KeyPath, sentence: str) -> None:
-        """Add a problem with the key at `path`."""
-        self.problems.append(f"{self.where(path)}: {sentence}")
-
-
-def _read(path: Path) -> _Draft:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error}. Give the path of a YAML file."
-        ) from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(
-            f"{path}: longer than {MAX_BYTES:,} bytes. Give the path of a configuration in YAML."
-        )
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from None
-    draft = _Draft(file=str(path))
-    tree = _parse(text, draft.file, draft)
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold sections (run:, model:, ...), not {_show(tree)}.")
-    draft.tree = tree or {}
-    return draft
-
-
-def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
-    """Parse YAML; raise ConfigError for duplicate keys, merge keys, cycles and deep nesting."""
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        for path, line in _keys(node, where, (), counter=itertools.count(1)):
-            if draft is not None:
-                draft.lines[path] = line
-        return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
-        raise ConfigError(
-            f"{where}{place}: not valid YAML: {error.problem or error.context}.{hint}"
-        ) from None
-    except ConfigError:
-        raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # PyYAML lets what its constructors raise through
-        reason = (
-            "nested too deeply"
-            if isinstance(error, RecursionError)
-            else " ".join(str(error).split())
-        )
-        raise ConfigError(f"{where}: not valid YAML: {reason}.") from None
-
-
-def _keys(
-    node: yaml.Node,
-    where: str,
-    path: KeyPath,
-    seen: frozenset[int] = frozenset(),
-    depth: int = 0,
-    *,
-    counter: Iterator[int],
-) -> Iterator[tuple[KeyPath, int]]:
-    """Yield path and line of each key below `node`; raise ConfigError for refused kinds of YAML.
-
-    counter: counts the nodes; an alias counts as all that it stands for.
-    """
-    line = node.start_mark.line + 1
-    if next(counter) > MAX_NODES:
-        raise ConfigError(
-            f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias "
-            "counting as all that it stands for. No configuration has so many: correct the path."
-        )
-    if id(node) in seen or depth > MAX_DEPTH:
-        raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")
-    seen |= {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _keys(item, where, (*path, "[]"), seen, depth + 1, counter=counter)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}, line {line}: not valid YAML: a key that is not text.")
-        name = str(key.value)
-        dotted = ".".join((*path, name))
-        if name == "<<":
-            raise ConfigError(
-                f"{where}, line {line}: merging with << is not supported. Write it out."
-            )
-        if name in first:
-            raise ConfigError(
-                f"{where}, line {line}: {dotted} is given twice, first in line {first[name]}. "
-                "Remove one."
-            )
-        first[name] = line
-        yield (*path, name), line
-        yield from _keys(value, where, (*path, name), seen, depth + 1, counter=counter)
-
-
 # --- overrides ---------------------------------------------------------------------------------
 
 
-def _apply(draft: _Draft, text: str) -> None:
+def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
     path = tuple(part.strip() for part in dotted.strip().split("."))
     if not equals or not all(path):
         draft.problems.append(
-            f"{COMMAND_LINE}: {_show(text)} is not an override. Write section.key=value."
+            f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
         )
         return
     target = _find(path)
@@ -394,7 +253,7 @@ def _apply(draft: _Draft, text: str) -> None:
         _store(draft, path, value)
 
 
-def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
+def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     draft.overridden.add(path)
     tree: Any = draft.tree
     for depth, key in enumerate(path[:-1]):
@@ -421,7 +280,7 @@ def _override_value(raw: str, target: Any) -> Any:
             return None
         if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
-    value = _parse(raw, f"{_show(raw)} on the command line")
+    value = parse_yaml(raw, f"{shown(raw)} on the command line")
     return raw if _is_choice(target) and not isinstance(value, dict | list) else value
 
 
@@ -429,7 +288,7 @@ def _override_value(raw: str, target: Any) -> Any:
 
 
 def _keep_known(
-    draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
+    draft: Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
 ) -> Tree:
     """Return the part of `tree` that the schema knows, and add the rest to the problems."""
     known: Tree = {}
@@ -446,7 +305,7 @@ def _keep_known(
             known[key] = _keep_known(draft, value, inner, here)
         elif inner is not None:
             draft.complain(
-                here, f"{'.'.join(here)} = {_show(value)} must be a section: keys and values."
+                here, f"{'.'.join(here)} = {shown(value)} must be a section: keys and values."
             )
         elif _wrong_at_sight(value, target):
             draft.complain(here, _not_allowed(here, value, target))
@@ -477,7 +336,7 @@ def _is_encodable(text: str) -> bool:
         return False
 
 
-def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
+def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
     """Translate pydantic's errors into plain sentences, one per key."""
     for one in error.errors(include_url=False):
         whole = tuple(str(part) for part in one["loc"])
@@ -498,7 +357,7 @@ def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
     allowed = _allowed(target)
     if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
         allowed += f" and at most {MAX_WHOLE}"
-    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {allowed}."
+    return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
 def _unknown(path: KeyPath) -> str:
@@ -529,19 +388,6 @@ def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> K
     """Return the candidate most like the word, or None if difflib's ratio is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
-
-
-def _show(value: Any) -> str:
-    """Return a value for a message: short, on one line."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
-        return "a very long number"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a very long number"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # --- the schema, read ---------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _of_several(config: Config) -> tuple[list[str], list[str]]:
     of_all = folders(config)
     lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
     achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
-    return achieved, [f"{name}  {folder}" for name, folder in of_all.items()]
+    return achieved, [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
 
 
 def _stopping(on_step: OnStep, stop: Stop) -> OnStep:

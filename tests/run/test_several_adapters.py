@@ -183,7 +183,7 @@ def test_what_several_runs_cannot_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "runs", [{"a/b": {}}, {"base": {}}, {"a": 3}, [1], {"a": "missing.yaml"}], ids=str
+    "runs", [{"a/b": {}}, {"base": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}], ids=str
 )
 def test_runs_that_are_no_runs_are_refused(runs: Any) -> None:
     with pytest.raises(ConfigError, match=r"runs|missing\.yaml"):
