@@ -23,7 +23,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.ports import Reply
-from jaxrl_async.run import loop
+from jaxrl_async.run import loop, threads
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Fault, Hits, injected
@@ -84,7 +84,7 @@ def main() -> None:
         args.steps, args.faults = 6, ["sampler dies", "scorer raises"]
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
-    loop.JOIN_S = 5.0
+    threads.JOIN_S = 5.0
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), args.steps)  # compile
         report("faults", [measure(name, Path(folder), args.steps) for name in args.faults], args)

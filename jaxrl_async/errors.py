@@ -113,6 +113,10 @@ class Stopped(JaxrlError, InterruptedError):
     """Ctrl-C ended the run before there was a policy to write; everything else is saved."""
 
 
+class RunsFailed(JaxrlError, RuntimeError):
+    """Of several adapters that learnt in one run one or more failed; the message says which."""
+
+
 class MissingExtraError(JaxrlError, ImportError):
     """An optional dependency is needed; the message names the extra to install."""
 

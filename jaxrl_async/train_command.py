@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from jaxrl_async.config.load import dump, help_text, load
+from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory
 from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
-            importlib.import_module("jaxrl_async.run.start").check_names(config)
+            start = importlib.import_module("jaxrl_async.run.start")
+            for one in (config, *runs_of(config).values()):
+                start.check_names(one)
             whole = importlib.import_module("jaxrl_async.algorithms.preflight").with_correction(
                 config
             )

@@ -14,7 +14,7 @@ from typing import Any
 from jaxrl_async.api.arguments import Brought, Data, Reward, configured
 from jaxrl_async.api.finished_run import Run
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import StopTraining
+from jaxrl_async.errors import ConfigError, StopTraining
 from jaxrl_async.metrics.console import OnStep
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import loop
@@ -59,6 +59,11 @@ def train(
     """
     brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
     with configured(brought, config, settings) as resolved:
+        if resolved.runs:
+            raise ConfigError(
+                "train: runs: several adapters that learn in one run have no single policy to "
+                "return. Start them with python -m jaxrl_async.train FILE, or call train for each."
+            )
         return Run(loop.train(resolved, on_step))
 
 

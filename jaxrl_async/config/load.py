@@ -6,11 +6,12 @@ A problem says where it is (file and line, or command line), the key path, the v
 allowed. Needs no JAX.
 """
 
-import itertools
 import logging
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,28 +20,27 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl_async.config.draft import (
+    COMMAND_LINE,
+    MAX_INTEGER,
+    Draft,
+    KeyPath,
+    Tree,
+    parse_yaml,
+    read_draft,
+    shown,
+)
 from jaxrl_async.config.rules import RULES
-from jaxrl_async.config.schema import Choice, Choices, Config
+from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
+from jaxrl_async.config.several import differences, merged, section_of
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 2**18
-"""Longest configuration file."""
-MAX_DEPTH = 16
-"""Deepest nesting of a configuration file."""
-MAX_NODES = 10_000
-"""Most keys and values of a configuration file; each alias counts as all that it stands for."""
 MAX_PROBLEMS = 20
 """Most problems to report of one configuration."""
-MAX_INTEGER = 2**63
-"""Integers from here on are refused for every setting."""
-COMMAND_LINE = "command line"
-
-KeyPath = tuple[str, ...]
-Tree = dict[str, Any]
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
@@ -57,7 +57,8 @@ def load(
     """Load a configuration and apply overrides `section.key=value` in order.
 
     Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
-    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
+    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; `runs.NAME.` before a setting sets it
+    for one of several runs. Raises ConfigError.
 
     Args:
         source: a YAML file, or the sections as mappings.
@@ -65,11 +66,26 @@ def load(
         where: what mappings are called in messages.
     """
     if isinstance(source, Mapping):
-        draft = _Draft(file=where, tree=_plain_copy(source))
+        draft = Draft(file=where, tree=_plain_copy(source))
     else:
-        draft = _read(Path(source))
+        draft = read_draft(Path(source))
+    given, of_runs = draft.tree.pop("runs", None), []
     for text in overrides:
-        _apply(draft, text)
+        if text.strip().startswith(("runs.", "runs=")):
+            of_runs.append(text)
+        else:
+            _apply(draft, text)
+    config = _checked(draft)
+    if given not in (None, {}) or of_runs:
+        return _of_several(draft, config, given, of_runs)
+    for warning in warnings_of_unused(config):
+        log.warning("%s", warning)
+    return config
+
+
+def _checked(draft: Draft) -> Config:
+    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
+    wrong."""
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -80,10 +96,84 @@ def load(
         for violation in RULES.violations(config):
             draft.complain(violation.rule.section, violation.sentence)
         if not draft.problems:
-            for warning in warnings_of_unused(config):
-                log.warning("%s", warning)
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
+    """Return the configuration of several runs, in which each is what differs from the shared one.
+    Raises ConfigError.
+
+    Args:
+        shared: all that stands beside `runs`.
+        config: made from it.
+        given: the setting `runs`: settings, or a file of them, by name.
+        overrides: those of runs.NAME.
+    """
+    if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
+        told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
+        shared.complain(("runs",), told)
+        raise ConfigError(_listed(shared.problems))
+    runs: Tree = {}
+    for name, own in given.items():
+        rest = [text.strip() for text in overrides if text.strip().startswith(f"runs.{name}.")]
+        draft = _of_one(shared, name, own)
+        for text in rest:
+            _apply(draft, text.removeprefix(f"runs.{name}."))
+        try:
+            alone = _checked(draft)
+        except ConfigError as error:
+            raise ConfigError(f"runs.{name}: {error}") from None
+        for warning in warnings_of_unused(alone):
+            log.warning("runs.%s: %s", name, warning)
+        runs[name] = differences(config.model_dump(), alone.model_dump())
+    for text in overrides:
+        if len(path := text.strip().split(".")) < 3 or path[1] not in given:
+            shared.problems.append(
+                f"{COMMAND_LINE}: {shown(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
+                f"VALUE, of {', '.join(given)}."
+            )
+    return _checked_several(shared, config, runs)
+
+
+def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
+    """Return the configuration with its runs. Raises ConfigError."""
+    for name in runs:
+        if not re.fullmatch(RUN_NAME, name):
+            told = f"runs: {shown(name)} cannot name a run; a name must be like {RUN_NAME}."
+            shared.complain(("runs",), told)
+    if not shared.problems:
+        several = Config.model_validate({**config.model_dump(), "runs": runs})
+        for violation in RULES.violations(several):
+            shared.complain(violation.rule.section, violation.sentence)
+        if not shared.problems:
+            return several
+    raise ConfigError(_listed(shared.problems))
+
+
+def _of_one(shared: Draft, name: str, own: Any) -> Draft:
+    """Return the draft of one of several runs: the shared settings with its own in their place.
+    Raises ConfigError."""
+    if isinstance(own, str):
+        file = read_draft(Path(own))
+        return Draft(
+            file=file.file,
+            tree=merged(deepcopy(shared.tree), file.tree),
+            lines=file.lines,
+            overridden=set(shared.overridden),
+        )
+    if not isinstance(own, dict):
+        shared.complain(
+            ("runs", name), f"runs.{name} = {shown(own)} must be settings by section, or a file."
+        )
+        raise ConfigError(_listed(shared.problems))
+    lines = {path[2:]: line for path, line in shared.lines.items() if path[:2] == ("runs", name)}
+    return Draft(
+        file=shared.file,
+        tree=merged(deepcopy(shared.tree), own),
+        lines={**shared.lines, **{path: line for path, line in lines.items() if path}},
+        overridden=set(shared.overridden),
+    )
 
 
 def _plain_copy(tree: Mapping[str, Any]) -> Tree:
@@ -94,7 +184,7 @@ def _plain_copy(tree: Mapping[str, Any]) -> Tree:
     }
 
 
-def _complain_of_whole_sections(draft: "_Draft", known: Tree, error: ValidationError) -> None:
+def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
     """Note the broken rules of single sections beside fields that are wrong in other sections."""
     wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
     try:
@@ -144,7 +234,7 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
     """Yield every section and setting, a section before what is in it."""
     for name, target in section.model_fields.items():
         here = ".".join((*path, name))
-        inner = _section_of(target)
+        inner = section_of(target)
         about = target.description or ("" if inner is None else inner.__doc__) or ""
         about = " ".join(about.split())
         if inner is None:
@@ -165,154 +255,16 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Draft:
-    """A configuration while it is loaded: the raw tree, where its keys come from, its problems."""
-
-    file: str
-    tree: Tree = field(default_factory=dict)
-    lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
-    overridden: set[KeyPath] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-
-    def where(self, path: KeyPath) -> str:
-        """Say where a key was set: on the command line, or in which line of the file."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return COMMAND_LINE
-            if path[:end] in self.lines:
-                return f"{self.file}, line {self.lines[path[:end]]}"
-        return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
-
-    def complain(self, path: KeyPath, sentence: str) -> None:
-        """Add a problem with the key at `path`."""
-        self.problems.append(f"{self.where(path)}: {sentence}")
-
-
-def _read(path: Path) -> _Draft:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error}. Give the path of a YAML file."
-        ) from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(
-            f"{path}: longer than {MAX_BYTES:,} bytes. Give the path of a configuration in YAML."
-        )
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from None
-    draft = _Draft(file=str(path))
-    tree = _parse(text, draft.file, draft)
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold sections (run:, model:, ...), not {_show(tree)}.")
-    draft.tree = tree or {}
-    return draft
-
-
-def _parse(text: str, where: str, draft: _Draft | None = None) -> Any:
-    """Parse YAML; raise ConfigError for duplicate keys, merge keys, cycles and deep nesting."""
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        for path, line in _keys(node, where, (), counter=itertools.count(1)):
-            if draft is not None:
-                draft.lines[path] = line
-        return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
-        raise ConfigError(
-            f"{where}{place}: not valid YAML: {error.problem or error.context}.{hint}"
-        ) from None
-    except ConfigError:
-        raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # PyYAML lets what its constructors raise through
-        reason = (
-            "nested too deeply"
-            if isinstance(error, RecursionError)
-            else " ".join(str(error).split())
-        )
-        raise ConfigError(f"{where}: not valid YAML: {reason}.") from None
-
-
-def _keys(
-    node: yaml.Node,
-    where: str,
-    path: KeyPath,
-    seen: frozenset[int] = frozenset(),
-    depth: int = 0,
-    *,
-    counter: Iterator[int],
-) -> Iterator[tuple[KeyPath, int]]:
-    """Yield path and line of each key below `node`; raise ConfigError for refused kinds of YAML.
-
-    counter: counts the nodes; an alias counts as all that it stands for.
-    """
-    line = node.start_mark.line + 1
-    if next(counter) > MAX_NODES:
-        raise ConfigError(
-            f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias "
-            "counting as all that it stands for. No configuration has so many: correct the path."
-        )
-    if id(node) in seen or depth > MAX_DEPTH:
-        raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")
-    seen |= {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _keys(item, where, (*path, "[]"), seen, depth + 1, counter=counter)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}, line {line}: not valid YAML: a key that is not text.")
-        name = str(key.value)
-        dotted = ".".join((*path, name))
-        if name == "<<":
-            raise ConfigError(
-                f"{where}, line {line}: merging with << is not supported. Write it out."
-            )
-        if name in first:
-            raise ConfigError(
-                f"{where}, line {line}: {dotted} is given twice, first in line {first[name]}. "
-                "Remove one."
-            )
-        first[name] = line
-        yield (*path, name), line
-        yield from _keys(value, where, (*path, name), seen, depth + 1, counter=counter)
-
-
 # --- overrides ---------------------------------------------------------------------------------
 
 
-def _apply(draft: _Draft, text: str) -> None:
+def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
     path = tuple(part.strip() for part in dotted.strip().split("."))
     if not equals or not all(path):
         draft.problems.append(
-            f"{COMMAND_LINE}: {_show(text)} is not an override. Write section.key=value."
+            f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
         )
         return
     target = _find(path)
@@ -332,7 +284,7 @@ def _apply(draft: _Draft, text: str) -> None:
         _store(draft, path, value)
 
 
-def _store(draft: _Draft, path: KeyPath, value: Any) -> None:
+def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     draft.overridden.add(path)
     tree: Any = draft.tree
     for depth, key in enumerate(path[:-1]):
@@ -359,7 +311,7 @@ def _override_value(raw: str, target: Any) -> Any:
             return None
         if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
-    value = _parse(raw, f"{_show(raw)} on the command line")
+    value = parse_yaml(raw, f"{shown(raw)} on the command line")
     return raw if _is_choice(target) and not isinstance(value, dict | list) else value
 
 
@@ -367,7 +319,7 @@ def _override_value(raw: str, target: Any) -> Any:
 
 
 def _keep_known(
-    draft: _Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
+    draft: Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
 ) -> Tree:
     """Return the part of `tree` that the schema knows, and add the rest to the problems."""
     known: Tree = {}
@@ -379,12 +331,12 @@ def _keep_known(
         if target is None:
             draft.complain(here, _unknown(here))
             continue
-        inner = _section_of(target)
+        inner = section_of(target)
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
         elif inner is not None:
             draft.complain(
-                here, f"{'.'.join(here)} = {_show(value)} must be a section: keys and values."
+                here, f"{'.'.join(here)} = {shown(value)} must be a section: keys and values."
             )
         elif _wrong_at_sight(value, target):
             draft.complain(here, _not_allowed(here, value, target))
@@ -415,7 +367,7 @@ def _is_encodable(text: str) -> bool:
         return False
 
 
-def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
+def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
     """Translate pydantic's errors into plain sentences, one per key."""
     for one in error.errors(include_url=False):
         whole = tuple(str(part) for part in one["loc"])
@@ -423,7 +375,7 @@ def _translate(draft: _Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
-        elif isinstance(target, FieldInfo) and _section_of(target) is None:
+        elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree
             for key in path:
                 value = value[key]
@@ -436,7 +388,7 @@ def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
     allowed = _allowed(target)
     if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
         allowed += f" and at most {MAX_WHOLE}"
-    return f"{'.'.join(path)} = {_show(value)} is not allowed; it must be {allowed}."
+    return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
 def _unknown(path: KeyPath) -> str:
@@ -469,19 +421,6 @@ def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> K
     return candidates[near[0]] if near else None
 
 
-def _show(value: Any) -> str:
-    """Return a value for a message: short, on one line."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
-        return "a very long number"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a very long number"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 # --- the schema, read ---------------------------------------------------------------------------
 
 
@@ -489,7 +428,7 @@ def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath,
     """Yield every key path and whether it is a section."""
     for name, target in section.model_fields.items():
         yield (*path, name), _is_section(target)
-        inner = _section_of(target)
+        inner = section_of(target)
         if inner is not None:
             yield from _all_paths(inner, (*path, name))
 
@@ -502,7 +441,7 @@ def _find(path: KeyPath) -> FieldInfo | None:
         if section is None:
             return None
         target = section.model_fields.get(key)
-        section = _section_of(target) if target is not None else None
+        section = section_of(target) if target is not None else None
     return target
 
 
@@ -510,11 +449,6 @@ def _known_prefix(path: KeyPath) -> KeyPath:
     while path and _find(path) is None:
         path = path[:-1]
     return path
-
-
-def _section_of(target: FieldInfo) -> type[Section] | None:
-    kind = target.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _is_section_type(kind: Any) -> bool:
@@ -528,7 +462,7 @@ def _named_sections(target: FieldInfo) -> bool:
 
 
 def _is_section(target: FieldInfo | None) -> bool:
-    return target is not None and _section_of(target) is not None
+    return target is not None and section_of(target) is not None
 
 
 def _is_choice(target: FieldInfo | None) -> bool:
@@ -582,6 +516,8 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
         return f"a list, each {each}"
     if get_origin(kind) is dict:
         is_named = _is_section_type(get_args(kind)[1])
+        if get_origin(get_args(kind)[1]) is dict:
+            return "{name: settings by section, or a file of them}"
         return "{name: {setting: value}}" if is_named else "{name: value}, both text"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))

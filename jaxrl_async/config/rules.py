@@ -19,6 +19,7 @@ from jaxrl_async.config import (
     pivot_rules,
     remote_rules,
     seats_rules,
+    several_rules,
 )
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.model_section import ROUTED_FAMILIES
@@ -468,6 +469,7 @@ RULES = RuleBook(
     | engine_rules.rule
     | pivot_rules.rule
     | seats_rules.rule
+    | several_rules.rule
 )
 
 

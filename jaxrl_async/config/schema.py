@@ -4,6 +4,8 @@ This is the door to all of them. A field's docstring is its help text (`--help`)
 What settings must keep to together is checked by config/rules.py. Needs no JAX.
 """
 
+from typing import Annotated, Any
+
 from pydantic import Field
 
 from jaxrl_async.config.algorithm_section import (
@@ -79,6 +81,11 @@ __all__ = [
 ]
 
 
+RUN_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
+"""Pattern of the name of one of several runs: of its adapter, and of its folder."""
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
+
+
 class Config(Section):
     """A checked configuration of a run: `load` makes one, and its sections are attributes
     (docs/settings.md)."""
@@ -118,6 +125,10 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    runs: dict[RunName, dict[str, Any]] = Field({})
+    """Runs that learn an adapter each, from one base and one stream of blocks, by name: what
+    differs in each from the sections above, or a file that says so; {}: this is one run. Shared
+    are model, mesh, sampler, weights, warm_start, faults and, but for run.steps, run."""
 
     @property
     def refers(self) -> bool:

@@ -65,9 +65,13 @@ class Console:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep | None = None,
+        name: str = "",
     ) -> None:
-        """Make the display; `live` None means live if the stream is a terminal."""
-        self._on_step = on_step
+        """Make the display; `live` None means live if the stream is a terminal.
+
+        name: of one of several runs, which plain lines begin with.
+        """
+        self._on_step, self._name = on_step, f"{name}  " if name else ""
         self._stream = stream or sys.stdout
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
@@ -147,7 +151,7 @@ class Console:
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
-        print(line, file=self._stream, flush=True)
+        print(f"{self._name}{line}", file=self._stream, flush=True)
 
     def _draw(self) -> Group:
         # Runs on rich's own thread. It reads one reference, whose object never changes.

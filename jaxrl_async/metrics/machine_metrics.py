@@ -8,6 +8,11 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing, evaluating."),
         ("time/train_s", "s", "Packing, forward and backward passes, update."),
         ("time/wait_data_s", "s", "Time the trainer waited because too few groups were ready."),
+        (
+            "time/wait_turn_s",
+            "s",
+            "Time the trainer waited for others' steps, of several adapters that learn in one run.",
+        ),
         ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
         ("time/save_s", "s", "Time a checkpoint stopped the trainer."),

@@ -62,11 +62,11 @@ def route(
     float32.
 
     logits [..., experts]; the weights, see ExpertRouter, carry the gradient: with the usual router
-    g_i = exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the choice,
-    not the weights; for a token with a -1 among its ids the router chooses. Small numerical
-    differences between sampler and trainer change the choice when logits are close, and the token's log-prob
-    with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE Reinforcement Learning by
-    Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
+    g_i = exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the
+    choice, not the weights; for a token with a -1 among its ids the router chooses. Small
+    numerical differences between sampler and trainer change the choice when logits are close, and
+    the token's log-prob with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE
+    Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
 
     Args:
         logits: [..., experts].

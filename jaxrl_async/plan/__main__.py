@@ -40,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jaxrl_async.plan").setLevel(logging.INFO)
     try:
         config = load(args.config, args.overrides)
+        if config.runs:
+            raise ConfigError(
+                "runs: several adapters in one run are not planned. Give the configuration of one "
+                "of them (RUN/NAME/config.yaml, or without `runs`); each adds its adapter, with "
+                "moments, to the trainer and a place to each sampler."
+            )
         trainer = parse_slice(args.topology)
         name = args.sampler_topology or _samplers_of(config, trainer)
         samplers = parse_chips(name) if name else None

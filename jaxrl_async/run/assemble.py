@@ -8,7 +8,7 @@ Each builder in run/builders/ takes what it needs and returns a record of parts.
 checkpoint holds restore themselves from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +20,23 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
-from jaxrl_async.run.builders.inputs import check_inputs
+from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import base_of, make_learner, warm_started
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
-from jaxrl_async.run.builders.rollouts import make_rollout_side, open_records
+from jaxrl_async.run.builders.rollouts import (
+    RolloutSide,
+    SharedSampling,
+    make_rollout_side,
+    open_records,
+)
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
 from jaxrl_async.run.builders.serving import RunServing, run_chat_format, served_by_run
 from jaxrl_async.run.builders.training import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
-from jaxrl_async.run.checkpoint.store import open_checkpoints
+from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.player import RunSchedule
@@ -44,6 +50,29 @@ from jaxrl_async.weights.channel import WeightChannel
 Claim = Callable[[Config], tuple[Config, Paths]]
 """Makes or finds the run's folder, and holds it; returns the configuration with run.resume settled.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What a run begins from: checked, with its folder, and the policy as it is at the start."""
+
+    config: Config
+    inputs: Inputs
+    paths: Paths
+    checkpoints: Checkpoints
+    continued: bool  # whether run.resume was asked for, even if there is no checkpoint yet
+    policy: Policy
+    warm_metrics: Mapping[str, float]
+    base_path: str | None  # directory of the weights that an adapter changes; None: in `paths`
+    label: str = ""  # of one of several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What one of several runs shares with the others."""
+
+    sampling: SharedSampling  # takes the run in at the samplers
+    turn: Lock  # on the trainer's slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +92,7 @@ class Parts:
     serving: RunServing
     plays: bool  # whether this process has rollouts
     base_path: str | None  # the directory of the policy at the start; None: random weights
+    label: str = ""  # of one of several runs
 
     @property
     def sampler(self) -> Router:
@@ -111,30 +141,62 @@ def assemble(
             config, policy, slices, pairs, paths, continued, console, stop, lockstep
         )
     policy = with_adapter_of(config, policy, slices, paths.base)
+    begun = Begun(
+        config=config,
+        inputs=inputs,
+        paths=paths,
+        checkpoints=checkpoints,
+        continued=continued,
+        policy=policy,
+        warm_metrics=warm_metrics,
+        base_path=config.model.path,
+    )
+    return connect(begun, stop, console, lockstep, closing)
+
+
+def connect(
+    begun: Begun,
+    stop: Stop,
+    console: Console,
+    lockstep: Lockstep,
+    closing: ExitStack,
+    shared: SharedParts | None = None,
+) -> Parts:
+    """Build what learns, draws and reports, and restore it; arguments as `assemble`'s.
+
+    shared: of one of several runs; None: this run is alone.
+    """
+    config, inputs, paths, policy = begun.config, begun.inputs, begun.paths, begun.policy
+    checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
+    sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(config, checkpoints, learner, inputs.prompts, lockstep)
-    records = open_records(
-        config, paths, start, inputs.recorded, lockstep, closing, continued=continued
-    )
-    if warm_metrics:
-        records.recorder.log(0, warm_metrics)
+    opened = config, paths, start, inputs.recorded, lockstep, closing
+    records = open_records(*opened, continued=begun.continued, scheduled=shared is None)
+    if begun.warm_metrics:
+        records.recorder.log(0, begun.warm_metrics)
     weights = VersionedParams(version=start.version, params=learner.params)
     side = make_rollout_side(
-        config, inputs, records, weights, lockstep, stop, paths.root, closing, base_of(policy)
+        config,
+        inputs,
+        records,
+        weights,
+        lockstep,
+        stop,
+        paths.root,
+        closing,
+        base_of(policy),
+        sampling,
     )
     closing.callback(inputs.opponents.close)
     inputs.opponents.begin(
         paths, start.version, policy.with_trained(learner.params), slices, inputs.locks.sampler
     )
-    serving = inputs.serving
-    closing.callback(serving.close)
-    if serving.needed and lockstep.plays:
-        chat = run_chat_format(config, tokenizer)
-        serving.open(served_by_run(config, side.sampling.router, tokenizer, chat))
-    observer = make_observer(config.metrics, side, lockstep, serving)
+    _open_serving(config, inputs, side, lockstep, closing)
+    observer = make_observer(config.metrics, side, lockstep, inputs.serving)
     outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
-    trainer = make_trainer(config, learner, side, outlets)
+    trainer = make_trainer(config, learner, side, outlets, turn)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(
         paths=paths,
@@ -147,7 +209,19 @@ def assemble(
         buffer=side.buffer,
         schedule=records.schedule,
         watchdog=make_watchdog(config.faults, side, trainer, paths),
-        serving=serving,
+        serving=inputs.serving,
         plays=lockstep.plays,
-        base_path=config.model.path,
+        base_path=begun.base_path,
+        label=begun.label,
     )
+
+
+def _open_serving(
+    config: Config, inputs: Inputs, side: RolloutSide, lockstep: Lockstep, closing: ExitStack
+) -> None:
+    """Open the endpoint that agent programs ask, if the task has some."""
+    serving = inputs.serving
+    closing.callback(serving.close)
+    if serving.needed and lockstep.plays:
+        chat = run_chat_format(config, inputs.tokenizer)
+        serving.open(served_by_run(config, side.sampling.router, inputs.tokenizer, chat))

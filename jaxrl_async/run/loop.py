@@ -21,11 +21,8 @@ thread waits for groups or tickets any more), channel (nor for weights), rollout
 other jobs have one thread: offline.py.
 """
 
-import asyncio
 import functools
-import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,53 +32,27 @@ import jax
 
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
-from jaxrl_async.errors import Closed, ConfigError, Stopped, StopTraining
+from jaxrl_async.config.several import runs_of
+from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.metrics.charts import accuracy_points, points
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import Claim, Parts, assemble
+from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.several.assemble_several import folders
+from jaxrl_async.run.several.run_several import run_several
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start import check_paths
+from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 
-JOIN_S = 60.0
-"""Longest wait for a thread to end after everything it waits on was closed, seconds."""
-
-log = logging.getLogger(__name__)
-
-
-class Failure:
-    """The first exception of any thread, and an event for it or for the end of the work."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-
-    def guard(self, work: Callable[[], None], *, ends_run: bool) -> Callable[[], None]:
-        """Return `work` as the target of a thread. Its exception is kept and ends the run.
-
-        ends_run: its return ends the run, too.
-        """
-
-        def target() -> None:
-            try:
-                work()
-            except Closed:
-                log.debug("%s ended: closed", threading.current_thread().name)
-            except BaseException as error:
-                self.error = self.error or error
-                self.done.set()
-            finally:
-                if ends_run:
-                    self.done.set()
-
-        return target
+Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
+"""Runs a job to its end; returns the folder of the weights, if there is one."""
 
 
 def train(config: Config, on_step: OnStep | None = None) -> Path:
@@ -104,17 +75,20 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         colocated=config.mesh.colocated and config.run.job == "rl",
     )
     config = look_together(config, lockstep)
-    check_paths(config)
+    for one in runs_of(config).values() if config.runs else (config,):
+        check_paths(one)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
         told = None if on_step is None else _stopping(on_step, stop)
-        console = closing.enter_context(Console(config.run.steps, stream=quiet, on_step=told))
+        live = False if config.runs else None  # several write a line each
+        shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
+        console = closing.enter_context(shown)
         claim = functools.partial(claim_together, closing, lockstep)
         console.phase("preparing")
-        work = run_rl if config.run.job == "rl" else offline.run
+        work = run_several if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"
         try:
             weights = work(config, claim, stop, console, lockstep)
@@ -123,22 +97,37 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             early = str(error)
         if not lockstep.writes:
             return paths.root
-        report = write_report(paths.root)
+        early = f"{early}: everything is saved; --resume continues" if early else ""
+        achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
+    console.summary([*achieved, early, *where])
+    return paths.root
+
+
+def _job_of(config: Config) -> Job:
+    """Return what runs a configuration's job."""
+    return run_rl if config.run.job == "rl" else offline.run
+
+
+def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
+    """Write the report of a run; return what it achieved, and where its results are."""
     results: dict[str, Path] = (
         {}
         if weights is None
         else {f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights}
     )
+    report = write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     width = max(map(len, results))
-    console.summary(
-        [
-            *achievements(paths.metrics),
-            f"{early}: everything is saved; --resume continues" if early else "",
-            *(f"{what:<{width}}  {where}" for what, where in results.items()),
-        ]
-    )
-    return paths.root
+    where = [f"{what:<{width}}  {folder}" for what, folder in results.items()]
+    return achievements(paths.metrics), where
+
+
+def _of_several(config: Config) -> tuple[list[str], list[str]]:
+    """Return what each of several runs achieved, and where its results are."""
+    of_all = folders(config)
+    lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
+    achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
+    return achieved, [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
 
 
 def _stopping(on_step: OnStep, stop: Stop) -> OnStep:
@@ -231,56 +220,3 @@ def achievements(metrics: Path) -> list[str]:
         seconds = lines[-1].get("time/elapsed_s", 0.0)
         achieved.append(f"{lines[-1]['step']} updates in {seconds:.0f} s")
     return achieved
-
-
-def run_threads(parts: Parts, stop: Stop) -> None:
-    """Start all threads, wait until the trainer ends or one fails, and stop them in order. Raises
-    the first failure."""
-    failure = Failure()
-
-    def new_thread(
-        name: str, work: Callable[[], None], *, ends_run: bool = False
-    ) -> threading.Thread:
-        return threading.Thread(
-            target=failure.guard(work, ends_run=ends_run), name=name, daemon=True
-        )
-
-    threads = [new_thread("trainer", parts.trainer.run, ends_run=True)]
-    threads += [new_thread("watchdog", parts.watchdog.run)]
-    if parts.plays:
-        threads += [new_thread("rollouts", lambda: asyncio.run(parts.rollouts.run()))]
-    processes = parts.sampling.processes
-    if processes is not None:
-        threads += [new_thread("sampler processes", processes.run)]
-    parts.buffer.pause()  # until the trainer has evaluated the first weights
-    with ExitStack() as stopping:  # each is done whatever the one before raises
-        stopping.callback(parts.sampling.dismiss)
-        stopping.callback(parts.sampler.close)
-        stopping.callback(parts.sampling.begin_to_dismiss)
-        for thread in reversed(threads):
-            stopping.callback(_join, thread)
-        if processes is not None:
-            stopping.callback(processes.stop)
-        stopping.callback(parts.channel.close)
-        stopping.callback(parts.buffer.close)
-        stopping.callback(parts.watchdog.stop)
-        stopping.callback(parts.schedule.close)
-        stopping.callback(parts.serving.end_sessions)
-        if parts.plays:
-            parts.sampler.start()
-        for thread in threads:
-            thread.start()
-        while not failure.done.wait(0.2):
-            if parts.sampler.error is not None:
-                failure.error = failure.error or parts.sampler.error
-                break
-    if failure.error is not None:
-        raise failure.error
-
-
-def _join(thread: threading.Thread) -> None:
-    if thread.ident is None:  # never started
-        return
-    thread.join(JOIN_S)
-    if thread.is_alive():
-        log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)

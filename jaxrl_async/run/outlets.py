@@ -17,7 +17,7 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
@@ -26,7 +26,6 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
-from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ NOT_ASKED = EvalResult(
 class Evaluation:
     """Held-out prompts, and all that answers and judges them; each process answers its part."""
 
-    sampler: Router
+    generate: Generate
     prompts: Sequence[Prompt]
     scorer: Scorer
     make_env: MakeEnv
@@ -278,7 +277,7 @@ class Evaluation:
 
     async def _answered(self) -> EvalResult:
         return await evaluate(
-            self.sampler,
+            self.generate,
             self.prompts,
             self.scorer,
             sampling=self.limits.sampling,

@@ -9,9 +9,7 @@ it is done, and takes no new ones meanwhile: nothing else could finish what it h
 
 import logging
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,9 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.ports import WeightSource
+from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.renewal import drop_adapter, new_adapter, restart, under_way
@@ -39,17 +40,6 @@ MOST_VERSION = 2**31 - 2
 """Largest version of an adapter that is given; tokens' versions are int32."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class AdapterChange:
-    """One adapter to load, to swap or to unload."""
-
-    name: str
-    params: Params | None  # of adapter_stack.fitted_adapter; None: unload
-    version: int | None = None  # None: the next one
-    probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: it is not checked
-    done: "Future[PlacedAdapter | None]" = field(default_factory=Future)
-
-
 class AdapterChanges:
     """Changes that were asked for and not made yet. Used by the sampler's thread."""
 
@@ -66,6 +56,7 @@ class AdapterChanges:
         self._engine, self._check, self._places = engine, check, places
         self._mode, self._device_lock = mode, device_lock
         self._staged: list[AdapterChange] = []
+        self.probe_error = 0.0  # of the last adapter that was compared on the probe, nats
 
     @property
     def waiting(self) -> bool:
@@ -177,7 +168,9 @@ class AdapterChanges:
                 version=new.version, params=params, probe_logprobs=change.probe_logprobs
             )
             alone = self._engine.prepare(params, weights.prepared)
-            self._check.error_of(update, lambda ids: self._engine.probe(alone, ids))
+            self.probe_error = self._check.error_of(
+                update, lambda ids: self._engine.probe(alone, ids)
+            )
         was_loaded = name in places.loaded
         with self._device_lock:
             weights.prepared = self._engine.load_place(weights.prepared, params, new.place)
@@ -200,9 +193,10 @@ class SamplerAdapters:
         places: AdapterPlaces,
         inbox: Inbox,
         changes: AdapterChanges,
+        sources: AdapterSources,
     ) -> None:
         self._spec, self._room, self._places = spec, room, places
-        self._inbox, self._changes = inbox, changes
+        self._inbox, self._changes, self._sources = inbox, changes, sources
 
     def loaded(self) -> Mapping[str, int]:
         """Return the versions of the adapters that requests may name, by name."""
@@ -252,6 +246,25 @@ class SamplerAdapters:
         done = self._change(change, timeout_s)
         assert done is not None
         return done.version
+
+    def follow(self, name: str, params: Params, version: int, source: WeightSource) -> None:
+        """Load an adapter as it is sent to samplers, and swap it for what its source brings from
+        now on. Blocks.
+
+        Args:
+            name: that requests give as `adapter`.
+            params: on this sampler's mesh, of the rank and the matrices of its places, B times
+                scale.
+            version: of its tokens.
+            source: of its later versions, in the same form.
+
+        Raises as `load`; nothing has changed then.
+        """
+        _check_name(name)
+        _check_version(name, version)
+        self._checked_room()
+        self._change(AdapterChange(name=name, params=params, version=version), CHANGE_S)
+        self._inbox.run(lambda: self._sources.add(name, source))
 
     def unload(self, name: str, *, timeout_s: float = CHANGE_S) -> None:
         """Free an adapter's place once its last request is done; it takes no new ones from now on.

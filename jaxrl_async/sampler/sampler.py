@@ -31,6 +31,7 @@ from jaxrl_async.mesh import spans_processes
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
+from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.outcomes import ended, request_as_data
@@ -107,15 +108,28 @@ class Sampler(Living):
 
     @classmethod
     def from_setup(
-        cls, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
+        cls,
+        setup: SamplerSetup,
+        prepared: Any,
+        version: int,
+        weights: WeightSource,
+        sources: AdapterSources | None = None,
     ) -> "Sampler":
-        """Return a sampler that begins with weights that are prepared (Engine.prepare) already."""
+        """Return a sampler that begins with weights that are prepared (Engine.prepare) already.
+
+        sources: of its adapters' new weights.
+        """
         sampler = cls.__new__(cls)
-        sampler._begin(setup, prepared, version, weights)
+        sampler._begin(setup, prepared, version, weights, sources)
         return sampler
 
     def _begin(
-        self, setup: SamplerSetup, prepared: Any, version: int, weights: WeightSource
+        self,
+        setup: SamplerSetup,
+        prepared: Any,
+        version: int,
+        weights: WeightSource,
+        sources: AdapterSources | None = None,
     ) -> None:
         if spans_processes(setup.engine.spec.mesh) and setup.settings.followers is NO_FOLLOWERS:
             raise ConfigError(
@@ -127,10 +141,13 @@ class Sampler(Living):
                 "a sampler with places for adapters (SamplerSettings.adapters) has a base that "
                 "never changes: leave `weights` out, and load adapters by name."
             )
+        sources = sources or AdapterSources()
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
         self.seed, self.places = setup.seed, setup.engine.spec.total_slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
-        self.loop = DecodeLoop(setup, self.lifetime, weights, version=version, prepared=prepared)
+        self.loop = DecodeLoop(
+            setup, self.lifetime, weights, version=version, prepared=prepared, sources=sources
+        )
         self._inbox, self.weights = self.loop.inbox, weights
         self.adapters = SamplerAdapters(
             setup.spec,
@@ -138,9 +155,12 @@ class Sampler(Living):
             setup.places,
             self._inbox,
             self.loop.changes,
+            sources,
         )
-        self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
+        # of a successor that could not be made yet
+        self._rejoined: tuple[WeightSource, AdapterSources] | None = None
         weights.attach(self.lifetime.wake)
+        sources.attach(self.lifetime.wake)
 
     @property
     def blamed(self) -> frozenset[str]:
@@ -175,6 +195,7 @@ class Sampler(Living):
         stop weight updates from waiting for it, and let it exit if it wakes up."""
         self.lifetime.detach()
         self.weights.leave()
+        self.loop.sources.leave()
         error = self.error or Closed("the sampler was taken out: it hangs")
         self._inbox.fail_commands(error)
         self.loop.changes.fail(error)
@@ -188,7 +209,8 @@ class Sampler(Living):
         if self.error is not None:  # it holds the KV, and there is no room for another
             traceback.clear_frames(self.error.__traceback__)
             self.loop.batch = None
-        source = self._rejoined = (self._rejoined or self.weights).rejoin()
+        before, of_adapters = self._rejoined or (self.weights, self.loop.sources)
+        source, sources = self._rejoined = before.rejoin(), of_adapters.rejoined()
         try:
             version, prepared = self.version, self.loop.weights.prepared
             update = source.poll(wait=True)
@@ -196,12 +218,14 @@ class Sampler(Living):
                 version = update.version
                 prepared = self.engine.prepare(update.params, prepared)
             assert prepared is not None, "what was taken and is not live is staged again"
-            successor = Sampler.from_setup(self.setup, prepared, version, source)
+            prepared = sources.renewed(self.engine, self.setup.places, prepared)
+            successor = Sampler.from_setup(self.setup, prepared, version, source, sources)
             if update is not None:
                 source.live(version)
             return successor
         except BaseException:
             source.leave()
+            sources.leave()
             raise
 
     # ---- requests
@@ -304,10 +328,12 @@ class DecodeLoop:
         version: int,
         prepared: Any,
         receiver: TakesIn | None = None,
+        sources: AdapterSources | None = None,
     ) -> None:
         """Begin with weights of this version that are prepared (Engine.prepare) already.
 
         receiver: decides what is taken in; None: whatever comes to the inbox and from the source.
+        sources: of adapters' new weights; None: there are none.
         """
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
@@ -329,6 +355,7 @@ class DecodeLoop:
             mode=setup.section.on_new_weights,
             device_lock=settings.device_lock,
         )
+        self.sources = sources or AdapterSources()
         self._receiver = receiver or settings.followers.led(
             Receiver(settings.name, self.inbox, source, settings.schedule)
         )
@@ -428,6 +455,7 @@ class DecodeLoop:
             self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
             self._count(batch, cancelled=len(taken.cancelled))
             self._swap(batch, taken.update)
+            self.sources.poll(self.changes, wait=idle)
             self._change_adapters(batch)
             return True
 
@@ -438,7 +466,11 @@ class DecodeLoop:
         start = self._clock()
         queued = {live.request.adapter for live in self.inbox.requests()}
         swaps = self.changes.make(batch, self.weights, queued)
+        self.sources.check()
         if swaps:
+            error = self.changes.probe_error
+            worst = max(error, self.stats.max_probe_error)
+            self.stats = replace(self.stats, probe_error=error, max_probe_error=worst)
             self._count(batch, swaps=swaps)
             self._note_pause(self._clock() - start)
 

@@ -75,15 +75,20 @@ class Trainer:
         outlets: Outlets,
         settings: TrainerSettings,
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        turn: AbstractContextManager[Any] | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Build the trainer of a new run; `restore` continues a saved one."""
+        """Build the trainer of a new run; `restore` continues a saved one.
+
+        turn: held from the groups of a step to its publishing, where several runs share the slice;
+            None: this run has it to itself.
+        """
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
         self._settings, self.version, self._skipped_in_row = settings, 0, 0
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._torn = False  # whether an update that failed has left weights of no version
-        self._device_lock, self._clock = device_lock, clock
+        self._device_lock, self._turn, self._clock = device_lock, turn, clock
         self._saved_version = -1
         self.doing, self.since = "starting", clock()  # for the watchdog
         self._pace = Pace(limit=settings.pacing.highest if settings.pacing else 0)
@@ -132,15 +137,18 @@ class Trainer:
         draw = self._draw()
         if draw is None:
             return
-        self._now("learning")
-        values = self._learn(draw)
-        trained = self._clock()
-        last = self.version == self._settings.total_steps or self._outlets.should_stop()
-        evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
-        if evaluates:  # no new group starts until the evaluation has run on exactly this version
-            self._source.pause()
-        self._now("publishing")
-        self._publish()
+        drawn = self._clock()
+        with self._turn or NO_DEVICE_LOCK:
+            in_turn = self._clock()
+            self._now("learning")
+            values = self._learn(draw)
+            trained = self._clock()
+            last = self.version == self._settings.total_steps or self._outlets.should_stop()
+            evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
+            if evaluates:  # no new group starts until the evaluation has run on exactly this one
+                self._source.pause()
+            self._now("publishing")
+            self._publish()
         published = self._clock()
         if evaluates:
             self._now("waiting for live weights")
@@ -148,13 +156,16 @@ class Trainer:
             self._now("evaluating")
             values |= self._outlets.evaluate()
         step_s = self._clock() - start
+        turn_s = 0.0 if self._turn is None else in_turn - drawn
+        train_s = trained - start - draw.waited_s - turn_s
         values |= {
             "time/step_s": step_s,
             "time/wait_data_s": draw.waited_s,
-            "time/train_s": trained - start - draw.waited_s,
+            **({} if self._turn is None else {"time/wait_turn_s": turn_s}),
+            "time/train_s": train_s,
             "time/publish_s": published - trained,
             **self._save_report(),
-            "trainer/idle_share": 1.0 - (trained - start - draw.waited_s) / step_s,
+            "trainer/idle_share": 1.0 - train_s / step_s,
         }
         self._outlets.report(self.version, values, draw.groups)
         if self._settings.save_every and self.version % self._settings.save_every == 0:

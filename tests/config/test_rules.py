@@ -289,6 +289,16 @@ BROKEN = {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
     },
+    "several_runs_learn_adapters": {"runs": {"a": {}}},
+    "several_runs_share_one_process": {
+        "model": {"lora": {"rank": 4}},
+        "mesh": {"colocated": True},
+        "runs": {"a": {}},
+    },
+    "runs_share_model_and_samplers": {
+        "model": {"lora": {"rank": 4}},
+        "runs": {"a": {"model": {"dtype": "bfloat16"}}},
+    },
     "an_adapter_reaches_our_samplers": {
         "model": {"lora": {"rank": 4}},
         "sampler": VLLM,

@@ -108,7 +108,7 @@ def test_an_evaluation_whose_answers_are_all_cut_off_has_an_accuracy_once_it_is_
         sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=50, max_length=100
     )
     evaluation = Evaluation(
-        sampler=Fresh(),
+        generate=Fresh(),
         prompts=[prompt(0), prompt(1)],
         scorer=scored(),
         make_env=SingleTurn,

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.run import loop
+from jaxrl_async.run import threads
 from jaxrl_async.run.signals import Stop
 
 
@@ -50,15 +50,16 @@ def test_threads_and_sampler_end_whatever_a_close_before_raises(failing):
     parts = SimpleNamespace(**{name: Part(name, closed, failing) for name in names})
     parts.rollouts = SimpleNamespace(run=parts.buffer.play)
     parts.trainer = SimpleNamespace(run=lambda: None)
-    parts.plays = True
+    parts.plays, parts.label = True, ""
     parts.sampling = SimpleNamespace(
         processes=None,
         begin_to_dismiss=lambda: None,
+        close=parts.sampler.close,
         dismiss=lambda: closed.append("dismissed"),
     )
     before = threading.active_count()
     with pytest.raises(OSError, match="no space left"):
-        loop.run_threads(parts, Stop())
+        threads.run_threads(parts, Stop())
     assert closed == [*names, "dismissed"] and threading.active_count() == before
 
 

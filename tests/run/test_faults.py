@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jaxrl_async.data.addition import held_out
 from jaxrl_async.errors import RolloutError, StalledError, WeightsError
 from jaxrl_async.ports import Reply
-from jaxrl_async.run import loop
+from jaxrl_async.run import threads
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Hits, injected
 
@@ -155,7 +155,7 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
 def test_what_cannot_be_survived_stops_the_run_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: faults.Fault, error: type, words: str
 ) -> None:
-    monkeypatch.setattr(loop, "JOIN_S", 3.0)
+    monkeypatch.setattr(threads, "JOIN_S", 3.0)
     with injected(broken), pytest.raises(error, match=words):
         run(tmp_path, "faults.sampler_restarts=2")
     if error is StalledError:

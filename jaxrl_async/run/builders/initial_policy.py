@@ -153,6 +153,12 @@ def with_adapter_of(config: Config, policy: Policy, slices: Slices, base: Path) 
 
     base: a base that no directory of the user's holds is written there whole, for a resumed run.
     """
+    return with_new_adapter(config, with_base_of(config, policy, slices, base), slices)
+
+
+def with_base_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
+    """Return the policy with its weights in the form that model.lora says, as the base of adapters
+    if there are any; base: see with_adapter_of."""
     lora, form = lora_of(policy.spec, config.model.lora), form_of(config.model.lora)
     if lora is None:
         return policy
@@ -160,8 +166,15 @@ def with_adapter_of(config: Config, policy: Policy, slices: Slices, base: Path) 
     if whole and not config.run.resume and config.model.path is None:
         policy.save_pretrained(base)
     keep_seal(config, base)
-    if form is not None:
-        policy = _on_quantized_base(policy, form, slices)
+    return policy if form is None else _on_quantized_base(policy, form, slices)
+
+
+def with_new_adapter(config: Config, policy: Policy, slices: Slices) -> Policy:
+    """Return the policy with a new adapter as model.lora says, if it does. Its numbers follow from
+    the run's seed."""
+    lora = lora_of(policy.spec, config.model.lora)
+    if lora is None:
+        return policy
     key = jax.random.fold_in(jax.random.key(config.run.seed), ADAPTER_KEY)
     where = shardings(adapter_table(policy.spec, lora), slices.trainer, TRAINER_RULES)
     return policy.adapted(lora, key, where)

@@ -57,10 +57,14 @@ class Inputs:
     prompts: PromptStream | Curriculum
 
 
-def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPairs | None]:
+def check_inputs(
+    config: Config, lockstep: Lockstep, locks: Locks | None = None
+) -> tuple[Inputs, FittingPairs | None]:
     """Read and check all that a run of rl begins with; no weight of the policy is read.
 
     The pairs are those of the warm start, which are not needed after it; None: no warm start.
+
+    locks: of the devices, if several runs share them.
 
     Raises JaxrlError kinds that name the setting.
     """
@@ -76,7 +80,8 @@ def check_inputs(config: Config, lockstep: Lockstep) -> tuple[Inputs, FittingPai
     spec = check_model(config, tokenizer, slices)
     check_frozen(config)
     check_engines(config, spec)
-    locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config))
+    if locks is None:
+        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config))
     serving = RunServing(config.endpoint, needed=task.program is not None, count=faults.add)
     check_alone(config, lockstep)
     chat = run_chat_format(config, tokenizer) if config.seats else None

@@ -84,7 +84,7 @@ def make_remote_sampling(
         room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
     )
     router = make_router(
-        config.faults, (), faults, elastic=Elastic(check=check, wait_s=config.remote.wait_s)
+        config.faults, (), faults.add, elastic=Elastic(check=check, wait_s=config.remote.wait_s)
     )
     probe = settings.probe_tokens
     if not lockstep.plays:

@@ -36,6 +36,7 @@ from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.replay.player import (
     OrderedPrompts,
     Replay,
+    ReplayedBuffer,
     RunSchedule,
 )
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
@@ -62,6 +63,7 @@ def open_records(
     closing: ExitStack,
     *,
     continued: bool,
+    scheduled: bool = True,
 ) -> Records:
     """Open the run's files.
 
@@ -74,6 +76,7 @@ def open_records(
         closing: closes the files.
         continued: whether the files of before are continued, as run.resume asked, even if there was
             no checkpoint yet.
+        scheduled: whether the samplers are the run's alone, so that what they take in is written.
     """
     resume_step = start.version if continued else None
     recorder = make_recorder(config.metrics, paths, lockstep, resume_step)
@@ -83,7 +86,7 @@ def open_records(
         ledger = reopened(paths.ledger, start.whole, start.version, continued)
     closing.callback(ledger.close)
     # Samplers in other processes do not write down what they take in: half a schedule is none.
-    file = None if config.mesh.remote else lockstep.schedule_file(paths.schedule)
+    file = None if config.mesh.remote or not scheduled else lockstep.schedule_file(paths.schedule)
     recording = Recording(file, header_of(config, start.version))
     return Records(
         recorder=recorder,
@@ -91,6 +94,13 @@ def open_records(
         buffer_ledger=lockstep.buffer_ledger(ledger),
         schedule=recording if recorded is None else Replay(recorded, recording),
     )
+
+
+SharedSampling = Callable[
+    [Config, Inputs, VersionedParams, ReplayBuffer | ReplayedBuffer], Sampling
+]
+"""Takes one of several runs in at the samplers that they share: its first weights, on the trainer's
+slice, and the gate that is told of live ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +127,7 @@ def make_rollout_side(
     folder: Path,
     closing: ExitStack,
     base: Params | None = None,
+    shared: SharedSampling | None = None,
 ) -> RolloutSide:
     """Make buffer, samplers and rollouts.
 
@@ -130,6 +141,7 @@ def make_rollout_side(
         folder: the run's.
         closing: ends samplers in processes of their own and the judge, whatever happens.
         base: what an adapter changes; None: all weights are trained.
+        shared: the samplers that several runs draw from; None: the run has its own.
     """
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
@@ -139,7 +151,9 @@ def make_rollout_side(
         note=schedule.write,
     )
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
-    if config.sampler.engine != "ours":  # its servers run elsewhere, too, but nobody joins
+    if shared is not None:
+        sampling = shared(config, inputs, weights, gate)
+    elif config.sampler.engine != "ours":  # its servers run elsewhere, too, but nobody joins
         sampling = make_foreign_sampling(config, inputs, weights, gate)
     elif config.mesh.remote:
         sampling = make_remote_sampling(
@@ -147,7 +161,7 @@ def make_rollout_side(
         )
     else:
         sampling = make_sampling(config, inputs, weights, schedule, gate, base)
-    rollouts = make_rollouts(config, inputs, prompts, sampling.router, gate)
+    rollouts = make_rollouts(config, inputs, prompts, sampling.generate, gate)
     closing.callback(inputs.scorers.close)
     if lockstep.plays:
         inputs.scorers.begin(folder, lockstep.player, lambda: sampling.channel.published_version)

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
-from jaxrl_async.metrics.fault_counts import AwakeClock, FaultCounts
+from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.model.frozen_base import base_shapes, base_table, form_of, sent_base
 from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
-from jaxrl_async.ports import Publisher, Replica
+from jaxrl_async.ports import Generate, Publisher, Replica
 from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
@@ -53,6 +53,17 @@ class Sampling:
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
     members: Members | None = None  # who joins from other processes; None: all are threads here
     processes: LocalSamplers | None = None  # those that the run starts itself; None: none
+    named: Generate | None = None  # of one of several runs: draws with its adapter, of all samplers
+
+    @property
+    def generate(self) -> Generate:
+        """What the run's requests go to."""
+        return self.router if self.named is None else self.named
+
+    def close(self) -> None:
+        """Stop the samplers, unless other runs draw from them. Idempotent."""
+        if self.named is None:
+            self.router.close()
 
     def wait_for_samplers(self, stop: Stop) -> None:
         """Wait until as many draw as the run begins with. Raises RolloutError."""
@@ -164,6 +175,11 @@ def make_push(
     return _push(sent_weights(section, model, spec), trainer, sampler)
 
 
+def push_base(config: Config, spec: ModelSpec, trainer: Mesh, sampler: Mesh) -> Push:
+    """Return what brings the base of adapters to a sampler, once."""
+    return _push(sent_whole(config.weights, config.model, spec), trainer, sampler)
+
+
 def _push(sent: SentWeights, trainer: Mesh, sampler: Mesh) -> Push:
     return Push(
         shardings(sent.table, trainer, TRAINER_RULES),
@@ -229,8 +245,7 @@ def make_sampling(
         params = push(weights.params)
         if base is None:
             return params
-        whole = _push(sent_whole(config.weights, config.model, spec), slices.trainer, mesh)
-        return beside(whole(base), params)
+        return beside(push_base(config, spec, slices.trainer, mesh)(base), params)
 
     samplers = [
         Sampler(
@@ -248,7 +263,7 @@ def make_sampling(
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
-    router = make_router(config.faults, samplers, inputs.faults, recorded=schedule.home)
+    router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.home)
     return Sampling(router=router, channel=channel, publisher=channel, probe=settings.probe_tokens)
 
 
@@ -270,7 +285,7 @@ def make_foreign_sampling(
         count=inputs.faults.add,
     )
     return Sampling(
-        router=make_router(config.faults, engines, inputs.faults),
+        router=make_router(config.faults, engines, inputs.faults.add),
         channel=channel,
         publisher=channel,
         probe=settings.probe_tokens,
@@ -280,26 +295,29 @@ def make_foreign_sampling(
 def make_router(
     section: FaultsSection,
     samplers: Sequence[Replica],
-    faults: FaultCounts,
+    count: Callable[[str, int], None],
     *,
     recorded: Callable[[str], int | None] | None = None,
     elastic: Elastic | None = None,
+    same_adapters: bool = False,
 ) -> Router:
     """Put the samplers behind a router, which restarts those that fail.
 
     Args:
         section: when one has failed, and how often it may.
         samplers: those that are there from the start.
-        faults: counts what is survived.
+        count: takes note of what is survived.
         recorded: in a replay, returns the number of the sampler for a request.
         elastic: for samplers that join and leave; None: there are none.
+        same_adapters: whether all samplers have the adapters that requests name.
     """
     awake = AwakeClock(time.monotonic, most_s=AWAKE_S)
     return Router(
         samplers,
         limits=RestartLimits.of(section),
-        count=faults.add,
+        count=count,
         clock=awake,
         recorded=recorded,
         elastic=elastic,
+        same_adapters=same_adapters,
     )

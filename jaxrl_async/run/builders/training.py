@@ -6,6 +6,7 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort
 from jaxrl_async.rollout.urgency import TurnPriority
+from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
 from jaxrl_async.run.checkpoint.store import Checkpoints
@@ -17,8 +18,17 @@ from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import SamplingParams
 
 
-def make_trainer(config: Config, learner: Learner, side: RolloutSide, outlets: Outlets) -> Trainer:
-    """Make the trainer: it draws from the rollout side and publishes to its samplers."""
+def make_trainer(
+    config: Config,
+    learner: Learner,
+    side: RolloutSide,
+    outlets: Outlets,
+    turn: Lock | None = None,
+) -> Trainer:
+    """Make the trainer: it draws from the rollout side and publishes to its samplers.
+
+    turn: see Trainer.
+    """
     source, publisher = side.inputs.opponents.watched(side.joined.source, side.sampling.publisher)
     return Trainer(
         learner=learner,
@@ -34,6 +44,7 @@ def make_trainer(config: Config, learner: Learner, side: RolloutSide, outlets: O
             probe=side.sampling.probe,
         ),
         device_lock=side.inputs.locks.trainer,
+        turn=turn,
     )
 
 
@@ -58,7 +69,7 @@ def make_outlets(
     """Make what the trainer's results go to: evaluation, reports and checkpoints."""
     inputs, stop = side.inputs, side.joined.stop
     evaluation = Evaluation(
-        sampler=side.sampling.router,
+        generate=side.sampling.generate,
         prompts=inputs.held_out[lockstep.player :: lockstep.players],
         scorer=inputs.scorers.evaluation,
         make_env=inputs.envs,

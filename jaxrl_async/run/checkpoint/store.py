@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
 """Version of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+ONE_SAVE = threading.Lock()
+"""Held while orbax writes: it numbers its operations by process, so that saves of several runs at
+once mistake each other's for their own."""
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +139,8 @@ class Checkpoints:
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """Let orbax write, then add the checksums. Runs on a thread of its own."""
         try:
-            begin().result()
+            with ONE_SAVE:
+                begin().result()
         except Exception:
             self._forget(step)
             raise

@@ -81,6 +81,7 @@ class Router(Living):
         clock: Clock = time.monotonic,
         recorded: Callable[[str], int | None] | None = None,
         elastic: Elastic | None = None,
+        same_adapters: bool = False,
     ) -> None:
         """Seat the replicas; start() starts them.
 
@@ -92,8 +93,9 @@ class Router(Living):
             recorded: In a replay, returns the number of the replica for a request; if it returns
                 None, or there is no function, one is chosen.
             elastic: For replicas that join and leave; None: it ends with its last replica.
+            same_adapters: Whether all replicas have the adapters that requests name.
         """
-        self._elastic = elastic
+        self._elastic, self._same_adapters = elastic, same_adapters
         self.fleet = Fleet(
             samplers,
             limits=limits or RestartLimits(),
@@ -249,7 +251,7 @@ class Router(Living):
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the replicas serve them; works while none is at work."""
         self.lifetime.check_process()
-        if self._elastic is not None or len(self.samplers) > 1:
+        if not self._same_adapters and (self._elastic is not None or len(self.samplers) > 1):
             _refuse_adapters(requests)
         if self._elastic is not None:
             return self._elastic.check.checked(requests)

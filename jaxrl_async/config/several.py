@@ -1,0 +1,69 @@
+"""Several runs in one configuration (`runs`): what each is as a configuration of its own.
+
+    sections beside `runs` ──────────┐
+    runs.NAME: what differs ─merged──┴──> the configuration of the run NAME
+
+A section is merged setting by setting; a choice with its arguments, a list and a table are replaced
+whole. Needs no JAX.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.section import Section
+
+Settings = dict[str, Any]
+
+
+def section_of(target: FieldInfo) -> type[Section] | None:
+    """Return the section that a field holds; None: it is a setting."""
+    kind = target.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _inner(section: type[Section], key: Any) -> type[Section] | None:
+    target = section.model_fields.get(key) if isinstance(key, str) else None
+    return None if target is None else section_of(target)
+
+
+def merged(
+    shared: Mapping[Any, Any], own: Mapping[Any, Any], section: type[Section] = Config
+) -> Settings:
+    """Return the settings of a section with those of `own` in place of the shared ones."""
+    tree = dict(shared)
+    for key, value in own.items():
+        inner, before = _inner(section, key), tree.get(key)
+        if inner is not None and isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = merged(before, value, inner)
+        tree[key] = value
+    return tree
+
+
+def differences(
+    shared: Mapping[str, Any], own: Mapping[str, Any], section: type[Section] = Config
+) -> Settings:
+    """Return the settings of `own` that differ, so that `merged` gives `own` again. Both are whole
+    (model_dump)."""
+    found: Settings = {}
+    for key, value in own.items():
+        inner = _inner(section, key)
+        if inner is not None:
+            value = differences(shared[key], value, inner)
+        if value != ({} if inner is not None else shared[key]):
+            found[key] = value
+    return found
+
+
+def runs_of(config: Config) -> dict[str, Config]:
+    """Return the configuration of each run by name, its folder in that of `config`: DIR/NAME/OWN
+    NAME. Raises pydantic's ValidationError for settings that have not been through `load`."""
+    shared = config.model_dump(exclude={"runs"})
+    place = {"dir": str(Path(config.run.dir) / config.run.name), "overwrite": False}
+    return {
+        name: Config.model_validate(merged(merged(shared, own), {"run": {**place, "name": name}}))
+        for name, own in config.runs.items()
+    }

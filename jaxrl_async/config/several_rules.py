@@ -1,0 +1,103 @@
+"""Rules about several adapters that learn in one run (`runs`). Needs no JAX."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+
+SHARED = (
+    "distributed",
+    "mesh",
+    "endpoint",
+    "remote",
+    "model",
+    "warm_start",
+    "sampler",
+    "weights",
+    "faults",
+)
+"""Sections of what all runs share: a run cannot have another."""
+OWN_OF_RUN = ("steps",)
+"""Settings of the section `run` that a run may have its own of."""
+FILES = ("base", "base.json", "config.yaml", "lock", "warm_start", "policy", "adapter")
+"""What else the folder of several runs holds."""
+
+rule = RuleBook()
+
+
+@rule("runs")
+def several_runs_learn_adapters(config: Config) -> Iterator[str]:
+    """Require what several runs share a base by: an adapter each, learnt by rewards."""
+    if not config.runs:
+        return
+    if not config.model.lora.rank:
+        yield (
+            "runs: each run trains an adapter of a base that they share, and model.lora.rank is 0: "
+            "it would train all weights. Set model.lora.rank, or start each run by itself."
+        )
+    if config.run.job != "rl":
+        yield (
+            f"runs: several learn in one run by run.job=rl alone, and it is {config.run.job}. Set "
+            "run.job=rl, or start each run by itself."
+        )
+
+
+@rule("runs")
+def several_runs_share_one_process(config: Config) -> Iterator[str]:
+    """Require samplers of our engine that are threads of the one process of the run."""
+    if not config.runs:
+        return
+    mesh, sampler, run = config.mesh, config.sampler, config.run
+    wrong = {
+        f"mesh.samplers_in={mesh.samplers_in}": mesh.remote,
+        "mesh.colocated=true": mesh.colocated,
+        f"sampler.engine={sampler.engine}": sampler.engine != "ours",
+        f"distributed.num_processes={config.distributed.num_processes}": (
+            (config.distributed.num_processes or 1) > 1
+        ),
+        "run.replay_schedule": run.replay_schedule is not None,
+    }
+    for setting in (setting for setting, is_so in wrong.items() if is_so):
+        yield (
+            f"runs: {setting} is not possible where several adapters learn in one run: their "
+            "samplers are threads of its one process, on devices of their own, and what they take "
+            "in is not recorded. Leave it out, or start each run by itself."
+        )
+
+
+@rule("runs")
+def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
+    """Refuse settings of one run for what all share, and names that its folder uses otherwise."""
+    for name, own in config.runs.items():
+        if name in FILES:
+            yield f"runs.{name}: RUN/{name} is another file of the run. Choose another name."
+        for setting in _shared_in(own):
+            yield (
+                f"runs.{name}.{setting} is shared by all runs, and cannot differ in one. Set "
+                f"{setting} beside `runs` for all, or start {name} by itself."
+            )
+        judge = own.get("reward", {}).get("model", config.reward.model)
+        if config.mesh.trainer.num_devices > 1 and judge is not None:
+            yield (
+                f"runs.{name}.reward.model computes on the trainer's devices while other runs step "
+                "there, and mesh.trainer has several. Make it one device, judge by reward.judge, "
+                "or start this run by itself."
+            )
+        if own.get("seats"):
+            yield (
+                f"runs.{name}.seats: other players in a game's seats are not there where several "
+                "adapters learn in one run. Leave it out, or start this run by itself."
+            )
+    if config.runs and config.seats:
+        yield (
+            "seats: other players in a game's seats are not there where several adapters learn in "
+            "one run (runs). Leave it out, or start each run by itself."
+        )
+
+
+def _shared_in(own: Mapping[str, Any]) -> list[str]:
+    """Return the settings among a run's own that all runs share."""
+    of_run = [f"run.{key}" for key in own.get("run", {}) if key not in OWN_OF_RUN]
+    of_shared = [f"{s}.{key}" for s in SHARED for key in own.get(s, {})]
+    return [*of_run, *of_shared, *(["runs"] if "runs" in own else [])]

@@ -1,0 +1,120 @@
+"""Where the adapters of one sampler get new weights from: a source for each, by name.
+
+    source of NAME ──poll──> AdapterChange ──made between two blocks──> live(version)
+
+One that is fed so is swapped alone: the others' requests do not notice.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, Protocol
+
+from jaxrl_async.errors import Closed
+from jaxrl_async.ports import WeightSource
+from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.device.arguments import EngineWeights
+from jaxrl_async.sampler.device.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class StagesChanges(Protocol):
+    """What takes note of changes that are made between two blocks."""
+
+    def stage(self, change: AdapterChange) -> None:
+        """Take note of a change."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterSources:
+    """The sources by name. Used by the sampler's thread; `leave` and `attach` from any."""
+
+    by_name: Mapping[str, WeightSource] = field(default_factory=dict)  # replaced whole
+    staged: set[str] = field(default_factory=set)  # names whose update is not swapped to yet
+    error: BaseException | None = None  # of an update that could not be used
+    wake: Event = field(default_factory=Event)  # a placeholder before `attach`
+
+    def add(self, name: str, source: WeightSource) -> None:
+        """Poll a source for an adapter that is loaded."""
+        self.by_name = {**self.by_name, name: source}
+        source.attach(self.wake)
+
+    def attach(self, wake: Event) -> None:
+        """Set this event whenever new weights arrive, now and from sources that are added."""
+        self.wake = wake
+        for source in self.by_name.values():
+            source.attach(wake)
+
+    def poll(self, changes: StagesChanges, *, wait: bool) -> None:
+        """Stage what has arrived, at most one version of each adapter at a time.
+
+        wait: an idle sampler, which finishes transfers first. Raises WeightsError.
+        """
+        for name, source in self.by_name.items():
+            update = None if name in self.staged else source.poll(wait=wait)
+            if update is None:
+                continue
+            change = AdapterChange(
+                name=name,
+                params=update.params,
+                version=update.version,
+                probe_logprobs=update.probe_logprobs,
+            )
+            self.staged.add(name)
+            change.done.add_done_callback(self._told(name, source))
+            changes.stage(change)
+
+    def check(self) -> None:
+        """Raise what made an update unusable: an adapter that cannot follow its run ends the
+        sampler, as weights that fail the probe do."""
+        if self.error is not None:
+            raise self.error
+
+    def leave(self) -> None:
+        """Have no update wait for this sampler any more. Idempotent."""
+        for source in self.by_name.values():
+            source.leave()
+
+    def rejoined(self) -> "AdapterSources":
+        """Return the sources of the sampler that replaces this one, which has left. A run that has
+        ended has none any more."""
+        again: dict[str, WeightSource] = {}
+        for name, source in self.by_name.items():
+            try:
+                again[name] = source.rejoin()
+            except Closed:
+                log.debug("adapter %r is not followed any more: its run has ended", name)
+        return AdapterSources(by_name=again)
+
+    def renewed(self, engine: Engine, places: AdapterPlaces, weights: Any) -> EngineWeights:
+        """Return the weights of a sampler that begins, with the newest version of each adapter.
+        Waits for weights in transfer."""
+        renewed: EngineWeights = weights
+        for name, source in self.by_name.items():
+            update = source.poll(wait=True)
+            if update is not None:
+                place = places.place_for(name)
+                renewed = engine.load_place(renewed, update.params, place)
+                places.put(PlacedAdapter(name=name, version=update.version, place=place))
+                source.live(update.version)
+        return renewed
+
+    def _told(self, name: str, source: WeightSource) -> Any:
+        """Return what takes note that a change was made, or could not be."""
+
+        def told(done: "Future[PlacedAdapter | None]") -> None:
+            self.staged.discard(name)
+            error = done.exception()
+            if error is not None:
+                self.error = error
+                return
+            placed = done.result()
+            assert placed is not None
+            source.live(placed.version)
+
+        return told
