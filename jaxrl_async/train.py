@@ -1,13 +1,5 @@
-"""python -m jaxrl_async.train CONFIG [section.key=value ...]: the main job.
-
-    --help           list every field with its unit, range and default
-    --print-config   print the resolved configuration, as YAML
-    --resume         continue from the newest good checkpoint of the run (run.resume=true)
-    --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
-
-Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
-stderr; 2 a bad command line or configuration; 75 ended by SIGTERM, with everything saved within
-checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was begun.
+"""python -m jaxrl_async.train CONFIG [section.key=value ...]: the main job, whose command line is
+train_command.py.
 
 From Python: jaxrl_async.train(model=..., data=..., reward=...), see docs/python.md.
 """

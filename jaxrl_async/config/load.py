@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
@@ -60,12 +61,15 @@ def load(
     `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument. Raises ConfigError.
 
     Args:
-        source: a YAML file, or the sections as mappings.
+        source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
         where: what mappings are called in messages.
     """
     if isinstance(source, Mapping):
         draft = _Draft(file=where, tree=_plain_copy(source))
+    elif str(source).startswith(PREFIX):
+        draft = _read(recipe_file(str(source).removeprefix(PREFIX)))
+        draft.tree = with_own_paths(draft.tree)
     else:
         draft = _read(Path(source))
     for text in overrides:
@@ -130,9 +134,25 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def help_text() -> str:
-    """List every field: key path, default, type and range, help text."""
-    return "\n".join(_help_lines(Config, ()))
+def help_text(prefix: str = "") -> str:
+    """List every field: key path, default, type and range, help text.
+
+    prefix: only what this section, or setting, holds; "": all. Raises ConfigError.
+    """
+    if not prefix:
+        return "\n".join(_help_lines(Config, ()))
+    path = tuple(prefix.split("."))
+    target = _find(path)
+    if target is None:
+        raise ConfigError(_unknown(path))
+    inner = _section_of(target)
+    lines = _field_help(path, target) if inner is None else _help_lines(inner, path)
+    return "\n".join(lines)
+
+
+def setting_names() -> list[str]:
+    """Return the key path of every setting, such as algorithm.learning_rate."""
+    return [".".join(path) for path, is_section in _all_paths(Config, ()) if not is_section]
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -576,13 +596,17 @@ def _help_lines(section: type[Section], path: KeyPath) -> Iterator[str]:
         here = ".".join((*path, name))
         inner = _section_of(target)
         if inner is None:
-            yield f"  {here} = {_default(target)}    ({_allowed(target)})"
-            yield f"      {' '.join((target.description or '').split())}"
+            yield from _field_help((*path, name), target)
             continue
         about = " ".join((target.description or _own_doc(inner)).split())
         yield ""
         yield f"{here}{':  ' + about if about else ''}"
         yield from _help_lines(inner, (*path, name))
+
+
+def _field_help(path: KeyPath, target: FieldInfo) -> Iterator[str]:
+    yield f"  {'.'.join(path)} = {_default(target)}    ({_allowed(target)})"
+    yield f"      {' '.join((target.description or '').split())}"
 
 
 def _own_doc(section: type[Section]) -> str:
