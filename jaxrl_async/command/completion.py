@@ -17,11 +17,12 @@ from jaxrl_async.command.front_door import COMMANDS, PROGRAM
 from jaxrl_async.config.load import setting_names
 from jaxrl_async.config.recipes import PREFIX, recipe_names
 
-CONFIGURED = ("train", "plan")
+CONFIGURED = ("train", "plan", "doctor")
 """Commands that take a configuration and settings."""
 OPTIONS = {
     "train": "--help --print-config --resume --replay-schedule",
     "plan": "--help --topology --sampler-topology --lengths --write --json --cache",
+    "doctor": "--help --timeout",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "
     "--cores --tls-certificate --tls-key --tls-authority",
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "

@@ -33,6 +33,7 @@ COMMANDS = {
     "train": Command("train", "train a policy or a reward model: CONFIG [section.key=value ...]"),
     "recipes": Command("command.recipe_list", "list the configurations that come with the package"),
     "plan": Command("plan.__main__", "compile a run for TPU slices that need not exist"),
+    "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
     "view": Command(VIEWER, "show a run: RUN ..."),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
     "sample": Command("sample", "join a run as a sampler: --join ADDRESS"),
