@@ -13,6 +13,7 @@ from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.command.finding import Finding, gib
 from jaxrl_async.command.machine import Devices, disk_finding, host_memory
 from jaxrl_async.config.schema import Config, each_of, name_of
+from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.model.frozen_base import base_bytes, form_of
 from jaxrl_async.model.lora import lora_of, trained_table
@@ -20,7 +21,7 @@ from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.start import check_names, check_paths
+from jaxrl_async.run.start import check_names, check_paths, hub_names, with_hub_folders
 from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
@@ -76,8 +77,17 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
     """
     yield from _extras(config)
     yield from _tried("names of functions and tasks", lambda: check_names(config))
-    yield from _tried("files and folders", lambda: check_paths(config))
     yield from _own_files(config)
+    if absent := [found for found in map(_not_cached, hub_names(config)) if found is not None]:
+        yield from absent
+        return
+    try:
+        config = with_hub_folders(config)
+        check_paths(config)
+        yield Finding("ok", "files and folders")
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"files and folders: {error}")
+        return
     try:
         tokenizer = make_tokenizer(config.data, config.model, find_task(config))
         yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
@@ -113,6 +123,20 @@ def _extras(config: Config) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", f"extra [{extra.name}] for {setting}")
+
+
+def _not_cached(named: tuple[str, str, str]) -> Finding | None:
+    """Say what the run would download; nothing is downloaded here."""
+    setting, value, kind = named
+    name, option = value.split(":")[0], " --repo-type dataset" if kind == "dataset" else ""
+    if cached_folder(name, kind) is not None:
+        return None
+    return Finding(
+        "warning",
+        f"{setting}={value} is a name on the Hugging Face hub, and not in its cache: the run "
+        "downloads it when it starts, and what it needs is not known before",
+        f"hf download {name}{option}",
+    )
 
 
 def _own_files(config: Config) -> Iterator[Finding]:

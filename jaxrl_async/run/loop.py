@@ -47,7 +47,7 @@ from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.start import check_paths
+from jaxrl_async.run.start import check_paths, with_hub_folders
 from jaxrl_async.run.warm_start import forget_warm_start
 
 JOIN_S = 60.0
@@ -103,7 +103,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         first_plays=config.mesh.remote,
         colocated=config.mesh.colocated and config.run.job == "rl",
     )
-    config = look_together(config, lockstep)
+    config = with_hub_folders(look_together(config, lockstep))
     check_paths(config)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:

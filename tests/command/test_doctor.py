@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import optax
 import pytest
@@ -52,6 +53,17 @@ def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, caps
     assert "model.path = 'nowhere': there is no such folder" in told
     assert "reward.function=no.py:f: there is no such file here" in told
     assert f"{levels(told).count('error')} errors" in told.splitlines()[-1]
+
+
+def test_a_model_that_would_be_downloaded_is_a_warning_and_stays_where_it_is(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert main(["recipe:addition", "model.path=Qwen/Qwen3-0.6B"]) == 0
+    told = capsys.readouterr().out
+    assert "model.path=Qwen/Qwen3-0.6B is a name on the Hugging Face hub" in told
+    assert "-> hf download Qwen/Qwen3-0.6B\n" in told and levels(told).count("warning") == 1
 
 
 def test_a_wrong_setting_is_one_of_its_errors(capsys):
