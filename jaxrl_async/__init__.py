@@ -6,7 +6,7 @@ listed in `__all__` is not public and may change at any time (docs/python.md).
 """
 
 import importlib
-import types
+from types import ModuleType  # never `import types`: that is a module of ours
 from typing import Any
 
 __version__ = "0.1.0"
@@ -55,7 +55,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class CalledModule(types.ModuleType):
+class CalledModule(ModuleType):
     """A module that shares its name with a public function, such as jaxrl_async.train: once it is
     imported it is found by that name, and calls the function."""
 

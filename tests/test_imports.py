@@ -120,6 +120,11 @@ def test_completion_shows_the_public_names_alone():
     assert in_fresh_process(code + "assert set(dir(jr)) == set(jr.__all__)") == ""
 
 
+def test_a_module_of_ours_is_not_hidden_by_one_of_pythons():
+    code = "from jaxrl_async import types; print(types.__name__)"
+    assert in_fresh_process(code) == "jaxrl_async.types"
+
+
 @pytest.mark.parametrize("name", ["train", "plan"])
 def test_a_module_that_shares_its_name_with_a_function_calls_it(name):
     """Also if the module was imported first, and with the function's own complaint."""

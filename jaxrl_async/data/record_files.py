@@ -126,8 +126,8 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
     """
     place = Path(path)
     if (named := hub_records(str(path))) is not None:
-        for number, fields in enumerate(hub_rows(named), start=1):
-            yield _table_row(number, fields)
+        for number, columns in enumerate(hub_rows(named), start=1):
+            yield _table_row(number, columns)
     elif os.path.isdir(path):  # which answers for a name that is too long to exist
         yield from _tables(place, *_files_of_folder(place))
     elif place.suffix == ".parquet":
