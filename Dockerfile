@@ -7,6 +7,7 @@ ARG EXTRA=tpu
 WORKDIR /src
 RUN python -m venv /venv
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY configs ./configs
 COPY jaxrl_async ./jaxrl_async
 RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".[${EXTRA}]"
 

@@ -1,11 +1,12 @@
 """Asynchronous reinforcement learning of language models in JAX.
 
 The public names below are loaded on first use: importing the package costs nothing.
-The main job is `python -m jaxrl_async.train CONFIG`; from Python,
-`jaxrl_async.run.loop.train(config)`.
+The main job is `jaxrl-async train CONFIG`; from Python, `jaxrl_async.train(...)`. What is not
+listed in `__all__` is not public and may change at any time (docs/python.md).
 """
 
 import importlib
+from types import ModuleType  # never `import types`: that is a module of ours
 from typing import Any
 
 __version__ = "0.1.0"
@@ -13,6 +14,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "train": "jaxrl_async.api.training",
     "steps": "jaxrl_async.api.training",
+    "plan": "jaxrl_async.api.planning",
+    "PlannedRun": "jaxrl_async.api.planning",
     "generate": "jaxrl_async.api.asking",
     "Asker": "jaxrl_async.api.asking",
     "Run": "jaxrl_async.api.finished_run",
@@ -48,4 +51,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """List the public names alone, as completion shows them."""
+    return sorted(__all__)
+
+
+class CalledModule(ModuleType):
+    """A module that shares its name with a public function, such as jaxrl_async.train: once it is
+    imported it is found by that name, and calls the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Audit a run: python -m jaxrl_async.audit RUN checks that its ledger adds up.
+"""Audit a run: jaxrl-async audit RUN checks that its ledger adds up.
 
 Every group was admitted once and has one fate: trained on, once or as often as buffer.reuse says,
 dropped for a reason, or still active at the end. No token was older than max_staleness, every step
@@ -17,7 +17,7 @@ import yaml
 
 from jaxrl_async.metrics.recorder import read_lines
 
-USAGE = "usage: python -m jaxrl_async.audit RUN_FOLDER"
+USAGE = "usage: jaxrl-async audit RUN"
 SHOWN = 20
 """Problems printed one by one."""
 
@@ -228,6 +228,9 @@ def audit_report(result: Audit) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in args or "-h" in args:
+        print(USAGE, "", __doc__, sep="\n")
+        return 0
     if len(args) != 1 or args[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2

@@ -140,7 +140,7 @@ def port_of(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_async.sample",
+        prog="jaxrl-async sample",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

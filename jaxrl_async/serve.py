@@ -165,7 +165,7 @@ def served_policy(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_async.serve",
+        prog="jaxrl-async serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,15 @@
-"""The command line of the main job; its help and exit codes are in train.py."""
+"""Train: jaxrl-async train CONFIG [section.key=value ...]. CONFIG is a YAML file or recipe:NAME.
+
+    --help [SECTION]   print this, and every setting, or those of a section, with unit, range and
+                     default
+    --print-config   print the resolved configuration, as YAML
+    --resume         continue from the newest good checkpoint of the run (run.resume=true)
+    --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
+
+Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
+stderr; 2 a bad command line or configuration; 75 ended by SIGTERM, with everything saved within
+checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was begun.
+"""
 
 import importlib
 import json
@@ -13,7 +24,7 @@ from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
-    "usage: python -m jaxrl_async.train CONFIG [section.key=value ...] [--resume] "
+    "usage: jaxrl-async train CONFIG [section.key=value ...] [--resume] "
     "[--replay-schedule FILE] [--print-config]"
 )
 SMALLER = (
@@ -30,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
-        print(USAGE, "", help_text(), sep="\n")
-        return 0
+        return _help([word for word in args if word not in ("--help", "-h")])
     args, replayed = _without_value(args, "--replay-schedule")
     flags = {a for a in args if a.startswith("-")}
     words = [a for a in args if not a.startswith("-")]
@@ -84,6 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise
         return distributed.leave(1)
+    return 0
+
+
+def _help(words: list[str]) -> int:
+    """Print what the command line takes, or, with the name of a section or a setting as the only
+    word, that one; return the exit code."""
+    try:
+        if len(words) == 1 and not words[0].startswith("-") and "/" not in words[0]:
+            print(help_text(words[0].rstrip("=.")))
+        else:
+            print(USAGE, "", __doc__, help_text(), sep="\n")
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

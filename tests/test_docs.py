@@ -229,7 +229,7 @@ BESIDE = {
 """What a setting needs to be read, by how it begins."""
 
 
-PROSE = ("metrics.md", "settings.md")
+PROSE = ("metrics.md", "settings.md", "api.md")
 """Pages with sentences that end behind a setting's value."""
 
 

@@ -109,5 +109,30 @@ def test_an_unknown_public_name_is_an_attribute_error():
 
 
 def test_inner_init_files_are_empty():
-    full = [str(p) for p in PACKAGE.glob("*/**/__init__.py") if p.read_text().strip()]
-    assert full == []
+    """But for the package that shares its name with a public function."""
+    files = PACKAGE.glob("*/**/__init__.py")
+    full = [p.parent.name for p in files if p.read_text().strip()]
+    assert full == ["plan"]
+
+
+def test_completion_shows_the_public_names_alone():
+    code = "import jaxrl_async as jr; print(*(n for n in dir(jr) if n not in jr.__all__)); "
+    assert in_fresh_process(code + "assert set(dir(jr)) == set(jr.__all__)") == ""
+
+
+def test_a_module_of_ours_is_not_hidden_by_one_of_pythons():
+    code = "from jaxrl_async import types; print(types.__name__)"
+    assert in_fresh_process(code) == "jaxrl_async.types"
+
+
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_a_module_that_shares_its_name_with_a_function_calls_it(name):
+    """Also if the module was imported first, and with the function's own complaint."""
+    code = (
+        f"import jaxrl_async as jr, jaxrl_async.{name}; import types; "
+        f"assert isinstance(jr.{name}, types.ModuleType)\n"
+        f"try: jr.{name}(config='nothing.yaml', **({{}} if {name!r} == 'train' else "
+        "{'topology': 'v5e-4'}))\n"
+        "except jr.JaxrlError as error: print(error)"
+    )
+    assert "nothing.yaml: cannot be read" in in_fresh_process(code)

@@ -24,10 +24,12 @@ class JsonlSection(Section):
     and rejected, or prompt, completion and label."""
 
     path: str = ""
-    """Training records: a file with one JSON object per line, a FILE.parquet, or a folder of such
-    files or of one split that `datasets` saved (both: extra [datasets])."""
+    """Training records: a file with one JSON object per line; or (extra [datasets]) a FILE.parquet,
+    a folder of such files or of one split that `datasets` saved, or OWNER/NAME:CONFIG:SPLIT on the
+    Hugging Face hub (SPLIT is train if it is left out, and CONFIG if there is one alone)."""
     eval_path: str | None = None
-    """File of held-out records; null: the last eval_size records of path."""
+    """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
+    path."""
     eval_size: Positive = 64
     """Most held-out records to use."""
     prompt_field: str = "question"
@@ -56,7 +58,8 @@ class DataSection(Section):
     jsonl: JsonlSection = JsonlSection()
     """Settings of the record file."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer directory; null: that of model.path, or the embedded task's own."""
+    """Hugging Face tokenizer directory, or OWNER/NAME on the hub; null: that of model.path, or the
+    embedded task's own."""
     system_prompt: str | None = None
     """System message before questions, and before messages that begin with none; null: none."""
     chat_format: str = "auto"

@@ -30,6 +30,7 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
+from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
@@ -61,12 +62,15 @@ def load(
     for one of several runs. Raises ConfigError.
 
     Args:
-        source: a YAML file, or the sections as mappings.
+        source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
         where: what mappings are called in messages.
     """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
+    elif str(source).startswith(PREFIX):
+        draft = read_draft(recipe_file(str(source).removeprefix(PREFIX)))
+        draft.tree = with_own_paths(draft.tree)
     else:
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
@@ -244,15 +248,32 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
             yield from help_of_fields(inner, (*path, name))
 
 
-def help_text() -> str:
-    """List every field: key path, default, type and range, help text."""
+def help_text(prefix: str = "") -> str:
+    """List every field: key path, default, type and range, help text.
+
+    prefix: only what this section, or setting, holds; "": all. Raises ConfigError.
+    """
+    path = tuple(prefix.split(".")) if prefix else ()
+    target = _find(path) if path else None
+    if path and target is None:
+        raise ConfigError(_unknown(path))
+    inner = Config if target is None else section_of(target)
+    if inner is not None:
+        found = list(help_of_fields(inner, path))
+    else:
+        found = [one for one in help_of_fields() if one.path == prefix]
     lines = []
-    for one in help_of_fields():
+    for one in found:
         if one.default is None:
             lines += ["", f"{one.path}{':  ' + one.about if one.about else ''}"]
         else:
             lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
     return "\n".join(lines)
+
+
+def setting_names() -> list[str]:
+    """Return the key path of every setting, such as algorithm.learning_rate."""
+    return [".".join(path) for path, is_section in _all_paths(Config, ()) if not is_section]
 
 
 # --- overrides ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_async.data.hub import hub_records, hub_rows
 from jaxrl_async.errors import DataError, MissingExtraError
 
 log = logging.getLogger(__name__)
@@ -117,13 +118,17 @@ def parse_rows(
 
 def rows_of_file(path: str | Path) -> Iterator[Row]:
     """Yield the records of FILE.parquet, of a folder of such files or of datasets' save_to_disk,
-    or of any other file as JSON lines; blank lines do not count.
+    or of any other file as JSON lines, whose blank lines do not count; or of a data set of the
+    Hugging Face hub, OWNER/NAME:CONFIG:SPLIT.
 
     At most a line of MAX_LINE_BYTES, or ROWS_AT_ONCE rows, are in memory at once. Raises DataError,
     and MissingExtraError if pyarrow is needed and not installed.
     """
     place = Path(path)
-    if os.path.isdir(path):  # which answers for a name that is too long to exist
+    if (named := hub_records(str(path))) is not None:
+        for number, columns in enumerate(hub_rows(named), start=1):
+            yield _table_row(number, columns)
+    elif os.path.isdir(path):  # which answers for a name that is too long to exist
         yield from _tables(place, *_files_of_folder(place))
     elif place.suffix == ".parquet":
         yield from _tables(place, _parquet_batches, [place])

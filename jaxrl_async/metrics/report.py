@@ -508,12 +508,17 @@ _PAGE = """<!doctype html>
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of the run folder named on the command line; return the exit code."""
-    if len(argv) != 1:
-        print("usage: python -m jaxrl_async.metrics.report RUN", file=sys.stderr)
+    """Write the reports of the run folders named on the command line; return the exit code."""
+    usage = "usage: jaxrl-async view RUN ...: write RUN/report.html, the run on one page"
+    if "--help" in argv or "-h" in argv:
+        print(usage)
+        return 0
+    if not argv or any(word.startswith("-") for word in argv):
+        print(usage, file=sys.stderr)
         return 2
     try:
-        print(write_report(Path(argv[0])))
+        for run in argv:
+            print(write_report(Path(run)))
     except DataError as error:
         print(f"DataError: {error}", file=sys.stderr)
         return 1

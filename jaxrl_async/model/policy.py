@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxrl_async.data.hub import is_hub_name, model_folder
 from jaxrl_async.mesh import TRAINER_RULES, Rules, shardings
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
@@ -76,10 +77,11 @@ class Policy:
         form: BaseForm | None = None,
         decoder: str | None = None,
     ) -> "Policy":
-        """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError.
+        """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError,
+        and ConfigError for a name of the hub that is neither cached nor to be had.
 
         Args:
-            folder: the directory.
+            folder: the directory, or owner/name on the Hugging Face hub.
             mesh: where the weights lie; None: on the default device.
             rules: how each logical axis is sharded there.
             dtype: of the weights.
@@ -91,6 +93,8 @@ class Policy:
         """
         if decoder is not None:
             load_code(decoder, "Policy.from_pretrained: decoder")
+        if is_hub_name(str(folder)):
+            folder = model_folder(str(folder), "folder")
         folder = Path(folder)
         spec, generation = load_spec(folder), load_generation(folder)
         if tokenizer is None and (folder / "tokenizer.json").is_file():

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_async.plan", description=(__doc__ or "").split("\n\n")[1]
+        prog="jaxrl-async plan", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -15,6 +15,7 @@ from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients, pass_columns
 from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
+from jaxrl_async.data.hub import is_hub_name, model_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shapes_on, shardings
 from jaxrl_async.model.dropout import Noise
@@ -79,8 +80,11 @@ def check(config: schema.Config) -> None:
 
 def spec_of(config: schema.Config) -> ModelSpec:
     """Return the model that the configuration names. Raises CheckpointError, ConfigError."""
-    if config.model.path is not None:
-        return decoder_of(config.model.path, config.model.decoder)
+    path = config.model.path
+    if path is not None:
+        if is_hub_name(path):
+            path = str(model_folder(path, "model.path", "config"))
+        return decoder_of(path, config.model.decoder)
     vocab = config.model.architecture.vocab
     if vocab is None:
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
+from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.report import WARM_START
 from jaxrl_async.model.policy import Policy
@@ -114,7 +115,7 @@ def write_policy(policy: Policy, paths: Paths, base: str | None) -> Path:
     policy.save_pretrained(paths.policy)
     if policy.lora is not None:
         whole = base or str(paths.base)
-        policy.save_adapter(paths.adapter, whole)
+        policy.save_adapter(paths.adapter, hub_name_of(whole))
         log_merged(paths.policy, whole, policy)
         log.info("%s is the adapter alone, as PEFT reads it", paths.adapter)
     return paths.policy

@@ -47,7 +47,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import folders
 from jaxrl_async.run.several.run_several import run_several
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.start import check_paths
+from jaxrl_async.run.start import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 
@@ -74,7 +74,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         first_plays=config.mesh.remote,
         colocated=config.mesh.colocated and config.run.job == "rl",
     )
-    config = look_together(config, lockstep)
+    config = with_hub_folders(look_together(config, lockstep))
     for one in runs_of(config).values() if config.runs else (config,):
         check_paths(one)
     paths = Paths(Path(config.run.dir) / config.run.name)

@@ -3,7 +3,6 @@ would look for in vain."""
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,11 @@ from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
+from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
 from jaxrl_async.tasks.named_tasks import check_task_name
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_names(config: Config) -> None:
@@ -49,6 +47,34 @@ def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
     return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
 
 
+def with_hub_folders(config: Config) -> Config:
+    """Return the configuration with folders in place of owner/name: of models and tokenizers of the
+    Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too. Raises
+    ConfigError within seconds where neither can be had."""
+    for setting, name, kind in hub_names(config):
+        if kind == "dataset":
+            records = hub_records(name)
+            assert records is not None
+            records_folder(records, setting)
+            continue
+        section, field = setting.split(".")
+        folder = str(model_folder(name, setting, kind))
+        changed = getattr(config, section).model_copy(update={field: folder})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield what the run takes from the Hugging Face hub: the setting, its value, and the kind of
+    hub.model_folder, or "dataset"."""
+    for setting, path in _folders(config):
+        if path is not None and is_hub_name(path):
+            yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
+    for setting, path in _files(config):
+        if path is not None and hub_records(path) is not None:
+            yield setting, path, "dataset"
+
+
 def check_paths(config: Config) -> None:
     """Raise ConfigError if a setting names a directory or a file that does not exist.
 
@@ -56,10 +82,10 @@ def check_paths(config: Config) -> None:
     """
     for setting, path in _folders(config):
         if path is not None and not os.path.isdir(path):
-            raise ConfigError(_missing(setting, path, "folder", ""))
+            raise ConfigError(_missing(setting, path, "folder"))
     for setting, path in _files(config):
-        if path is not None and not os.path.exists(path):
-            raise ConfigError(_missing(setting, path, "file", " --repo-type dataset"))
+        if path is not None and not os.path.exists(path) and hub_records(path) is None:
+            raise ConfigError(_missing(setting, path, "file"))
 
 
 def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
@@ -87,15 +113,10 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "warm_start.path", config.warm_start.path
 
 
-def _missing(setting: str, path: str, what: str, kind: str) -> str:
-    missing = f"{setting} = {path!r}: there is no such {what} here. "
-    if not HUB_NAME.fullmatch(path) or os.path.exists(Path(path).parent):
-        return f"{missing}Correct the path; it is looked for from {Path.cwd()}."
-    own = path.rpartition("/")[2]
-    then = own if what == "folder" else f"{own}/FILE.jsonl"
+def _missing(setting: str, path: str, what: str) -> str:
     return (
-        f"{missing}It looks like a name on the Hugging Face hub, and nothing is downloaded "
-        f"automatically: run `hf download {path}{kind} --local-dir {own}` and set {setting}={then}."
+        f"{setting} = {path!r}: there is no such {what} here. Correct the path; it is looked for "
+        f"from {Path.cwd()}."
     )
 
 

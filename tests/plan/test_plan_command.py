@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl_async as jr
+
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = """
 run: {name: tiny, steps: 10}
@@ -79,6 +81,22 @@ def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, cache):
     again = json.loads((tmp_path / "plan.json").read_text())
     assert all(p["cached"] for p in again["trainer"]["programs"])
     assert again["learning"] == found["learning"] and again["decode"] == found["decode"]
+
+
+@pytest.mark.exhaustive
+def test_a_plan_from_python_is_that_of_the_command(tmp_path, cache):
+    plan(tmp_path, cache)
+    done = plan(tmp_path, cache)  # all programs are kept, as for the next
+    planned = jr.plan(tmp_path / "tiny.yaml", "v5e-4", cache=cache)
+    assert planned.fits and str(planned) == planned.text == done.stdout.rstrip()
+    assert planned.numbers == json.loads((tmp_path / "plan.json").read_text())
+    small = jr.plan(jr.load(tmp_path / "tiny.yaml"), "v5e-4", lengths={64: 1, 128: 2}, cache=cache)
+    assert small.numbers["lengths"]["values"] == [64, 128]
+    assert small.numbers["lengths"]["weights"] == pytest.approx([1 / 3, 2 / 3])
+    large = jr.plan(
+        tmp_path / "tiny.yaml", "v5e-4", overrides=["sampler.kv_memory_mib=30000"], cache=cache
+    )
+    assert not large.fits and "DOES NOT FIT" in large.text
 
 
 def test_another_program_is_not_taken_from_the_cache_and_what_does_not_fit_is_said(tmp_path, cache):

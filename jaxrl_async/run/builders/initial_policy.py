@@ -74,16 +74,10 @@ def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK)
 def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSpec:
     """Return the policy's spec, from its directory or the configuration, once it fits the devices
     and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
-    dtype = jnp.dtype(config.model.param_dtype)
-    shape, own = config.model.architecture, config.model.decoder
-    vocab = shape.vocab or _rounded(tokenizer.vocab_size)
+    dtype, spec = jnp.dtype(config.model.param_dtype), spec_of_run(config, tokenizer)
     if config.model.path is not None:
-        spec = decoder_of(config.model.path, own)
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
-    else:
-        spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
-        spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
     check_numbers(spec)
     beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
@@ -105,6 +99,17 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
         check_groups(spec, form, mesh, "mesh.sampler")
     check_vocabulary(tokenizer, spec.vocab, config.model.path or "model.architecture")
     return spec
+
+
+def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+    """Return the policy's spec, from its directory or the configuration. Raises CheckpointError and
+    ConfigError."""
+    shape, own = config.model.architecture, config.model.decoder
+    if config.model.path is not None:
+        return decoder_of(config.model.path, own)
+    vocab = shape.vocab or _rounded(tokenizer.vocab_size)
+    spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
+    return replace(spec, max_positions=max(spec.max_positions, config.row_length))
 
 
 def decoder_of(path: str, own: str | None) -> ModelSpec:

@@ -280,6 +280,42 @@ def open_checkpoints(section: CheckpointSection, paths: Paths) -> Checkpoints:
     return Checkpoints(paths.checkpoints, section.keep, verify=section.verify)
 
 
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, oldest first; the folder is not changed,
+    so a run may go on in it."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
+
+
+def read_learnt(folder: Path, dtype: Any) -> Any:
+    """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
+    default device; the folder is not changed.
+
+    Args:
+        folder: of one checkpoint.
+        dtype: of the arrays; None: as they were saved.
+
+    Raises CheckpointError.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    context = v1.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        check_files(folder)
+        learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=device), learnt
+        )
+        with context:
+            items = v1.load_checkpointables(folder, {STATE: {"train": {"params": like}}})
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
+        ) from error
+    return items[STATE]["train"]["params"]
+
+
 def sweep(directory: Path, step: str = "*") -> None:
     """Remove what unfinished saves have left in a folder of checkpoints."""
     for folder in directory.glob(f"{step}.*tmp*"):

@@ -1,0 +1,94 @@
+"""Check this machine, and what a configuration needs: jaxrl-async doctor [CONFIG [section.key=value ...]].
+
+Packages and their versions, devices with their memory, host memory, cores, /dev/shm, disk and the
+compile cache; of a configuration, whether its extras, files, functions, tokenizer and memory are
+there. Each line is ok, a warning or an error, with what to do. Nothing is trained or changed.
+
+Exit codes: 0 no error; 1 an error; 2 a bad command line.
+"""  # noqa: E501
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jaxrl_async.command.finding import Finding
+from jaxrl_async.command.machine import host_findings, look_at_devices, package_findings
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); return the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    found = _told("packages", package_findings())
+    devices, of_devices = look_at_devices(args.timeout)
+    found += _told("devices", of_devices)
+    config, problem = _loaded(args)
+    # Only now: the configuration's part imports JAX, which must not take the devices here.
+    importlib.import_module("jax").config.update("jax_platforms", "cpu")
+    needs = importlib.import_module("jaxrl_async.command.needs")
+    runs = Path("runs" if config is None else config.run.dir)
+    found += _told("host", host_findings(runs, needs.cache_of(config)))
+    if problem is not None:
+        found += _told(args.config, [problem])
+    if config is not None:
+        found += _told(args.config, needs.needs_findings(config, devices))
+    errors, warnings = (sum(f.level == level for f in found) for level in ("error", "warning"))
+    print(f"\n{errors} errors, {warnings} warnings")
+    return 1 if errors else 0
+
+
+def _loaded(args: argparse.Namespace) -> tuple[Config | None, Finding | None]:
+    if args.config is None:
+        return None, None
+    try:
+        return load(args.config, args.overrides), None
+    except ConfigError as error:
+        return None, Finding("error", str(error))
+
+
+def _told(title: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Print findings under a title, each as it is found; return them."""
+    print(f"\n{title}", flush=True)
+    told = []
+    for finding in findings:
+        print(finding, flush=True)
+        told.append(finding)
+    return told
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxrl-async doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or recipe:NAME")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="longest wait for JAX to tell its devices, seconds (default 60)",
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    """Return a time in seconds. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds, such as 60")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Export a policy for other programs: a Hugging Face directory, or an adapter as PEFT reads it.
+
+    jaxrl-async export runs/addition OUT                     the policy at the end of a run
+    jaxrl-async export runs/addition OUT --step 50           that of a checkpoint, also of a run that goes on
+    jaxrl-async export runs/math OUT --adapter-only          the adapter alone
+    jaxrl-async export Qwen3-0.6B OUT --adapter DIR          a model with PEFT's adapter added to its weights
+    jaxrl-async export Qwen3-0.6B OUT --dtype bfloat16       in another data type
+
+Exit codes: 0 written; 1 what is asked for is not there or cannot be read; 2 a bad command line.
+"""  # noqa: E501
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.errors import ConfigError, JaxrlError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); return the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        _check(args)
+        if "JAX_PLATFORMS" not in os.environ:  # a run may hold the accelerator
+            importlib.import_module("jax").config.update("jax_platforms", "cpu")
+        print(_written(args))
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except (JaxrlError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _written(args: argparse.Namespace) -> str:
+    """Write what is asked for; return what to tell of it."""
+    saved: Any = importlib.import_module("jaxrl_async.run.saved_policy")
+    paths = importlib.import_module("jaxrl_async.run.folder").Paths(args.source)
+    base = None
+    if not _is_run(args.source):
+        policy = importlib.import_module("jaxrl_async.model.policy").Policy.from_pretrained(
+            args.source,
+            dtype=args.dtype or saved.dtype_of(args.source),
+            adapter=args.adapter,
+            decoder=args.decoder,
+        )
+    elif args.step is not None:
+        policy = saved.policy_at_step(paths, args.step, args.dtype)
+        base = saved.load(paths.config).model.path or str(paths.base)
+    elif args.adapter_only:
+        policy, base = saved.adapter_at_end(paths, args.dtype)
+    else:
+        policy = saved.policy_at_end(paths, args.dtype, args.decoder)
+    if args.adapter_only:
+        if policy.lora is None:
+            raise ConfigError(f"--adapter-only: {args.source} trains all weights.")
+        policy.save_adapter(args.out, base)
+        return f"{args.out}: the adapter alone, as PEFT reads it; its base is {base}"
+    policy.save_pretrained(args.out)
+    return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError if the arguments do not fit each other."""
+    if not args.source.is_dir():
+        raise ConfigError(f"{args.source}: there is no such folder. Give a run's or a policy's.")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ConfigError(f"{args.out} is there already. Give a new folder, or empty it.")
+    is_run = _is_run(args.source)
+    if not is_run and not (args.source / "config.json").is_file():
+        raise ConfigError(
+            f"{args.source} is neither the folder of a run (config.yaml) nor a Hugging Face "
+            "directory (config.json)."
+        )
+    if is_run and args.adapter:
+        raise ConfigError("--adapter: a run's own adapter is added without it. Give a policy.")
+    if not is_run and (args.step is not None or args.adapter_only):
+        raise ConfigError("--step and --adapter-only are for runs; this is a policy's directory.")
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxrl-async export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN|POLICY", help="folder of a run, or a policy's directory")
+    add("out", type=Path, metavar="OUT", help="new folder")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as they are)")
+    add("--step", type=int, metavar="N", help="the checkpoint after N updates of a run")
+    add("--adapter", metavar="DIR", help="PEFT's adapter, to add to a policy's weights")
+    add("--adapter-only", action="store_true", help="a run's adapter alone, as PEFT reads it")
+    add("--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""What a machine has for a run: packages, devices, memory, cores, disk. Imports no JAX: devices are
+asked for in a process of their own, which is given up after a while."""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.run.host import TPU_FILES, has_tpu
+
+OLDEST_PYTHON = (3, 11)
+LITTLE_DISK = 2 * GIB
+ENDING_S = 5.0
+"""Longest wait for a process that was killed, seconds: one that waits for a driver may not end."""
+PROBE = """
+import json, jax
+devices = jax.local_devices()
+stats = devices[0].memory_stats() or {}
+print(json.dumps({
+    "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
+    "memory": stats.get("bytes_limit"), "used": stats.get("bytes_in_use"),
+}))
+"""
+"""Run by another Python to see the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What JAX sees."""
+
+    platform: str
+    kind: str
+    count: int
+    memory: int | None  # bytes of one; None: not told (a CPU)
+
+
+# ---- packages
+
+
+def package_findings() -> Iterator[Finding]:
+    """Compare Python and the packages with what pyproject.toml asks for."""
+    own = platform.python_version()
+    if sys.version_info < OLDEST_PYTHON:
+        yield Finding("error", f"python {own}", "install Python 3.11 or newer")
+    else:
+        yield Finding("ok", f"python {own}, {platform.platform()}")
+    try:
+        asked = [Requirement(text) for text in requires("jaxrl_async") or []]
+    except PackageNotFoundError:
+        yield Finding(
+            "warning",
+            "jaxrl_async is used without being installed, so its packages cannot be compared",
+            "pip install -c constraints.txt -e .",
+        )
+        return
+    needed = [one for one in asked if one.marker is None]
+    yield from filter(None, (_wrong_version(one, "error") for one in needed))
+    shown = [f"{name} {_version(name)}" for name in SHOWN if _version(name)]
+    yield Finding("ok", ", ".join(shown))
+    there, absent = set[str](), set[str]()
+    for one in asked:
+        if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
+            (there if _version(ACCELERATORS.get(extra, one.name)) else absent).add(extra)
+            if _version(one.name) and (wrong := _wrong_version(one, "warning")):
+                yield wrong
+    missing = f"; not installed: {', '.join(sorted(absent - there))}" if absent - there else ""
+    yield Finding("ok", f"extras: {', '.join(sorted(there)) or 'none'}{missing}")
+
+
+SHOWN = (
+    "jaxrl_async",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
+"""Packages whose versions are shown, where they are installed."""
+
+
+ACCELERATORS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
+"""What the extras of jax bring."""
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _wrong_version(one: Requirement, level: Any) -> Finding | None:
+    found = _version(one.name)
+    if found and one.specifier.contains(found, prereleases=True):
+        return None
+    state = f"{one.name} {found} is installed" if found else f"{one.name} is not installed"
+    return Finding(
+        level,
+        f"{state}, and {one.specifier or 'any version'} is needed",
+        f"pip install -U '{one.name}{one.specifier}'",
+    )
+
+
+def _extra_of(one: Requirement) -> str:
+    """Return the extra of `ray>=2; extra == "ray"`."""
+    text = str(one.marker)
+    return text.rpartition("extra == ")[2].strip("\"' )") if "extra ==" in text else ""
+
+
+# ---- devices
+
+
+def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
+    """Ask JAX for its devices in another process, for timeout_s at most; return them, and what to
+    tell."""
+    told, error = _asked(timeout_s)
+    if told is None:
+        return None, [_no_devices(error)]
+    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"])
+    each = f" with {gib(devices.memory)} each" if devices.memory else ""
+    findings = [
+        Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
+    ]
+    if devices.platform != "cpu":
+        return devices, findings
+    if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
+        return devices, findings
+    if has_tpu():
+        findings.append(
+            Finding(
+                "warning",
+                "this host has TPU chips, and JAX uses the CPU",
+                "pip install 'jaxrl_async[tpu]'",
+            )
+        )
+    elif Path("/dev/nvidia0").exists():
+        findings.append(
+            Finding(
+                "warning",
+                "this host has an NVIDIA GPU, and JAX uses the CPU",
+                "pip install 'jaxrl_async[cuda]'",
+            )
+        )
+    return devices, findings
+
+
+def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+    """Return what PROBE prints; or None, and why it did not."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROBE], stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            # One that waits for a driver may not even end then; nothing more can be done from here.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+            return None, f"no answer within {timeout_s:g} s"
+        out.seek(0)
+        err.seek(0)
+        text, problem = out.read().decode(), err.read().decode(errors="replace").strip()
+    if process.returncode:
+        return None, problem.splitlines()[-1][:300] if problem else f"exit {process.returncode}"
+    answer: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return answer, ""
+
+
+def _no_devices(error: str) -> Finding:
+    holders = list(holders_of_devices())
+    if holders:
+        return Finding(
+            "error",
+            f"JAX cannot use the devices: {error}. They are held by {'; '.join(holders)}",
+            "wait for it, end it, or check with JAX_PLATFORMS=cpu",
+        )
+    return Finding(
+        "error",
+        f"JAX cannot use the devices: {error}",
+        "see whether `python -c 'import jax; print(jax.devices())'` works; another process may "
+        "hold them; a larger --timeout helps a slow start",
+    )
+
+
+def holders_of_devices() -> Iterator[str]:
+    """Yield the other processes that have an accelerator's device open, as far as this user may
+    see."""
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        try:
+            opened = {os.readlink(fd) for fd in (process / "fd").iterdir()}
+            name = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80].strip()
+        except OSError:
+            continue  # another user's, or it has ended
+        if any(_is_device(path) for path in opened):
+            yield f"process {process.name} ({name})"
+
+
+def _is_device(path: str) -> bool:
+    own = Path(path)
+    if not own.is_relative_to("/dev"):
+        return False
+    return any(own.relative_to("/dev").match(pattern) for pattern in (*TPU_FILES, "nvidia[0-9]*"))
+
+
+# ---- the host
+
+
+def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
+    """Look at memory, cores, shared memory, disk and the compile cache.
+
+    Args:
+        runs: the folder of runs, which need not exist.
+        cache: the folder of compiled programs.
+    """
+    memory, free = host_memory()
+    yield Finding("ok", f"host memory: {gib(memory)}, {gib(free)} of it free")
+    yield Finding("ok", f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used")
+    try:
+        shared = shutil.disk_usage("/dev/shm")
+        yield Finding("ok", f"/dev/shm: {gib(shared.free)} free of {gib(shared.total)}")
+    except OSError:
+        yield Finding(
+            "warning",
+            "there is no /dev/shm",
+            "use remote.transfer=tcp with mesh.samplers_in=processes",
+        )
+    yield disk_finding(runs, LITTLE_DISK, "for checkpoints and policies")
+    yield _cache_finding(cache)
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of memory that this process may have, and those that are free."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total, free = table["MemTotal"], table["MemAvailable"]
+    try:  # a container's limit
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return total, free
+    return min(total, limit), max(0, min(free, limit - used))
+
+
+def disk_finding(folder: Path, needed: float, what: str) -> Finding:
+    """Say whether a folder, which need not exist yet, can be written to and has so many bytes."""
+    place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Finding(
+            "error", f"{folder} cannot be written to ({place})", "set run.dir to a folder that can"
+        )
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        return Finding(
+            "warning",
+            f"disk at {folder}: {gib(free)} free, {gib(needed)} {what}",
+            "free some, lower checkpoint.keep, or set run.dir",
+        )
+    return Finding("ok", f"disk at {folder}: {gib(free)} free")
+
+
+def _cache_finding(cache: Path) -> Finding:
+    if not cache.is_dir():
+        return Finding(
+            "ok", f"compile cache {cache}: none yet, the first start compiles everything"
+        )
+    files = [entry for entry in cache.iterdir() if entry.is_file()]
+    size = sum(entry.stat().st_size for entry in files)
+    return Finding("ok", f"compile cache {cache}: {len(files)} files, {gib(size)}")

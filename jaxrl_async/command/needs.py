@@ -1,0 +1,251 @@
+"""What a configuration needs of a machine: files, extras, tokenizer, functions, devices, memory.
+Nothing is trained, and no weight is read."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxrl_async.algorithms.registry import is_absent
+from jaxrl_async.command.finding import Finding, gib
+from jaxrl_async.command.machine import Devices, disk_finding, host_memory
+from jaxrl_async.config.schema import Config, each_of, name_of
+from jaxrl_async.data.hub import cached_folder
+from jaxrl_async.errors import JaxrlError
+from jaxrl_async.model.frozen_base import base_bytes, form_of
+from jaxrl_async.model.lora import lora_of, trained_table
+from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
+from jaxrl_async.run.builders.devices import CACHE_FOLDER
+from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
+from jaxrl_async.run.builders.playing import find_task
+from jaxrl_async.run.start import check_names, check_paths, hub_names, with_hub_folders
+from jaxrl_async.sampler.setup import kv_plan
+from jaxrl_async.trainer.optimizer import optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """An optional dependency, and which configurations use it."""
+
+    name: str
+    module: str
+    used_by: Callable[[Config], str | None]  # the setting that needs it; None: none does
+
+
+def _task(library: str) -> Callable[[Config], str | None]:
+    def used(config: Config) -> str | None:
+        name = "" if config.task is None else name_of(config.task)
+        return f"task={name}" if name.partition(":")[0] == library else None
+
+    return used
+
+
+def _records(config: Config) -> str | None:
+    files, paths = config.data.jsonl, [config.warm_start.path]
+    if config.data.source == "jsonl":
+        paths += [files.path, files.eval_path]
+    tables = [p for p in paths if p and (p.endswith(".parquet") or os.path.isdir(p))]
+    return f"records in {tables[0]}" if tables else None
+
+
+EXTRAS = (
+    Extra(name="reasoning_gym", module="reasoning_gym", used_by=_task("reasoning_gym")),
+    Extra(name="verifiers", module="verifiers", used_by=_task("verifiers")),
+    Extra(name="openenv", module="websockets", used_by=_task("openenv")),
+    Extra(name="datasets", module="pyarrow", used_by=_records),
+    Extra(
+        name="serve",
+        module="uvicorn",
+        used_by=lambda config: "endpoint.enabled=true" if config.endpoint.enabled else None,
+    ),
+)
+
+
+def cache_of(config: Config | None) -> Path:
+    """Return the folder of compiled programs."""
+    runs = Path("runs" if config is None else config.run.dir)
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or runs / CACHE_FOLDER)
+
+
+def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]:
+    """Look at everything that a configuration needs.
+
+    devices: what JAX sees; None: not known.
+    """
+    yield from _extras(config)
+    yield from _tried("names of functions and tasks", lambda: check_names(config))
+    yield from _own_files(config)
+    if absent := [found for found in map(_not_cached, hub_names(config)) if found is not None]:
+        yield from absent
+        return
+    try:
+        config = with_hub_folders(config)
+        check_paths(config)
+        yield Finding("ok", "files and folders")
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"files and folders: {error}")
+        return
+    try:
+        tokenizer = make_tokenizer(config.data, config.model, find_task(config))
+        yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
+        spec = spec_of_run(config, tokenizer)
+        yield Finding("ok", f"model: {spec.family}, {num_weights(spec):,} weights")
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"tokenizer or model: {error}")
+        return
+    yield from _devices(config, devices)
+    yield from _memory(config, spec, devices)
+    yield _checkpoints(config, spec)
+
+
+def _tried(what: str, check: Callable[[], object]) -> Iterator[Finding]:
+    try:
+        check()
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"{what}: {error}")
+    else:
+        yield Finding("ok", what)
+
+
+def _extras(config: Config) -> Iterator[Finding]:
+    for extra in EXTRAS:
+        setting = extra.used_by(config)
+        if setting is None:
+            continue
+        if find_spec(extra.module) is None:
+            yield Finding(
+                "error",
+                f"{setting} needs {extra.module}",
+                f"pip install 'jaxrl_async[{extra.name}]'",
+            )
+        else:
+            yield Finding("ok", f"extra [{extra.name}] for {setting}")
+
+
+def _not_cached(named: tuple[str, str, str]) -> Finding | None:
+    """Say what the run would download; nothing is downloaded here."""
+    setting, value, kind = named
+    name, option = value.split(":")[0], " --repo-type dataset" if kind == "dataset" else ""
+    if cached_folder(name, kind) is not None:
+        return None
+    return Finding(
+        "warning",
+        f"{setting}={value} is a name on the Hugging Face hub, and not in its cache: the run "
+        "downloads it when it starts, and what it needs is not known before",
+        f"hf download {name}{option}",
+    )
+
+
+def _own_files(config: Config) -> Iterator[Finding]:
+    """Look for the user's own functions: check_names leaves a missing file to other machines."""
+    choices = [("reward.function", choice) for choice in each_of(config.reward.function)]
+    choices += [] if config.task is None else [("task", config.task)]
+    for setting, choice in choices:
+        if is_absent(choice):
+            yield Finding(
+                "error",
+                f"{setting}={name_of(choice)}: there is no such file here",
+                f"correct the path; it is looked for from {Path.cwd()}",
+            )
+
+
+def _devices(config: Config, devices: Devices | None) -> Iterator[Finding]:
+    mesh = config.mesh if config.run.job == "rl" else config.mesh.without_samplers
+    needed, several = mesh.num_devices, (config.distributed.num_processes or 1) > 1
+    if devices is None or several:
+        yield Finding(
+            "warning",
+            f"the mesh needs {needed} devices, which were not counted here",
+            "run doctor on each host",
+        )
+    elif devices.platform == "cpu":
+        yield Finding("ok", f"the mesh needs {needed} devices; the CPU acts as so many")
+    elif devices.count < needed:
+        yield Finding(
+            "error",
+            f"the mesh needs {needed} devices, and there are {devices.count}",
+            "lower mesh.trainer, mesh.sampler or mesh.samplers, or set "
+            "mesh.colocated=true: both sides share the devices",
+        )
+    else:
+        yield Finding("ok", f"the mesh needs {needed} of {devices.count} devices")
+
+
+def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterator[Finding]:
+    """Compare what a run keeps with what there is. Activations come on top of it."""
+    trainer = trainer_bytes(config, spec)
+    sampler = sampler_bytes(config, spec) if config.run.job == "rl" else 0.0
+    mesh, here = config.mesh, 0.0
+    smaller = (
+        "choose a smaller model, train an adapter (model.lora.rank), lower sampler.slots or "
+        "sampler.max_length, or take more devices"
+    )
+    if devices is None or devices.memory is None:
+        here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
+        yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
+        return
+    each_trainer = trainer / mesh.trainer.num_devices
+    each_sampler = sampler / mesh.sampler.num_devices
+    if mesh.colocated:
+        both = each_trainer + each_sampler
+        yield _fits("memory of a device, both sides", both, devices.memory, smaller)
+        return
+    yield _fits("memory of a trainer's device", each_trainer, devices.memory, smaller)
+    if sampler and mesh.samplers_in != "elsewhere":
+        yield _fits("memory of a sampler's device", each_sampler, devices.memory, smaller)
+
+
+TIGHT = 0.7
+"""From this share of the memory on, activations and temporaries may not fit beside what is kept."""
+
+
+def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
+    text = f"{what}: {gib(needed)} at least, of {gib(there)}"
+    if needed > there:
+        return Finding("error", text, smaller)
+    if needed > TIGHT * there:
+        return Finding(
+            "warning",
+            f"{text}, and activations come on top",
+            "`jaxrl-async plan` compiles the programs and knows; or " + smaller,
+        )
+    return Finding("ok", text)
+
+
+def trainer_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes that the trainer keeps, all devices together: weights, their gradient, the
+    optimizer's state, the weights in transfer, and a reference. The kinds of plan.hbm, without
+    activations and programs."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
+    learnt = num_in(trained_table(spec, lora))
+    offloaded = "optimizer" in config.trainer.offload
+    kept = dtype.itemsize + (0 if offloaded else optimizer_bytes(config.trainer, dtype))
+    held = learnt * (dtype.itemsize + kept)
+    if lora is not None:
+        held += base_bytes(spec, form, dtype)
+    sent = learnt * jnp.dtype(config.model.dtype).itemsize if config.run.job == "rl" else 0
+    reference = num_weights(spec) * dtype.itemsize if config.refers and lora is None else 0
+    return float(held + sent + reference)
+
+
+def sampler_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes that a sampler keeps, all of its devices together: weights, the next weights
+    while they arrive, and the KV cache."""
+    dtype = jnp.dtype(config.model.dtype)
+    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
+    one = jnp.dtype(config.weights.dtype or config.model.dtype).itemsize
+    base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
+    arriving = num_in(trained_table(spec, lora)) * one
+    return float(base + arriving + kv_plan(spec, config.sampler, dtype).kv_bytes)
+
+
+def _checkpoints(config: Config, spec: ModelSpec) -> Finding:
+    dtype = jnp.dtype(config.model.param_dtype)
+    learnt = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
+    one = learnt * (dtype.itemsize + optimizer_bytes(config.trainer, dtype))
+    kept = config.checkpoint.keep + 1
+    return disk_finding(Path(config.run.dir), kept * one, f"for {kept} checkpoints of {gib(one)}")

@@ -1,0 +1,108 @@
+"""The policy of a run that ended, goes on or was killed, from its folder alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.model.frozen_base import form_of
+from jaxrl_async.model.hf import load_generation, read_adapter_config
+from jaxrl_async.model.lora import lora_of
+from jaxrl_async.model.peft import load_peft
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
+from jaxrl_async.run.builders.playing import find_task
+from jaxrl_async.run.checkpoint.store import read_learnt, saved_steps
+from jaxrl_async.run.folder import Paths
+
+
+def policy_at_end(paths: Paths, dtype: str | None, decoder: str | None) -> Policy:
+    """Load the policy that a run has written at its end; with an adapter's changes added. Raises
+    CheckpointError.
+
+    dtype: of the weights; None: as they were written.
+    """
+    folder = paths.policy
+    if not folder.is_dir():
+        steps = saved_steps(paths.checkpoints)
+        instead = (
+            f"take a checkpoint: --step, one of {', '.join(map(str, steps))}"
+            if steps
+            else "there is no checkpoint either"
+        )
+        if paths.reward_model.is_dir():
+            instead = f"it trained a reward model, which is in {paths.reward_model}"
+        raise CheckpointError(f"{folder} is not there: the run has written no policy; {instead}.")
+    return Policy.from_pretrained(folder, dtype=dtype or dtype_of(folder), decoder=decoder)
+
+
+def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
+    """Load the policy of a checkpoint: all weights, or an adapter on its base. Raises
+    CheckpointError and what loading the run's configuration and task does.
+
+    Args:
+        paths: the run's.
+        step: of the checkpoint.
+        dtype: of the weights; None: model.param_dtype.
+    """
+    config, steps = load(paths.config), saved_steps(paths.checkpoints)
+    if config.run.job == "reward_model":
+        raise CheckpointError(f"{paths.root} trains a reward model: its checkpoints have no policy")
+    if step not in steps:
+        raise CheckpointError(
+            f"{paths.checkpoints}: there is no checkpoint of step {step}; there are "
+            f"{', '.join(map(str, steps)) or 'none'}."
+        )
+    tokenizer = _tokenizer_of(config, paths)
+    spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
+    learnt = read_learnt(paths.checkpoints / str(step), kind)
+    lora = lora_of(spec, config.model.lora)
+    if lora is None:
+        return Policy(spec, learnt, tokenizer, _generation_of(config))
+    base = Policy.from_pretrained(
+        config.model.path or paths.base,
+        dtype=kind,
+        tokenizer=tokenizer,
+        form=form_of(config.model.lora),
+        decoder=config.model.decoder,
+    )
+    return dataclasses.replace(base, lora=lora, adapter=learnt)
+
+
+def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]:
+    """Load a run's final adapter, on the merged policy's spec and without its weights; also return
+    the name of its base. Raises CheckpointError."""
+    if not paths.adapter.is_dir():
+        raise CheckpointError(
+            f"{paths.adapter} is not there: the run trains all weights (model.lora.rank=0), or did "
+            "not end. Leave out --adapter-only, or give --step."
+        )
+    policy = Policy.from_pretrained(paths.policy, dtype=dtype or "float32")
+    lora, adapter = load_peft(paths.adapter, policy.spec, dtype=dtype or "float32")
+    base = read_adapter_config(paths.adapter).get("base_model_name_or_path")
+    return dataclasses.replace(policy, lora=lora, adapter=adapter), base
+
+
+def dtype_of(folder: Path) -> str:
+    """Return the data type of a Hugging Face directory's weights; float32 if it does not say."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "float32"  # loading the directory says what is wrong
+    named = config.get("dtype") or config.get("torch_dtype")
+    return named if named in ("float32", "bfloat16") else "float32"
+
+
+def _generation_of(config: Config) -> dict[str, Any]:
+    return {} if config.model.path is None else load_generation(Path(config.model.path))
+
+
+def _tokenizer_of(config: Config, paths: Paths) -> Tokenizer:
+    for folder in (paths.policy, paths.base):
+        if (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder)
+    return make_tokenizer(config.data, config.model, find_task(config))

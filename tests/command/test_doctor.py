@@ -1,0 +1,181 @@
+"""The doctor: what it finds on a machine that is well, and on one that is made ill."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import optax
+import pytest
+
+from jaxrl_async.command import machine, needs
+from jaxrl_async.command.doctor import main
+from jaxrl_async.command.machine import (
+    Devices,
+    disk_finding,
+    host_memory,
+    look_at_devices,
+    package_findings,
+)
+from jaxrl_async.config.load import load
+from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.model.decoder import init_params
+from jaxrl_async.run.builders.initial_policy import spec_of_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def levels(text: str) -> list[str]:
+    return re.findall(r"^(ok|warning|error) ", text, re.MULTILINE)
+
+
+def test_the_default_job_is_well_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe:addition"]) == 0
+    told = capsys.readouterr().out
+    assert "error" not in levels(told) and len(levels(told)) > 10
+    for part in ("jax 0", "devices:", "host memory", "cores", "/dev/shm", "disk", "tokenizer"):
+        assert part in told
+    assert list(tmp_path.iterdir()) == [], "it only looks"
+
+
+def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    words = ["data.source=jsonl", "data.jsonl.path=x.parquet", "model.path=nowhere",
+             "reward.function=no.py:f", "warm_start.steps=0", "endpoint.enabled=true"]  # fmt: skip
+    assert main(["recipe:gsm8k", *words]) == 1
+    told = capsys.readouterr().out
+    assert "pip install 'jaxrl_async[datasets]'" in told
+    assert "pip install 'jaxrl_async[serve]'" in told
+    assert "model.path = 'nowhere': there is no such folder" in told
+    assert "reward.function=no.py:f: there is no such file here" in told
+    assert f"{levels(told).count('error')} errors" in told.splitlines()[-1]
+
+
+def test_a_model_that_would_be_downloaded_is_a_warning_and_stays_where_it_is(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert main(["recipe:addition", "model.path=Qwen/Qwen3-0.6B"]) == 0
+    told = capsys.readouterr().out
+    assert "model.path=Qwen/Qwen3-0.6B is a name on the Hugging Face hub" in told
+    assert "-> hf download Qwen/Qwen3-0.6B\n" in told and levels(told).count("warning") == 1
+
+
+def test_a_wrong_setting_is_one_of_its_errors(capsys):
+    assert main(["recipe:addition", "sampler.slot=3"]) == 1
+    told = capsys.readouterr().out
+    assert "did you mean sampler.slots" in told and "host memory" in told
+
+
+def test_a_bad_command_line_is_refused():
+    for words in (["--timeout", "0"], ["--timout", "3"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+
+
+def test_devices_are_what_jax_sees(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    devices, findings = look_at_devices(60)
+    assert devices == Devices("cpu", "cpu", 3, None)
+    assert [f.level for f in findings] == ["ok"]
+
+
+def test_a_driver_that_never_answers_is_given_up_and_leaves_no_process(monkeypatch, tmp_path):
+    """As where another process holds the TPU: the child even ignores SIGTERM."""
+    mark = tmp_path / "pid"
+    monkeypatch.setattr(
+        machine,
+        "PROBE",
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    monkeypatch.setattr(machine, "holders_of_devices", lambda: iter(["process 7 (python x.py)"]))
+    devices, (finding,) = look_at_devices(2)
+    assert devices is None and finding.level == "error"
+    assert "no answer within 2 s" in finding.what and "held by process 7" in finding.what
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+
+
+def test_a_driver_that_fails_is_told_in_its_words(monkeypatch):
+    monkeypatch.setattr(machine, "PROBE", "raise RuntimeError('The TPU is already in use')")
+    monkeypatch.setattr(machine, "holders_of_devices", lambda: iter([]))
+    _, (finding,) = look_at_devices(60)
+    assert "RuntimeError: The TPU is already in use" in finding.what and finding.remedy
+
+
+def test_a_process_that_has_a_device_open_is_found(monkeypatch):
+    """/dev/zero in place of a chip; a child holds it."""
+    monkeypatch.setattr(machine, "TPU_FILES", ("zero",))
+    with open("/dev/zero") as chip, subprocess.Popen(["sleep", "60"], stdin=chip) as child:
+        try:
+            holders = list(machine.holders_of_devices())
+        finally:
+            child.kill()
+    assert f"process {child.pid} (sleep 60)" in holders
+    assert not any(text.startswith(f"process {os.getpid()} ") for text in holders)
+
+
+def test_an_old_package_is_an_error_and_a_missing_one_too(monkeypatch):
+    versions = {"flax": "0.1", "jax": "99", "jaxlib": "99"}
+    monkeypatch.setattr(machine, "_version", lambda name: versions.get(name, ""))
+    found = {f.what: f.remedy for f in package_findings() if f.level == "error"}
+    assert any("flax 0.1 is installed" in what for what in found)
+    assert any("optax is not installed" in what for what in found)
+    assert not any(what.startswith("jax ") for what in found)
+    assert all(remedy.startswith("pip install -U '") for remedy in found.values())
+
+
+def test_a_folder_that_cannot_hold_the_checkpoints_is_told(tmp_path):
+    assert disk_finding(tmp_path / "a/b", 0, "").level == "ok"
+    assert disk_finding(tmp_path, 2.0**60, "for checkpoints").level == "warning"
+    (tmp_path / "file").touch()
+    assert disk_finding(tmp_path / "file/runs", 0, "").level == "error"
+
+
+def test_memory_is_that_of_the_arrays_that_a_run_holds():
+    """Weights, gradients, AdamW's state and the weights in transfer, as arrays."""
+    config = load("recipe:addition")
+    spec = spec_of_run(config, addition_tokenizer())
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    state = jax.eval_shape(optax.adamw(1.0).init, params)
+
+    def size(tree) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    counters = 8  # AdamW's step
+    assert needs.trainer_bytes(config, spec) == pytest.approx(
+        3 * size(params) + size(state), abs=counters
+    )
+    kv = needs.sampler_bytes(config, spec) - 2 * size(params)
+    tokens = config.sampler.slots * config.sampler.max_length
+    shape = config.model.architecture
+    least = tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    assert least <= kv <= 2 * least + 2**20
+
+
+def test_devices_that_are_too_small_or_too_few_are_errors():
+    config = load("recipe:addition", ["sampler.slots=2"])
+    kept = needs.trainer_bytes(config, spec_of_run(config, addition_tokenizer()))
+
+    def told(count: int, memory: float) -> dict[str, str]:
+        found = needs.needs_findings(config, Devices("gpu", "H100", count, int(memory)))
+        return {f.what.split(":")[0]: f.level for f in found}
+
+    trainer = "memory of a trainer's device"
+    assert told(2, 10 * kept)[trainer] == "ok"
+    assert told(2, 1.2 * kept)[trainer] == "warning"
+    assert told(2, 0.9 * kept)[trainer] == "error"
+    assert told(2, 10 * kept)["the mesh needs 2 of 2 devices"] == "ok"
+    assert told(1, 10 * kept)["the mesh needs 2 devices, and there are 1"] == "error"
+
+
+def test_the_hosts_memory_is_at_most_what_it_has():
+    total, free = host_memory()
+    assert 0 < free <= total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
