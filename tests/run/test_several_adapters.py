@@ -182,6 +182,19 @@ def test_what_several_runs_cannot_do_is_refused_by_name(
         several(tmp_path, *overrides)
 
 
+def test_a_run_of_other_tokens_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    tree = {
+        "model": {"lora": {"rank": 4}},
+        "run": {"dir": str(tmp_path)},
+        "runs": {"sums": {}, "calls": {"task": "calculator"}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"runs\.calls: its tokens are not those of the first run"
+    ):
+        train(load(tree))
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "runs", [{"a/b": {}}, {"base": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}], ids=str
 )
