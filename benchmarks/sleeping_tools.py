@@ -252,7 +252,7 @@ def _options() -> argparse.Namespace:
     args = options(words)
     if args.quick:
         args.sessions, args.slots, args.median_s, args.warm_steps = 8, 4, 0.02, 20
-        args.staleness, args.programs = [1], [0]
+        args.staleness, args.programs = [], [1]
     return args
 
 

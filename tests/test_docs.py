@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -14,7 +15,7 @@ import pytest
 from builders import tiny_params, tiny_spec
 
 from jaxrl_async.algorithms.objective import make_recipe
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import help_of_fields, load
 from jaxrl_async.config.schema import AlgorithmSection, Config
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import chat_tokenizer
@@ -71,7 +72,8 @@ def test_the_file_tree_in_docs_is_the_tree():
 
 
 def test_the_files_that_tell_the_story_exist():
-    story = re.findall(r"^\d\. `(\S+)`", README, re.MULTILINE)
+    page = (ROOT / "docs/how_it_works.md").read_text("utf-8")
+    story = re.findall(r"^\d\. `(\S+)`", page, re.MULTILINE)
     assert len(story) == 5
     assert all((ROOT / path).is_file() for path in story)
 
@@ -85,10 +87,45 @@ def test_links_lead_somewhere(page):
         assert "://" in link or not anchor or anchor in anchors(target), link
 
 
-def test_readme_leads_to_every_page_of_docs():
-    assert [
-        p.name for p in PAGES if p.parent.name == "docs" and f"(docs/{p.name})" not in README
-    ] == []
+def test_the_index_and_the_sites_menu_lead_to_every_page_and_readme_to_the_index():
+    index = (ROOT / "docs/index.md").read_text("utf-8")
+    menu = (ROOT / "zensical.toml").read_text("utf-8")
+    pages = {p.name for p in PAGES if p.parent.name == "docs"} - {"index.md"}
+    assert {p for p in pages if f"({p})" not in index} == set()
+    assert {p for p in pages if f'"{p}"' not in menu} == set()
+    assert "(docs/index.md)" in README and len(README.splitlines()) <= 160
+
+
+GENERATED = {
+    "settings.md": "jaxrl_async.config.reference",
+    "api.md": "jaxrl_async.api.reference",
+}
+
+
+@pytest.mark.parametrize("page", GENERATED)
+def test_a_generated_page_is_what_is_generated(page):
+    text = importlib.import_module(GENERATED[page]).markdown()
+    assert f"python -m {GENERATED[page]} > docs/{page}" in text
+    assert (ROOT / "docs" / page).read_text("utf-8") == text, f"run the command in docs/{page}"
+
+
+def test_settings_that_the_table_of_names_tells_are_there():
+    page = (ROOT / "docs/coming_from.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    named = [n for row in rows[2:] for n in re.findall(r"`([a-z_.]+)", row[-1]) if "." in n]
+    known = {one.path for one in help_of_fields()}
+    assert len(named) > 20 and [name for name in named if name not in known] == []
+
+
+@pytest.mark.exhaustive
+def test_the_site_is_built_without_a_warning(tmp_path):
+    menu = (ROOT / "zensical.toml").read_text("utf-8")
+    (tmp_path / "zensical.toml").write_text(menu, encoding="utf-8")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    command = [Path(sys.executable).parent / "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "max_staleness" in (tmp_path / "site/settings/index.html").read_text("utf-8")
 
 
 def test_what_examples_in_python_import_is_there():
@@ -192,10 +229,14 @@ BESIDE = {
 """What a setting needs to be read, by how it begins."""
 
 
+PROSE = ("metrics.md", "settings.md")
+"""Pages with sentences that end behind a setting's value."""
+
+
 def test_overrides_in_readme_and_docs_are_valid():
     sections = "|".join(Config.model_fields)
     override = rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))"
-    pages = [page.read_text("utf-8") for page in PAGES if page.name != "metrics.md"]  # prose
+    pages = [page.read_text("utf-8") for page in PAGES if page.name not in PROSE]
     words = {word for page in pages for word in re.findall(override, page)}
     assert len(words) > 20
     for word in sorted(words):
@@ -252,9 +293,10 @@ def test_the_loss_in_docs_is_accepted_as_a_users_own(tmp_path):
     make_recipe(AlgorithmSection(loss={f"{file}:my_loss": {"strength": 0.5}}))
 
 
-def test_the_reward_in_readme_runs():
+def test_the_reward_in_docs_runs():
     names: dict = {}
-    exec(next(block for block in blocks("python") if "short_and_right" in block), names)
+    page = (ROOT / "docs/tasks.md").read_text("utf-8")
+    exec(next(block for block in blocks("python", page) if "short_and_right" in block), names)
     assert names["short_and_right"]("2+2=", "4", "4") == {"correct": 1.0, "short": -0.001}
 
 

@@ -4,7 +4,6 @@ jaxrl-async train recipe:addition      = python -m jaxrl_async.train recipe:addi
 """
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from difflib import get_close_matches
 from jaxrl_async import __version__
 
 PROGRAM = "jaxrl-async"
-VIEWER = "view.__main__" if importlib.util.find_spec("jaxrl_async.view") else "metrics.report"
-"""What shows a run."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells count."""
 
@@ -34,7 +31,7 @@ COMMANDS = {
     "recipes": Command("command.recipe_list", "list the configurations that come with the package"),
     "plan": Command("plan.__main__", "compile a run for TPU slices that need not exist"),
     "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
-    "view": Command(VIEWER, "show a run: RUN ..."),
+    "view": Command("view.__main__", "show runs on a page that follows them: RUN ..."),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
     "sample": Command("sample", "join a run as a sampler: --join ADDRESS"),
     "serve": Command("serve", "serve a policy to clients of OpenAI's or Anthropic's: DIR"),

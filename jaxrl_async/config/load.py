@@ -134,25 +134,52 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@dataclass(frozen=True, slots=True)
+class FieldHelp:
+    """What is said of a setting, or of a section, whose default is None then."""
+
+    path: str  # "algorithm.learning_rate"
+    about: str
+    default: str | None = None  # as YAML
+    allowed: str = ""  # type and range in words: "a whole number >= 1 or null"
+
+
+def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
+    """Yield every section and setting, a section before what is in it."""
+    for name, target in section.model_fields.items():
+        here = ".".join((*path, name))
+        inner = _section_of(target)
+        about = target.description or ("" if inner is None else inner.__doc__) or ""
+        about = " ".join(about.split())
+        if inner is None:
+            yield FieldHelp(here, about, _default(target), _allowed(target))
+        else:
+            yield FieldHelp(here, about)
+            yield from help_of_fields(inner, (*path, name))
+
+
 def help_text(prefix: str = "") -> str:
     """List every field: key path, default, type and range, help text.
 
     prefix: only what this section, or setting, holds; "": all. Raises ConfigError.
     """
-    if not prefix:
-        return "\n".join(_help_lines(Config, ()))
-    path = tuple(prefix.split("."))
-    target = _find(path)
-    if target is None:
+    path = tuple(prefix.split(".")) if prefix else ()
+    if _find(path) is None and path:
         raise ConfigError(_unknown(path))
-    inner = _section_of(target)
-    lines = _field_help(path, target) if inner is None else _help_lines(inner, path)
+    lines = []
+    for one in help_of_fields():
+        if prefix and one.path != prefix and not one.path.startswith(f"{prefix}."):
+            continue
+        if one.default is None:
+            lines += ["", f"{one.path}{':  ' + one.about if one.about else ''}"]
+        else:
+            lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
     return "\n".join(lines)
 
 
 def setting_names() -> list[str]:
     """Return the key path of every setting, such as algorithm.learning_rate."""
-    return [".".join(path) for path, is_section in _all_paths(Config, ()) if not is_section]
+    return [one.path for one in help_of_fields() if one.default is not None]
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -589,28 +616,6 @@ def _range(limits: Sequence[Any]) -> list[str]:
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns
-
-
-def _help_lines(section: type[Section], path: KeyPath) -> Iterator[str]:
-    for name, target in section.model_fields.items():
-        here = ".".join((*path, name))
-        inner = _section_of(target)
-        if inner is None:
-            yield from _field_help((*path, name), target)
-            continue
-        about = " ".join((target.description or _own_doc(inner)).split())
-        yield ""
-        yield f"{here}{':  ' + about if about else ''}"
-        yield from _help_lines(inner, (*path, name))
-
-
-def _field_help(path: KeyPath, target: FieldInfo) -> Iterator[str]:
-    yield f"  {'.'.join(path)} = {_default(target)}    ({_allowed(target)})"
-    yield f"      {' '.join((target.description or '').split())}"
-
-
-def _own_doc(section: type[Section]) -> str:
-    return section.__doc__ or ""
 
 
 def _default(target: FieldInfo) -> str:

@@ -77,6 +77,9 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events."""
+    prometheus: str | None = Field(None, pattern=r"^(\S+|\[\S+\]):\d{1,5}$")
+    """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0 takes any
+    free one; null: none. With several processes the first one serves."""
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none."""
     peak_flops: float | None = Field(None, gt=0)

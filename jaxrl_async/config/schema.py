@@ -80,6 +80,9 @@ __all__ = [
 
 
 class Config(Section):
+    """A checked configuration of a run: `load` makes one, and its sections are attributes
+    (docs/settings.md)."""
+
     run: RunSection = RunSection()
     distributed: DistributedSection = DistributedSection()
     mesh: MeshSection = MeshSection()

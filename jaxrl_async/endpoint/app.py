@@ -206,7 +206,9 @@ class EndpointApp:
     async def _responses(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, responses_call(body)
         root = new_root() if call.previous is None else root_of(call.previous)
-        conversation = exchange.header(CONVERSATION) or f"{PREFIX}{root}"
+        conversation = exchange.header(CONVERSATION)
+        if conversation is None and (call.stores or call.previous is not None):
+            conversation = f"{PREFIX}{root}"  # else nothing is kept that a call could follow
         caller = desk.caller(exchange.key, conversation, body.get("model"))
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)

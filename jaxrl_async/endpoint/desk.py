@@ -200,6 +200,8 @@ class Desk:
         now, limits = self._clock(), self.limits
         guests = self._unnamed if name.startswith(PREFIX) else self._guests
         known = guests.pop((key, name), None)
+        if known is not None and now - known[0] > limits.guest_idle_s:
+            known = None
         oldest = next(iter(guests), None)
         while oldest is not None and (
             now - guests[oldest][0] > limits.guest_idle_s or len(guests) >= limits.max_guests

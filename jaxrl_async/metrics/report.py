@@ -24,6 +24,8 @@ from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, read_lines
 
 MAX_SAMPLES = 40
 """Samples shown, newest steps first."""
+SHOWN_APART = ("step", "prompt", "completion", "reward", "tokens")
+"""Fields of a sample with a place of their own, or none (tokens: see jaxrl_async.view)."""
 
 SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
@@ -396,9 +398,7 @@ def samples_table(samples: Sequence[Line]) -> str:
         return ""
     rows = []
     for s in newest:
-        rest = [
-            f"{k}: {v}" for k, v in s.items() if k not in ("step", "prompt", "completion", "reward")
-        ]
+        rest = [f"{k}: {v}" for k, v in s.items() if k not in SHOWN_APART]
         reward = s.get("reward")
         shown = (
             number(reward)
@@ -509,7 +509,7 @@ _PAGE = """<!doctype html>
 
 def main(argv: Sequence[str]) -> int:
     """Write the reports of the run folders named on the command line; return the exit code."""
-    usage = "usage: jaxrl-async view RUN ...: write RUN/report.html, the run on one page"
+    usage = "usage: python -m jaxrl_async.metrics.report RUN ...: write RUN/report.html"
     if "--help" in argv or "-h" in argv:
         print(usage)
         return 0

@@ -11,7 +11,6 @@ off ends the game.
 """
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from jaxrl_async.rollout.chat_env import (
     score_given,
     value_of,
 )
+from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.episode import (
     NOTHING,
     EpisodeLimits,
@@ -78,9 +78,10 @@ class _Seat:
     first: IntArray | None = None  # the tokens of its first turn's context
     tokens: IntArray = field(default_factory=lambda: NOTHING)  # of the current context
     turns: list[Turn] = field(default_factory=list)
+    calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # as branch_after takes
     moved: int = 0  # turns, whoever made them
     stop: StopReason = StopReason.EOS
-    earned: float = 0.0  # before its first turn
+    early: Score = field(default_factory=lambda: Score(reward=0.0))  # before its first turn
 
     def say(self, message: Message) -> None:
         """Add its own message to its conversation."""
@@ -88,14 +89,20 @@ class _Seat:
         self.moved += 1
 
     def earn(self, reward: float, parts: Mapping[str, float]) -> None:
-        """Credit a reward to its last turn."""
+        """Credit a reward to its last turn; before the first, to the whole episode."""
         if not self.turns:
-            self.earned += reward
+            self.early = sum_of(self.early, reward, parts)
             return
         last = self.turns[-1]
-        known = Counter(last.parts)
-        known.update(parts)
-        self.turns[-1] = replace(last, reward=last.reward + reward, parts=dict(known))
+        more = sum_of(Score(reward=last.reward, parts=last.parts), reward, parts)
+        self.turns[-1] = replace(last, reward=more.reward, parts=more.parts)
+
+
+def sum_of(score: Score, reward: float, parts: Mapping[str, float]) -> Score:
+    """Return a score with a reward and its parts added."""
+    both = Counter(score.parts)
+    both.update(parts)
+    return replace(score, reward=score.reward + reward, parts=dict(both))
 
 
 class GameEnvs:
@@ -136,7 +143,6 @@ class GameMember:
     def __init__(self, envs: GameEnvs) -> None:
         self._envs, self._chat = envs, envs.chat
         self._seats: dict[str, _Seat] = {}
-        self._asked: Counter[bytes] = Counter()  # requests of each seat with the same tokens
 
     def drawn_versions(self) -> IntArray:
         """See ports.Plays."""
@@ -258,6 +264,7 @@ class GameMember:
         completion = await waiting
         check_kept(completion, limits, len(seat.tokens))
         seat.turns.append(Turn(completion=completion, reply=NOTHING))
+        seat.calls.append((seat.tokens, completion.token_ids))
         seat.tokens = np.concatenate([seat.tokens, completion.token_ids]).astype(np.int32)
         seat.say(self._chat.chat.message(completion.token_ids, ()))
         seat.stop = completion.stop
@@ -265,10 +272,7 @@ class GameMember:
     def _request(
         self, seat: _Seat, prompt: Prompt, label: str, member: int, limits: EpisodeLimits
     ) -> Request:
-        digest = hashlib.blake2b(seat.tokens.tobytes(), digest_size=16).digest()
-        digest += seat.name.encode()
-        branch = seat.number * SEAT_BRANCH + self._asked[digest]
-        self._asked[digest] += 1
+        branch = seat.number * SEAT_BRANCH + branch_after(seat.calls, seat.tokens)
         turn = len(seat.turns)
         request = make_request(label, prompt, member, turn, seat.tokens, limits, branch)
         return replace(request, request_id=f"{label}/m{member}/{seat.name}.t{turn}")
@@ -330,7 +334,7 @@ class GameMember:
             verdict = verdicts.get(seat.name, Score(reward=0.0))
             if seat.player is not None or not seat.turns or seat.first is None:
                 continue
-            verdict = replace(verdict, reward=verdict.reward + seat.earned)
+            verdict = sum_of(verdict, seat.early.reward, seat.early.parts)
             episode = assemble_contexts(seat.first, seat.turns, seat.stop, verdict)
             peers = peers_of(game, seat.name, member)
             episodes.append(replace(episode, seat=seat_of(peers), peers=peers))
@@ -345,7 +349,7 @@ class GameMember:
             if seat.player is None and seat.first is not None and seat.stop is StopReason.LENGTH:
                 self._chat.count("long_openings")
                 verdict = verdicts.get(seat.name, Score(reward=0.0))
-                verdict = replace(verdict, reward=verdict.reward + seat.earned)
+                verdict = sum_of(verdict, seat.early.reward, seat.early.parts)
                 peers = peers_of(game, seat.name, member)
                 episode = unplayed_episode(seat.first, limits, verdict)
                 episodes.append(replace(episode, seat=seat_of(peers), peers=peers))

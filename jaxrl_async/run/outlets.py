@@ -15,6 +15,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.ports import Scorer
 from jaxrl_async.rollout.env import MakeEnv
@@ -29,6 +30,9 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
+
+MAX_SAMPLE_TOKENS = 1024
+"""Tokens of a sample of which log-prob and version are recorded."""
 
 
 class MetricsWriter(Protocol):
@@ -70,7 +74,10 @@ def make_recorder(
     """Open what a run's numbers are written to. resume_step: the step that it continues from."""
     if not lockstep.writes:
         return NoRecorder()
-    return Recorder(paths.root, tensorboard=section.tensorboard, resume_step=resume_step)
+    writer = Recorder(paths.root, tensorboard=section.tensorboard, resume_step=resume_step)
+    if section.prometheus is None:
+        return writer
+    return PrometheusWriter(writer, section.prometheus, run=paths.root.name)
 
 
 # ---- one step's report
@@ -154,10 +161,27 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
             "stop": episode.stop.value,
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
+            "tokens": token_facts(episode, tokenizer),
         }
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
     ]
+
+
+def token_facts(episode: Episode, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return text, log-prob and version of an episode's tokens from the first drawn one on, at most
+    MAX_SAMPLE_TOKENS; None where a token was not drawn. left_out: how many follow."""
+    begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
+    kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
+    drawn = episode.drawn[kept].tolist()
+    logprobs = [round(float(x), 3) for x in episode.logprobs[kept]]
+    versions = episode.versions[kept].tolist()
+    return {
+        "text": [tokenizer.token_text(int(t)) for t in episode.token_ids[kept]],
+        "logprob": [x if d else None for x, d in zip(logprobs, drawn, strict=True)],
+        "version": [v if d else None for v, d in zip(versions, drawn, strict=True)],
+        "left_out": max(len(episode.token_ids) - kept.stop, 0),
+    }
 
 
 def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict[str, str]:

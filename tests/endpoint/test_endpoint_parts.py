@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from chat_tokenizers import QWEN3, byte_tokenizer
+from endpoint_rig import KEY, Speaker, served_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.endpoint.call_messages import read_messages
 from jaxrl_async.endpoint.chat_deltas import ChatDeltas
 from jaxrl_async.endpoint.conversations import MAX_REMEMBERED, Conversations
+from jaxrl_async.endpoint.desk import Desk, EndpointLimits
 from jaxrl_async.endpoint.drawing import Answer
 from jaxrl_async.endpoint.fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.http_answers import chat_answer
@@ -190,3 +192,15 @@ def test_a_field_that_nobody_reads_is_refused():
     fields.whole("read", 0)
     with pytest.raises(CallRefused, match=r"inner\.unread"):
         fields.close(frozenset({"label"}), {"off": (0,)})
+
+
+def test_a_guests_conversation_is_forgotten_once_it_has_idled():
+    now = [0.0]
+    tokenizer = byte_tokenizer(QWEN3)
+    served, limits = served_by(Speaker(tokenizer, []), tokenizer), EndpointLimits(guest_idle_s=10)
+    desk = Desk(served, limits, guest_keys=(KEY,), clock=lambda: now[0])
+    first = desk.caller(KEY, "talk").conversations
+    now[0] = 10.0
+    assert desk.caller(KEY, "talk").conversations is first
+    now[0] = 20.5
+    assert desk.caller(KEY, "talk").conversations is not first

@@ -161,6 +161,10 @@ def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     assert again.output_text == "Again." and rig.endpoint.counts().continued == 1
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):  # still bounded
         ask(model="m", input="More", previous_response_id=unnamed[0].id)
+    speaker.texts = ["Passing."] * 3 + ["Kept."]
+    for _ in range(3):
+        ask(model="m", input="Hi", store=False)  # nothing can follow: they take no place
+    assert ask(model="m", input="More", previous_response_id=unnamed[-1].id).output_text == "Kept."
     closed(rig)
 
 

@@ -19,6 +19,7 @@ from jaxrl_async.plan.__main__ import COMPILER_ENV
 HERE = Path(__file__).parent
 
 pytestmark = [
+    pytest.mark.timeout(1500),  # the first test waits for the compiler
     pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.skipif(

@@ -213,6 +213,33 @@ def test_where_the_format_rewrites_history_a_seat_gets_a_context_of_its_own() ->
         assert chat.tokenizer.decode(episode.token_ids[episode.drawn]) == "012"
 
 
+def test_a_context_that_forgets_draws_by_numbers_of_its_own(monkeypatch) -> None:
+    forgetful = WordChat.opening
+    monkeypatch.setattr(WordChat, "opening", lambda s, told, t: forgetful(s, told[-1:], t))
+    *_, generate, _ = play(Talk, lambda m, seat, turn: str(turn), rewrites=True)
+    assert len({r.branch for r in generate.requests}) == 6, "the same places, other numbers"
+
+
+def test_what_a_seat_earns_before_its_first_turn_is_of_its_whole_episode() -> None:
+    class Late(Talk):
+        async def reset(self, record):
+            return {"left": "ping"}
+
+        def step(self, said):
+            if "right" in said:
+                return Round(ask={})
+            return Round(
+                ask={"right": "1"}, rewards={"right": 2.0}, parts={"right": {"early": 2.0}}
+            )
+
+        async def score(self):
+            return {"right": {"early": 1.0}}
+
+    _, right = play(Late, lambda m, seat, turn: str(turn))[0]
+    assert right.score.parts["early"] == 3.0
+    assert right.score.reward == 3.0
+
+
 @pytest.mark.parametrize("reason", ["cut off", "turns", "length"])
 def test_a_limit_ends_the_game_for_all_seats_and_is_told(reason: str) -> None:
     cut = StopReason.LENGTH if reason == "cut off" else StopReason.EOS

@@ -4,14 +4,14 @@ and whatever is loaded, swapped and unloaded meanwhile."""
 import asyncio
 import dataclasses
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PARAMS, SECTION, SPEC, VOCAB, request
+from tiny import PARAMS, SECTION, SPEC, VOCAB, Held, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
@@ -136,11 +136,10 @@ def swapped_midway(mode: str):
         with make(on_new_weights=mode) as sampler:
             for name in ("a", "b"):
                 sampler.adapters.load(name, made[name])
+            held = Held(sampler, 4)
             futures = sampler.start_many([long(i, n) for i, n in enumerate(("a", "b", "a", "b"))])
-            while not any(len(p.token_ids) >= 4 for p in sampler.progress()):
-                pass
-            if swaps:
-                assert sampler.adapters.load("a", made["new"], version=5) == 5
+            load = partial(sampler.adapters.load, "a", made["new"], version=5)
+            assert held.meanwhile(*[load] * swaps) == [5] * swaps
             done = [f.result(60) for f in futures]
             after = sampler.generate([long(9, "a"), long(9, "b")])
             answers.append((done, after, sampler.stats()))
@@ -207,10 +206,9 @@ def test_a_saved_request_goes_on_with_its_adapter() -> None:
         for name, one in made.items():
             sampler.adapters.load(name, one)
         (whole,) = sampler.generate([long(1, "a")])
+        held = Held(sampler, 1)
         future = sampler.start_many([long(1, "a")])[0]
-        while not sampler.progress():
-            pass
-        saved = sampler.save("a/1", stop=True)
+        (saved,) = held.meanwhile(lambda: sampler.save("a/1", stop=True))
         future.result(60)
         assert saved.request.adapter == "a" and saved.kv is not None
         before = sampler.stats().prefill_tokens

@@ -1,6 +1,10 @@
 """A tiny decoder and requests for it, for the sampler's tests."""
 
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,3 +67,39 @@ class Script(FixedWeights):
     def live(self, version: int) -> None:
         self.went_live.append(version)
         self.seen.set()
+
+
+class Held:
+    """A sampler that stops before the first round that finds a sequence of `drawn` tokens, until
+    `meanwhile`: what a test does in mid-answer is done there however fast the sampler is."""
+
+    def __init__(self, sampler: Sampler, drawn: int) -> None:
+        self._loop, self._drawn = sampler.loop, drawn
+        self._there, self._go_on = threading.Event(), threading.Event()
+        self._whole = self._loop.round
+        self._loop.round = self._round
+
+    def _round(self, batch: Any) -> bool:
+        reached = any(batch.num_drawn(s) >= self._drawn for s in batch.placed.values())
+        if reached and not self._go_on.is_set():
+            self._there.set()
+            assert self._go_on.wait(60), "no test went on"
+        return self._whole(batch)
+
+    def meanwhile(self, *calls: Callable[[], Any]) -> list[Any]:
+        """Wait until the sampler stops; make calls that the sampler's thread answers, let it go on
+        once all of them have come to it, and return their answers."""
+        assert self._there.wait(60), "no sequence came so far"
+        try:
+            with ThreadPoolExecutor(len(calls) or 1) as pool:
+                answers = [pool.submit(call) for call in calls]
+                while not self._all_came(answers):
+                    time.sleep(0.001)
+                self._go_on.set()
+                return [answer.result(60) for answer in answers]
+        finally:
+            self._go_on.set()
+
+    def _all_came(self, answers: list[Future[Any]]) -> bool:
+        came = len(self._loop.inbox._commands) + self._loop.changes.waiting
+        return came >= sum(not answer.done() for answer in answers)

@@ -4,6 +4,7 @@ ends."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from hosts_worker import (
     requests_of,
     setup_of,
 )
+from tiny import Held
 
 from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
 from jaxrl_async.sampler.remote import following
@@ -80,10 +82,9 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
         futures[-1].cancel()
         drawn = [f.result(WAIT_S) for f in futures[:-1]]
         two.lives.wait(1)
+        held = Held(sampler, 1)
         long = sampler.start_many(LONG)
-        while len(sampler.progress()) < len(LONG):
-            pass
-        partials = [sampler.save(r.request_id, stop=True) for r in LONG]
+        partials = held.meanwhile(*[partial(sampler.save, r.request_id, stop=True) for r in LONG])
         resumed = sampler.resume([*partials])
         assert all(f.result(WAIT_S).token_ids.size < 30 for f in long)
     two.follower.result(WAIT_S)  # its batch was the leader's before each round

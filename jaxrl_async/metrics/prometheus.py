@@ -1,0 +1,118 @@
+"""Serve a run's newest metrics to Prometheus: http://HOST:PORT/metrics."""
+
+import importlib
+import logging
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from jaxrl_async.errors import ConfigError, MissingExtraError
+from jaxrl_async.metrics.metric import metric_of
+
+log = logging.getLogger(__name__)
+
+
+class KeepsMetrics(Protocol):
+    """A writer of metrics and samples; see run.outlets.MetricsWriter."""
+
+    writes: bool
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what a step measured."""
+        ...
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write sample episodes."""
+        ...
+
+    def close(self) -> None:
+        """Write no more."""
+        ...
+
+
+class PrometheusWriter:
+    """A writer of metrics that also shows the newest value of each to Prometheus.
+
+    `reward/mean` is the gauge `jaxrl_reward_mean` with the label `run`; `jaxrl_step` is the number
+    of updates so far. Usable from any thread; nothing waits for a reader.
+    """
+
+    writes = True
+
+    def __init__(self, writer: KeepsMetrics, address: str, *, run: str) -> None:
+        """Listen. Raises ConfigError if nothing can listen there, MissingExtraError.
+
+        Args:
+            writer: writes all that it is given first.
+            address: "HOST:PORT"; port 0: any free one, which is logged.
+            run: name of the run, the label of every value.
+        """
+        self._writer, self._run = writer, run
+        self._lock = threading.Lock()
+        self._step, self._values = 0, dict[str, float]()
+        host, _, port = address.rpartition(":")
+        try:
+            self._client = _client()
+            registry = self._client.CollectorRegistry()
+            registry.register(self)
+            self._server, self._thread = self._client.start_http_server(
+                int(port), host.strip("[]"), registry
+            )
+        except MissingExtraError:
+            writer.close()
+            raise
+        except OSError as error:
+            writer.close()
+            raise ConfigError(
+                f"metrics.prometheus={address}: nothing can listen there ({error}). Give an "
+                "address of this machine and a free port, or port 0 for any."
+            ) from error
+        self.port: int = self._server.server_port
+        log.info("metrics for Prometheus: http://%s:%d/metrics", host, self.port)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a step's metrics, and show them from now on."""
+        self._writer.log(step, values)
+        with self._lock:
+            self._step = step
+            self._values |= {key: float(value) for key, value in values.items()}
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write a step's samples."""
+        self._writer.samples(step, records)
+
+    def close(self) -> None:
+        """Listen and write no more. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._writer.close()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the newest values, as prometheus_client asks for them."""
+        with self._lock:
+            step, values = self._step, dict(self._values)
+        shown = {"jaxrl_step": ("Updates so far.", float(step))}
+        for key, value in values.items():
+            shown.setdefault(gauge_name(key), (metric_of(key).help, value))
+        for name, (about, value) in shown.items():
+            gauge = self._client.core.GaugeMetricFamily(name, about, labels=["run"])
+            gauge.add_metric([self._run], value)
+            yield gauge
+
+
+def gauge_name(key: str) -> str:
+    """Return a metric's name for Prometheus, which knows letters, digits and _ alone."""
+    return "jaxrl_" + re.sub(r"\W", "_", key, flags=re.ASCII)
+
+
+def _client() -> Any:
+    try:
+        importlib.import_module("prometheus_client.core")
+        return importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise MissingExtraError(
+            "metrics.prometheus needs the package prometheus-client, which is not installed. Run "
+            "`pip install 'jaxrl_async[prometheus]'` or set metrics.prometheus=null."
+        ) from error

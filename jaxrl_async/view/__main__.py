@@ -1,0 +1,81 @@
+"""Show runs on a page that follows them: python -m jaxrl_async.view RUN...
+
+RUN is a run's folder, or a folder that holds some. The page is served to this machine alone, unless
+--host says otherwise; it needs no network.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.view.server import ViewServer
+from jaxrl_async.view.watched import WatchedRun
+
+MAX_RUNS = 64
+"""Most runs on one page."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the page until Ctrl-C; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrl-async view",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
+    args = parser.parse_args(argv)
+    try:
+        server = made_server(args.runs, args.host, args.port)
+    except JaxrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    with server:
+        print(f"{server.address}   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def made_server(folders: Sequence[Path], host: str, port: int) -> ViewServer:
+    """Listen for the page of some runs. Raises ConfigError."""
+    runs = watched_runs(folders)
+    try:
+        return ViewServer(runs, host, port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{host}:{port}: nothing can listen there ({error}). Give an address of this machine "
+            "and a free port."
+        ) from error
+
+
+def watched_runs(folders: Sequence[Path]) -> list[WatchedRun]:
+    """Return the runs of some folders, each under a name of its own. A folder in which a run is yet
+    to begin counts as one. Raises ConfigError for what is no folder, and for too many."""
+    found: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
+        inner = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
+        is_run = (folder / METRICS_FILE).exists() or (folder / "config.yaml").exists()
+        found += [folder] if is_run or not inner else inner
+    unique = list(dict.fromkeys(path.resolve() for path in found))
+    if len(unique) > MAX_RUNS:
+        raise ConfigError(f"{len(unique)} runs are too many for one page ({MAX_RUNS}). Name some.")
+    names = [path.name for path in unique]
+    return [
+        WatchedRun(path, path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]))
+        for path in unique
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

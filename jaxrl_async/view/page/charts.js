@@ -1,0 +1,132 @@
+// Curves of several runs: smoothed, as bands of seeds, logarithmic, close up. Drawn by uPlot.
+
+const HEIGHT = 190;
+const SYNC = "steps";
+
+export const colorOf = (number) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--c${number % 8}`).trim();
+
+const inkOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Return exponentially smoothed values; the first ones are not drawn towards 0. */
+export function smoothed(values, share) {
+  if (!share) return values;
+  let sum = 0, weight = 0;
+  return values.map((value) => {
+    sum = share * sum + (1 - share) * value;
+    weight = share * weight + (1 - share);
+    return sum / weight;
+  });
+}
+
+/** Return a run's name without its seed: "grpo-2" and "grpo_seed3" are of "grpo". */
+export const withoutSeed = (name) => name.replace(/[-_.]?(seed)?[-_.]?\d+$/i, "") || name;
+
+/** Return mean, least and largest value at each step of several curves. */
+export function banded(curves) {
+  const at = new Map();
+  for (const [steps, values] of curves) {
+    steps.forEach((step, i) => {
+      const known = at.get(step) ?? [];
+      known.push(values[i]);
+      at.set(step, known);
+    });
+  }
+  const steps = [...at.keys()].sort((a, b) => a - b);
+  const of = (f) => steps.map((step) => f(at.get(step)));
+  return {
+    steps,
+    mean: of((v) => v.reduce((a, b) => a + b, 0) / v.length),
+    least: of((v) => Math.min(...v)),
+    largest: of((v) => Math.max(...v)),
+  };
+}
+
+export function shown(value) {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size === 0) return "0";
+  return size < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)).toString();
+}
+
+/** Return what is drawn: [{label, steps, values, color, dash, hidden}], and the bands between. */
+export function linesOf(chart, data, runs, look) {
+  const lines = [], bands = [];
+  const many = runs.length > 1;
+  chart.curves.forEach(([key, label], which) => {
+    const curves = runs
+      .map((run) => ({ run, points: data[run.name]?.[key] }))
+      .filter((one) => one.points?.[0].length);
+    const dash = many && which ? [[6, 4], [2, 3], [8, 3, 2, 3]][(which - 1) % 3] : undefined;
+    const title = (name) => (many ? (chart.curves.length > 1 ? `${name}: ${label}` : name) : label);
+    const groups = new Map();
+    for (const one of curves) {
+      const name = look.bands ? withoutSeed(one.run.name) : one.run.name;
+      groups.set(name, [...(groups.get(name) ?? []), one]);
+    }
+    for (const [name, members] of groups) {
+      const color = colorOf(many ? members[0].run.number : which);
+      const smooth = members.map(({ points: [s, v] }) => [s, smoothed(v, look.smooth)]);
+      if (members.length === 1) {
+        lines.push({ label: title(name), steps: smooth[0][0], values: smooth[0][1], color, dash });
+        continue;
+      }
+      const band = banded(smooth);
+      const first = lines.length;
+      const edge = { color, hidden: true, label: "", steps: band.steps };
+      lines.push({ ...edge, values: band.largest }, { ...edge, values: band.least });
+      const label = `${title(name)} (${members.length} seeds)`;
+      lines.push({ label, steps: band.steps, values: band.mean, color, dash });
+      bands.push({ series: [first + 1, first + 2], fill: `${color}33` });
+    }
+  });
+  return { lines, bands };
+}
+
+const fitted = (_, low, high) => {
+  if (low == null) return [0, 1];
+  const pad = high > low ? (high - low) * 0.06 : Math.abs(low) * 0.1 || 1;
+  return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+};
+
+/** Draw lines into an element; return the uPlot, or null if there is nothing to draw. */
+export function draw(place, { lines, bands }, look, onZoom) {
+  const positive = (v) => (look.log ? v.map((x) => (x > 0 ? x : null)) : v);
+  const tables = lines.map((line) => [line.steps, positive(line.values)]);
+  if (!tables.length) return null;
+  const axis = { stroke: inkOf("--soft"), grid: { stroke: inkOf("--line"), width: 1 },
+    ticks: { stroke: inkOf("--line"), width: 1 }, font: "11px system-ui" };
+  const options = {
+    width: Math.max(place.clientWidth, 120),
+    height: HEIGHT,
+    bands,
+    cursor: { sync: { key: SYNC }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+    scales: {
+      x: { time: false, range: look.range ?? undefined },
+      y: look.log ? { distr: 3 } : { range: fitted },
+    },
+    axes: [{ ...axis, size: 28 }, { ...axis, size: 54, values: (_, ticks) => ticks.map((t) => t === null ? "" : shown(t)) }],
+    series: [
+      { label: "step", value: (_, v) => (v == null ? "–" : v) },
+      ...lines.map((line) => ({
+        label: line.label, stroke: line.hidden ? "transparent" : line.color,
+        width: line.hidden ? 0 : 1.7, dash: line.dash, spanGaps: true,
+        points: { show: line.steps.length === 1 && !line.hidden }, value: (_, v) => shown(v),
+      })),
+    ],
+    hooks: {
+      setSelect: [(u) => {
+        if (u.select.width < 4) return;
+        const [from, to] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));
+        u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+        onZoom([from, to]);
+      }],
+    },
+  };
+  const plot = new uPlot(options, uPlot.join(tables), place);
+  const rows = plot.root.querySelectorAll(".u-legend .u-series");
+  lines.forEach((line, i) => { rows[i + 1].hidden = Boolean(line.hidden); });
+  return plot;
+}

@@ -1,0 +1,208 @@
+// The page: which runs, which view, and a look at the server every two seconds.
+
+import { colorOf, draw, linesOf, shown } from "./charts.js";
+import { browse, make } from "./samples.js";
+
+const EVERY_MS = 2000;
+const token = new URLSearchParams(location.search).get("token");
+const at = (id) => document.getElementById(id);
+const look = { smooth: 0, log: false, bands: false, range: null, search: "" };
+let runs = [], hidden = new Set(), layout = null, layoutKeys = "", charts = [], tab = "curves";
+let samples = null;
+
+async function ask(path, query = {}) {
+  const words = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    for (const one of [value].flat()) words.append(name, one);
+  }
+  if (token) words.append("token", token);
+  const reply = await fetch(`${path}?${words}`);
+  if (!reply.ok) throw new Error(`${reply.status}: ${await reply.text()}`);
+  return reply.json();
+}
+
+const visible = () => runs.filter((run) => !hidden.has(run.name));
+
+// ---- runs
+
+function listRuns() {
+  const list = at("runs");
+  const items = runs.map((run) => {
+    const item = document.createElement("li"), label = document.createElement("label");
+    const box = Object.assign(document.createElement("input"), { type: "checkbox" });
+    box.checked = !hidden.has(run.name);
+    box.addEventListener("change", () => {
+      box.checked ? hidden.delete(run.name) : hidden.add(run.name);
+      rebuild();
+    });
+    const dot = make("span", null, "dot");
+    dot.style.setProperty("--c", colorOf(run.number));
+    label.append(box, dot, make("span", run.name, "name"), make("span", run.state, "what"));
+    item.append(label);
+    return item;
+  });
+  list.replaceChildren(...items);
+}
+
+// ---- curves
+
+async function rebuild() {
+  layout = await ask("/api/layout");
+  layoutKeys = layout.metrics.map((metric) => metric.key).join();
+  const place = at("curves");
+  place.replaceChildren();
+  charts = [];
+  const words = look.search.toLowerCase().split(/\s+/).filter(Boolean);
+  const sections = words.length ? [found(words)] : layout.sections;
+  for (const section of sections) {
+    place.append(make("h2", section.title));
+    const grid = make("div", null, "charts");
+    place.append(grid);
+    for (const chart of section.charts) {
+      const box = make("div", null, "chart"), title = make("h3", chart.title);
+      title.append(make("span", chart.unit, "unit"));
+      if (chart.about) title.title = chart.about;
+      box.append(title);
+      grid.append(box);
+      charts.push({ chart, box, plot: null });
+    }
+  }
+  if (!charts.length) place.append(make("p", words.length ? "No metric is called so." : "No step has been recorded yet.", "none"));
+  await redraw();
+}
+
+function found(words) {
+  const all = layout.metrics.filter(({ key, about }) =>
+    words.every((word) => `${key} ${about}`.toLowerCase().includes(word)));
+  return { title: `${all.length} metrics`, charts: all.slice(0, 60).map((metric) => ({
+    title: metric.key, unit: metric.unit, about: metric.about, curves: [[metric.key, metric.key]] })) };
+}
+
+async function redraw() {
+  const keys = [...new Set(charts.flatMap(({ chart }) => chart.curves.map(([key]) => key)))];
+  if (!keys.length) return;
+  const range = look.range
+    ? { first: Math.max(0, Math.floor(look.range[0])), last: Math.ceil(look.range[1]) } : {};
+  const shownRuns = visible(), data = {};
+  await Promise.all(shownRuns.map(async (run) => {
+    data[run.name] = await ask("/api/curves", { run: run.name, key: keys, ...range });
+  }));
+  for (const one of charts) {
+    one.plot?.destroy();
+    one.plot = draw(one.box, linesOf(one.chart, data, shownRuns, look), look, zoom);
+  }
+}
+
+let zoomedAt = 0;
+
+function zoom(range) {
+  if (performance.now() - zoomedAt < 100) return;  // the other charts share the same drag
+  zoomedAt = performance.now();
+  look.range = range;
+  redraw();
+}
+
+// ---- ages and faults, identity
+
+async function listAges() {
+  const place = at("ages"), parts = [];
+  for (const run of visible()) {
+    const [staleness, faults] = await Promise.all([
+      ask("/api/totals", { run: run.name, prefix: "staleness/tokens_lag_" }),
+      ask("/api/totals", { run: run.name, prefix: "faults/" }),
+    ]);
+    parts.push(make("h2", `${run.name}: learnt tokens by age, in versions`));
+    parts.push(bars(staleness, (key) => key.replace("staleness/tokens_lag_", ""), "none counted"));
+    parts.push(make("h2", `${run.name}: faults`));
+    parts.push(bars(faults, (key) => key.replace("faults/", ""), "none"));
+  }
+  place.replaceChildren(...parts);
+}
+
+function bars(counts, nameOf, none) {
+  const box = make("div", null, "bars");
+  const rows = Object.entries(counts).filter(([, count]) => count > 0)
+    .sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  const total = rows.reduce((sum, [, count]) => sum + count, 0);
+  for (const [key, count] of rows) {
+    const row = make("div", null, "bar");
+    const meter = Object.assign(document.createElement("meter"), { max: total, value: count });
+    row.append(make("span", nameOf(key)), meter, make("span", `${shown(count)} (${Math.round((100 * count) / total)} %)`));
+    box.append(row);
+  }
+  if (!rows.length) box.append(make("span", none, "hint"));
+  return box;
+}
+
+async function listIdentity() {
+  const parts = [];
+  for (const run of visible()) {
+    const { config, ...facts } = await ask("/api/identity", { run: run.name });
+    const list = document.createElement("dl");
+    for (const [name, value] of Object.entries({ state: run.state, ...facts })) {
+      list.append(make("dt", name), make("dd", value));
+    }
+    parts.push(make("h2", run.name), list, make("pre", config ?? "no config.yaml"));
+  }
+  at("identity").replaceChildren(...parts);
+}
+
+// ---- the views
+
+const VIEWS = {
+  curves: rebuild,
+  samples: async () => { samples ??= browse(at("samples"), ask, () => runs); samples.refresh(); },
+  ages: listAges,
+  identity: listIdentity,
+};
+
+function show(name) {
+  tab = name in VIEWS ? name : "curves";
+  for (const button of document.querySelectorAll("#tabs button")) {
+    button.toggleAttribute("aria-current", button.dataset.tab === tab);
+  }
+  for (const id of Object.keys(VIEWS)) at(id).hidden = id !== tab;
+  at("tools").hidden = tab !== "curves";
+  return VIEWS[tab]();
+}
+
+async function tick() {
+  try {
+    const seen = await ask("/api/runs");
+    const changed = seen.some((run, i) => run.seen !== runs[i]?.seen || run.state !== runs[i]?.state);
+    runs = seen.map((run, number) => ({ ...run, number }));
+    if (changed) {
+      listRuns();
+      document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
+      document.querySelector("h1").textContent = document.title;
+      if (tab !== "curves") await VIEWS[tab]();
+      else if ((await ask("/api/layout")).metrics.map((m) => m.key).join() !== layoutKeys) await rebuild();
+      else await redraw();
+    }
+    const going = runs.filter((run) => run.state === "running").length;
+    at("state").textContent = going ? `follows ${going === 1 ? "a run" : `${going} runs`} that goes on` : "";
+  } catch (error) {
+    at("state").textContent = `the server does not answer (${error.message})`;
+  }
+  setTimeout(tick, EVERY_MS);
+}
+
+at("tabs").addEventListener("click", ({ target }) => {
+  if (target.dataset.tab) location.hash = target.dataset.tab;
+});
+addEventListener("hashchange", () => show(location.hash.slice(1)));
+let waiting = 0;
+at("search").addEventListener("input", ({ target }) => {
+  look.search = target.value;
+  clearTimeout(waiting);
+  waiting = setTimeout(rebuild, 200);
+});
+at("smooth").addEventListener("input", ({ target }) => { look.smooth = Number(target.value); redraw(); });
+at("log").addEventListener("change", ({ target }) => { look.log = target.checked; redraw(); });
+at("bands").addEventListener("change", ({ target }) => { look.bands = target.checked; redraw(); });
+at("whole").addEventListener("click", () => zoom(null));
+at("curves").addEventListener("dblclick", () => zoom(null));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { listRuns(); redraw(); });
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
+show(location.hash.slice(1) || "curves").then(tick, tick);

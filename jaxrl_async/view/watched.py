@@ -1,0 +1,285 @@
+"""Read a run's folder while the run writes it: metrics by column, samples by number.
+
+Files are read on from where the last look ended. A line that is not whole yet is read next time;
+the last step's line may be written anew (an evaluation adds to it), and a resumed run takes lines
+out: then the file is another one, and is read from its beginning.
+"""
+
+import contextlib
+import json
+import os
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE
+
+MAX_LINE = 2**24
+"""Longest line that is read, bytes."""
+Points = tuple[list[int], list[float]]
+"""[points] steps, ascending, and [points] values."""
+
+
+@dataclass(slots=True)
+class GrowingFile:
+    """A file of lines that another process appends to."""
+
+    path: Path
+    at: int = 0  # where the next line begins
+    last_at: int = 0  # where the last whole line began
+    known: tuple[int, int] = (0, 0)  # device and inode
+    stamp: tuple[int, int] = (0, 0)  # size and time of its last change, at the last look
+
+    def news(self) -> tuple[bool, list[tuple[int, bytes]]]:
+        """Return whether all that was read before is void, and the new whole lines with the place
+        at which each begins."""
+        try:
+            with self.path.open("rb") as file:
+                return self._read(file)
+        except OSError:
+            begun, self.at, self.last_at, self.known = self.at > 0, 0, 0, (0, 0)
+            self.stamp = (0, 0)
+            return begun, []
+
+    def _read(self, file: Any) -> tuple[bool, list[tuple[int, bytes]]]:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino)
+        void = self.known not in ((0, 0), identity) or status.st_size < self.last_at
+        if void:
+            self.at = self.last_at = 0
+        self.known, self.stamp = identity, (status.st_size, status.st_mtime_ns)
+        file.seek(self.at)
+        lines, place = [], self.at
+        for raw in iter(lambda: file.readline(MAX_LINE), b""):
+            if not raw.endswith(b"\n"):
+                break
+            lines.append((place, raw))
+            place += len(raw)
+        if lines:
+            self.last_at = lines[-1][0]
+        self.at = place
+        return void, lines
+
+
+@dataclass(slots=True)
+class Column:
+    """One metric of a run: its steps, ascending, and its values."""
+
+    steps: array = field(default_factory=lambda: array("q"))
+    values: array = field(default_factory=lambda: array("d"))
+
+    def put(self, step: int, value: float) -> None:
+        """Write the value of a step: the last one, a new one, or, rarely, an earlier one."""
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        place = bisect_left(self.steps, step)
+        if self.steps[place] == step:
+            self.values[place] = value
+        else:
+            self.steps.insert(place, step)
+            self.values.insert(place, value)
+
+    def between(self, first: int, last: int, most: int) -> Points:
+        """Return at most about `most` points of these steps; of longer stretches the least and the
+        largest value each, so that no spike is lost."""
+        begin, end = bisect_left(self.steps, first), bisect_right(self.steps, last)
+        count = end - begin
+        if count <= most:
+            return list(self.steps[begin:end]), list(self.values[begin:end])
+        places: list[int] = []
+        parts = max(1, most // 2)
+        for part in range(parts):
+            low = begin + part * count // parts
+            stretch = range(low, begin + (part + 1) * count // parts)
+            least = min(stretch, key=self.values.__getitem__)
+            largest = max(stretch, key=self.values.__getitem__)
+            places += sorted({least, largest})
+        return [self.steps[i] for i in places], [self.values[i] for i in places]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFilter:
+    """Which samples are wanted; None: any."""
+
+    text: str = ""
+    first_step: int | None = None
+    last_step: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    stop: str = ""
+
+    def takes(self, sample: "Sample") -> bool:
+        """Return whether a sample is wanted, but for its text."""
+        return (
+            (self.first_step is None or sample.step >= self.first_step)
+            and (self.last_step is None or sample.step <= self.last_step)
+            and (self.least_reward is None or sample.reward >= self.least_reward)
+            and (self.most_reward is None or sample.reward <= self.most_reward)
+            and (not self.stop or sample.stop == self.stop)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Where a sample is, and what it is chosen by."""
+
+    at: int
+    size: int
+    step: int
+    reward: float
+    stop: str
+
+
+class WatchedRun:
+    """One run's folder. Usable from any thread."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """Look at nothing yet. name: what the page calls it, unlike any other."""
+        self.root, self.name = root, name
+        self._lock = threading.Lock()
+        self._metrics = GrowingFile(root / METRICS_FILE)
+        self._samples_file = GrowingFile(root / SAMPLES_FILE)
+        self._columns: dict[str, Column] = {}
+        self._samples: list[Sample] = []
+
+    def look(self) -> str:
+        """Read on; return a word that differs if anything has changed."""
+        with self._lock:
+            self._read_metrics()
+            self._read_samples()
+            stamps = (*self._metrics.stamp, *self._samples_file.stamp)
+            return "-".join(map(str, stamps))
+
+    def _read_metrics(self) -> None:
+        void, lines = self._metrics.news()
+        if void:
+            self._columns.clear()
+        for _, raw in lines:
+            line = _object(raw)
+            step = line.pop("step", None)
+            if not isinstance(step, int):
+                continue
+            for key, value in line.items():
+                if isinstance(value, int | float) and isfinite(value):
+                    self._columns.setdefault(key, Column()).put(step, float(value))
+        self._metrics.at = self._metrics.last_at  # the last line may be written anew
+
+    def _read_samples(self) -> None:
+        void, lines = self._samples_file.news()
+        if void:
+            self._samples.clear()
+        for place, raw in lines:
+            line = _object(raw)
+            reward = line.get("reward")
+            self._samples.append(
+                Sample(
+                    at=place,
+                    size=len(raw),
+                    step=_whole(line.get("step")),
+                    reward=float(reward) if isinstance(reward, int | float) else 0.0,
+                    stop=str(line.get("stop", "")),
+                )
+            )
+
+    # ---- what is shown
+
+    def state(self) -> str:
+        """Return "running" while a process holds the run's lock, else "finished" or "stopped"."""
+        if _is_locked(self.root / "lock"):
+            return "running"
+        done = (self.root / "policy", self.root / "reward_model")
+        return "finished" if any(path.is_dir() for path in done) else "stopped"
+
+    def measured(self) -> list[str]:
+        """Return the metrics that have a finite value."""
+        with self._lock:
+            return sorted(self._columns)
+
+    def curves(self, keys: list[str], first: int, last: int, most: int) -> dict[str, Points]:
+        """Return the curves of some metrics; see Column.between."""
+        with self._lock:
+            found = {key: self._columns[key] for key in keys if key in self._columns}
+            return {key: column.between(first, last, most) for key, column in found.items()}
+
+    def totals(self, prefix: str) -> dict[str, float]:
+        """Return the sums over all steps of the metrics that begin so."""
+        with self._lock:
+            return {k: sum(c.values) for k, c in self._columns.items() if k.startswith(prefix)}
+
+    def samples(self, wanted: SampleFilter, skip: int, most: int) -> tuple[int, list[Any]]:
+        """Return how many samples are wanted, and some of them, the newest steps first.
+
+        skip, most: the first ones that are left out, and the number that is returned.
+        """
+        with self._lock:
+            chosen = [sample for sample in self._samples if wanted.takes(sample)]
+        chosen.sort(key=lambda sample: -sample.step)
+        try:
+            with (self.root / SAMPLES_FILE).open("rb") as file:
+                if wanted.text:
+                    chosen = list(_with_text(file, chosen, wanted.text))
+                page = chosen[skip : skip + most]
+                return len(chosen), [_object(_line_of(file, sample)) for sample in page]
+        except OSError:
+            return 0, []
+
+    def identity(self) -> dict[str, str]:
+        """Return what made the run: versions and devices, and its configuration."""
+        facts: dict[str, str] = {}
+        try:
+            with (self.root / "schedule.jsonl").open("rb") as file:
+                head = _object(file.readline(MAX_LINE))
+        except OSError:
+            head = {}
+        made_by = head.get("made_by")
+        if isinstance(made_by, Mapping):
+            facts |= {str(key): str(value) for key, value in made_by.items()}
+        with contextlib.suppress(OSError, ValueError):
+            facts["config"] = (self.root / "config.yaml").read_text("utf-8")
+        return facts
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock on a file. The lock is not tried: a run that begins
+    just then would find it taken."""
+    try:
+        status = path.stat()
+        locks = Path("/proc/locks").read_text("ascii").splitlines()
+    except OSError:  # no such file, or no Linux
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    return any(device in line.split() for line in locks)
+
+
+def _line_of(file: Any, sample: Sample) -> bytes:
+    file.seek(sample.at)
+    return bytes(file.read(sample.size))
+
+
+def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
+    """Yield the samples whose prompt, completion or reference holds a text, in any case."""
+    sought = text.lower()
+    for sample in samples:
+        line = _object(_line_of(file, sample))
+        fields = (line.get(name, "") for name in ("prompt", "completion", "reference"))
+        if any(sought in str(value).lower() for value in fields):
+            yield sample
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,51 @@
+"""Take the pictures of docs/view.md from real runs: python tests/view/pictures.py RUN..."""
+
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+from jaxrl_async.view.__main__ import made_server
+
+PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
+
+
+def main(folders: list[Path]) -> None:
+    """Write docs/pictures/*.png."""
+    with made_server(folders, "127.0.0.1", 0) as server, sync_playwright() as play:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = play.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for name, tab, act, options in (
+            ("curves", "curves", compare, {}),
+            ("samples", "samples", None, {"color_scheme": "dark"}),
+        ):
+            taken(browser, f"{server.address}#{tab}", name, act, options)
+        browser.close()
+        server.shutdown()
+
+
+def taken(browser: Any, address: str, name: str, act: Any, options: dict[str, Any]) -> None:
+    """Take one picture."""
+    size = {"width": 1180, "height": 700}
+    page = browser.new_context(viewport=size, **options).new_page()
+    page.goto(address)
+    page.wait_for_timeout(3000)
+    if act is not None:
+        act(page)
+        page.wait_for_timeout(1000)
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def compare(page: Page) -> None:
+    """Show seeds as bands, a little smoothed."""
+    page.check("#bands")
+    page.fill("#smooth", "0.5")
+
+
+if __name__ == "__main__":
+    main([Path(folder) for folder in sys.argv[1:]])

@@ -1,0 +1,136 @@
+"""The page in a real browser: Debian's Chromium, driven by Playwright."""
+
+import importlib
+import json
+import math
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxrl_async.view.__main__ import made_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def write_run(root: Path, seed: int, steps: int, name: str = "metrics.jsonl") -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / name).open("w") as file:
+        for step in range(steps):
+            wave = math.sin(step * (seed + 1.7)) * 0.03
+            line = {"reward/mean": 0.95 - 0.5 * math.exp(-step / 25) + wave, "train/loss": wave}
+            line |= {"staleness/tokens_lag_0": 40.0, "staleness/tokens_lag_1": 88.0}
+            line |= {"sampler/idle_share": 0.1 + abs(wave), "trainer/idle_share": 0.2 - wave}
+            file.write(json.dumps({"step": step, **line}) + "\n")
+    with (root / "samples.jsonl").open("w") as file:
+        for step in range(0, steps, 10):
+            for member in range(2):
+                tokens = list("7+5=12 #132")
+                logprob = [-(i * 7 % 5) / 2 for i in range(len(tokens))]
+                sample = {
+                    "step": step, "group": step, "prompt": "47+85=", "reward": float(member),
+                    "completion": "<img src=x onerror=document.title='hit'>", "stop": "eos",
+                    "tokens": {"text": tokens, "logprob": logprob, "left_out": 0,
+                               "version": [step] * 5 + [step + 1] * 6},
+                }  # fmt: skip
+                if member:
+                    del sample["tokens"]
+                file.write(json.dumps(sample) + "\n")
+
+
+@pytest.fixture
+def page(tmp_path, request):
+    """A browser's page, and the folder whose runs it shows."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    for name, seed in (("grpo-0", 0), ("grpo-1", 1), ("dapo", 2)):
+        write_run(tmp_path / name, seed, 120)
+    wrong: list[str] = []
+    with made_server([tmp_path], "127.0.0.1", 0) as server, playwright.sync_playwright() as play:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        options = {"viewport": {"width": 1280, "height": 760}} | getattr(request, "param", {})
+        context = browser.new_context(**options)
+        shown = context.new_page()
+        shown.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+        shown.on("pageerror", lambda error: wrong.append(str(error)))
+        shown.goto(server.address)
+        yield shown, tmp_path
+        browser.close()
+        server.shutdown()
+        thread.join()
+    assert wrong == []
+
+
+def test_curves_are_drawn_followed_and_compared(page):
+    shown, root = page
+    shown.wait_for_selector(".chart canvas")
+    assert shown.locator(".chart").count() >= 3
+    assert shown.locator("#runs li").count() == 3
+    first = shown.locator(".chart").first
+    assert "dapo" in first.inner_text() and "grpo-1" in first.inner_text()
+    shown.check("#bands")
+    sees(shown.locator(".chart").first).to_contain_text("(2 seeds)")
+    shown.fill("#search", "idle trainer")
+    sees(shown.locator(".chart")).to_have_count(1)
+    shown.fill("#search", "")
+    with (root / "dapo" / "metrics.jsonl").open("a") as file:  # the run goes on
+        file.write(json.dumps({"step": 120, "entropy_is_new": 1.0, "policy/entropy": 0.5}) + "\n")
+    sees(shown.locator("#curves")).to_contain_text("Entropy", timeout=20_000)
+
+
+def test_a_drag_looks_closer_at_all_charts_and_a_double_click_goes_back(page):
+    shown, _ = page
+    shown.wait_for_selector(".chart canvas")
+    box = shown.locator(".u-over").first.bounding_box()
+    asked: list[str] = []
+    shown.on("request", lambda r: asked.append(r.url) if "/api/curves" in r.url else None)
+    shown.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    shown.mouse.down()
+    shown.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=5)
+    shown.mouse.up()
+    shown.wait_for_timeout(500)
+    closer = [url for url in asked if "first=" in url]
+    assert len(closer) == 3, "one question for each run"
+    first = int(closer[0].partition("first=")[2].partition("&")[0])
+    assert 20 <= first <= 40
+    shown.click("#whole")
+    shown.wait_for_timeout(500)
+    assert "first=" not in asked[-1]
+
+
+@pytest.mark.parametrize("page", [{"color_scheme": "dark"}], indirect=True)
+def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
+    shown, _ = page
+    shown.click("[data-tab=samples]")
+    shown.wait_for_selector(".sample")
+    shown.select_option("[name=run]", "grpo-0")
+    sees(shown.locator("#samples")).to_contain_text("24 samples")
+    assert shown.locator(".group").first.locator(".sample").count() == 2, "side by side"
+    assert shown.locator(".token").first.get_attribute("title").startswith("log-prob")
+    shown.fill("[name=least]", "1")
+    shown.fill("[name=last]", "30")
+    sees(shown.locator("#samples")).to_contain_text("4 samples")
+    assert "onerror" in shown.locator(".completion").first.inner_text()
+    assert shown.title() != "hit", "no text of a sample is run"
+
+
+@pytest.mark.parametrize("page", [{"viewport": {"width": 390, "height": 800}}], indirect=True)
+def test_on_a_phone_nothing_is_wider_than_the_screen(page):
+    shown, _ = page
+    shown.wait_for_selector(".chart canvas")
+    for tab in ("curves", "samples", "ages", "identity"):
+        shown.click(f"[data-tab={tab}]")
+        shown.wait_for_timeout(300)
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
+    shown.click("[data-tab=ages]")
+    shown.wait_for_selector(".bar meter")
+
+
+def sees(locator):
+    """Wait for what is expected of a part of the page."""
+    return importlib.import_module("playwright.sync_api").expect(locator)

@@ -1,0 +1,198 @@
+"""The page of runs: what its server tells of folders that grow, are cut, and hold anything."""
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import pytest
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.view.__main__ import made_server, watched_runs
+from jaxrl_async.view.server import FILES, ViewServer, is_loopback
+from jaxrl_async.view.watched import SampleFilter, WatchedRun
+
+
+def recorded(root: Path, steps: int, *, resume: int | None = None) -> Recorder:
+    recorder = Recorder(root, tensorboard=False, resume_step=resume)
+    for step in range(0 if resume is None else resume + 1, steps):
+        recorder.log(step, {"reward/mean": step / 10, "staleness/tokens_lag_1": 8.0})
+        record = {"prompt": f"p{step}", "completion": "<script>x</script>", "reward": step % 2}
+        recorder.samples(step, [{**record, "stop": "length" if step % 3 else "eos", "group": step}])
+    return recorder
+
+
+@contextmanager
+def served(folders: list[Path], host: str = "127.0.0.1"):
+    with made_server(folders, host, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(server: ViewServer, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    try:
+        connection.request("GET", path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def ask(server: ViewServer, path: str, **query: object):
+    status, data = get(server, f"{path}?{urlencode(query, doseq=True)}")
+    assert status == 200, data
+    return json.loads(data)
+
+
+def test_a_run_is_followed_while_it_goes_on(tmp_path):
+    run = WatchedRun(tmp_path, "run")
+    assert run.measured() == [] and run.look() == run.look()
+    recorder = recorded(tmp_path, 3)
+    before = run.look()
+    assert run.curves(["reward/mean"], 0, 99, 100) == {"reward/mean": ([0, 1, 2], [0, 0.1, 0.2])}
+    recorder.log(2, {"eval/reward": 0.5})  # an evaluation adds to the last line
+    recorder.log(3, {"reward/mean": 7.0})
+    assert run.look() != before
+    assert run.curves(["eval/reward"], 0, 99, 100) == {"eval/reward": ([2], [0.5])}
+    assert run.curves(["reward/mean"], 2, 3, 100)["reward/mean"] == ([2, 3], [0.2, 7.0])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "reward/mean": ')  # half a line
+        file.flush()
+        run.look()
+        assert run.curves(["reward/mean"], 4, 4, 9)["reward/mean"] == ([], [])
+        file.write(b"8.0}\n")
+    run.look()
+    assert run.curves(["reward/mean"], 4, 4, 9)["reward/mean"] == ([4], [8.0])
+    recorder.close()
+
+
+def test_what_a_resumed_run_takes_back_is_taken_off_the_page(tmp_path):
+    recorded(tmp_path, 6).close()
+    run = WatchedRun(tmp_path, "run")
+    run.look()
+    with recorded_again(tmp_path):
+        run.look()
+        assert run.curves(["reward/mean"], 0, 99, 100)["reward/mean"][0] == [0, 1, 2, 3]
+        assert run.samples(SampleFilter(), 0, 99)[0] == 4
+
+
+@contextmanager
+def recorded_again(root: Path):
+    recorder = recorded(root, 4, resume=2)
+    yield
+    recorder.close()
+
+
+def test_a_long_curve_keeps_its_spikes_and_is_whole_close_up(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(10_000):
+            value = 99.0 if step == 7_777 else -99.0 if step == 5 else 0.5
+            file.write(json.dumps({"step": step, "reward/mean": value}) + "\n")
+    run = WatchedRun(tmp_path, "run")
+    run.look()
+    steps, values = run.curves(["reward/mean"], 0, 10**9, 600)["reward/mean"]
+    assert len(steps) <= 600 and steps == sorted(set(steps))
+    assert values[steps.index(7_777)] == 99 and values[steps.index(5)] == -99
+    close = run.curves(["reward/mean"], 7_700, 7_800, 600)["reward/mean"]
+    assert close[0] == list(range(7_700, 7_801))
+
+
+def test_samples_are_found_by_text_step_reward_and_end(tmp_path):
+    recorded(tmp_path, 12).close()
+    run = WatchedRun(tmp_path, "run")
+    run.look()
+    found, page = run.samples(SampleFilter(), 0, 5)
+    assert found == 12 and [s["step"] for s in page] == [11, 10, 9, 8, 7], "the newest first"
+    assert [s["step"] for s in run.samples(SampleFilter(), 10, 5)[1]] == [1, 0]
+    assert run.samples(SampleFilter(text="P1"), 0, 9)[0] == 3  # p1, p10, p11
+    wanted = SampleFilter(first_step=3, last_step=8, least_reward=0.5, stop="length")
+    assert [s["step"] for s in run.samples(wanted, 0, 9)[1]] == [7, 5]
+    assert run.samples(SampleFilter(most_reward=0.0), 0, 0)[0] == 6
+
+
+def test_the_server_tells_what_the_page_asks(tmp_path):
+    for name in ("a", "b"):
+        recorded(tmp_path / name, 4).close()
+    (tmp_path / "a" / "policy").mkdir()
+    with served([tmp_path]) as server:
+        runs = ask(server, "/api/runs")
+        assert [(r["name"], r["state"]) for r in runs] == [("a", "finished"), ("b", "stopped")]
+        (learning, *_) = ask(server, "/api/layout")["sections"]
+        assert learning["charts"][0]["curves"] == [["reward/mean", "mean"]]
+        curves = ask(server, "/api/curves", run="b", key=["reward/mean", "no/such"], last=1)
+        assert curves == {"reward/mean": [[0, 1], [0.0, 0.1]]}
+        totals = ask(server, "/api/totals", run="a", prefix="staleness/tokens_lag_")
+        assert totals == {"staleness/tokens_lag_1": 32.0}
+        answer = ask(server, "/api/samples", run="a", count=1, text="script")
+        assert answer["found"] == 4 and answer["samples"][0]["prompt"] == "p3"
+        for path in FILES:
+            assert get(server, path)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/../../etc/passwd", 404),
+        ("/page/%2e%2e/server.py", 404),
+        ("/api/curves", 400),
+        ("/api/curves?run=none", 400),
+        ("/api/samples?run=a&first=x", 400),
+        (f"/api/curves?run={quote('../a')}", 400),
+    ],
+)
+def test_what_is_not_served_is_refused(tmp_path, path, status):
+    recorded(tmp_path / "a", 1).close()
+    with served([tmp_path / "a"]) as server:
+        assert get(server, path)[0] == status
+
+
+def test_no_other_name_of_this_machine_is_answered(tmp_path):
+    recorded(tmp_path, 1).close()
+    with served([tmp_path]) as server:
+        assert get(server, "/api/runs", Host="evil.example")[0] == 403
+        assert get(server, "/api/runs", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_on_other_addresses_a_token_is_needed(tmp_path):
+    recorded(tmp_path, 1).close()
+    with served([tmp_path], host="0.0.0.0") as server:
+        assert f"?token={server.token}" in server.address and len(server.token) > 16
+        assert get(server, "/api/runs")[0] == 401
+        assert get(server, "/api/runs?token=wrong")[0] == 401
+        assert get(server, f"/api/runs?token={server.token}")[0] == 200
+        assert get(server, "/")[0] == 200, "the page itself holds nothing of the runs"
+    assert is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
+
+
+def test_folders_are_runs_or_hold_some_and_names_differ(tmp_path):
+    for name in ("x/one", "x/two", "y/one"):
+        recorded(tmp_path / name, 1).close()
+    runs = watched_runs([tmp_path / "x", tmp_path / "y" / "one", tmp_path / "x" / "two"])
+    assert [run.name for run in runs] == ["x/one", "two", "y/one"]
+    (tmp_path / "new").mkdir()
+    assert [run.name for run in watched_runs([tmp_path / "new"])] == ["new"], "it may begin later"
+    with pytest.raises(ConfigError, match="no such folder"):
+        watched_runs([tmp_path / "gone"])
+    with pytest.raises(ConfigError, match="nothing can listen there"):
+        made_server([tmp_path / "new"], "127.0.0.1", 99999)
+
+
+def test_a_run_that_goes_on_is_told_by_its_lock_without_taking_it(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    if not Path("/proc/locks").exists():
+        pytest.skip("no /proc/locks on this system")
+    run = WatchedRun(tmp_path, "run")
+    with (tmp_path / "lock").open("a") as file:
+        assert run.state() == "stopped"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert run.state() == "running"
+    assert run.state() == "stopped"
