@@ -59,10 +59,10 @@ def plan(
     Args:
         config: a YAML file, recipe:NAME, sections, or a Config.
         topology: the trainer's slice, such as "v5e-64" or "v5e:8x8"; what trainer and samplers
-            divide unless mesh.samplers_in=elsewhere.
+            divide unless the samplers are elsewhere (mesh.samplers_in).
         overrides: settings, as `section.key=value`.
-        sampler_topology: chips of all samplers together, each on its own slice
-            (mesh.samplers_in=elsewhere); None: as mesh says.
+        sampler_topology: chips of all samplers together, each on a slice of its own, where they
+            are elsewhere; None: as mesh says.
         lengths: of answers, tokens: a list, {length: weight}, a run's folder or a JSON file of
             these; None: a long-tailed distribution is assumed.
         cache: folder of compiled results; None: the usual one.

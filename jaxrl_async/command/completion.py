@@ -23,6 +23,7 @@ OPTIONS = {
     "train": "--help --print-config --resume --replay-schedule",
     "plan": "--help --topology --sampler-topology --lengths --write --json --cache",
     "doctor": "--help --timeout",
+    "view": "--help --host --port",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "
     "--cores --tls-certificate --tls-key --tls-authority",
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "

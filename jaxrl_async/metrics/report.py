@@ -509,7 +509,7 @@ _PAGE = """<!doctype html>
 
 def main(argv: Sequence[str]) -> int:
     """Write the reports of the run folders named on the command line; return the exit code."""
-    usage = "usage: jaxrl-async view RUN ...: write RUN/report.html, the run on one page"
+    usage = "usage: python -m jaxrl_async.metrics.report RUN ...: write RUN/report.html"
     if "--help" in argv or "-h" in argv:
         print(usage)
         return 0

@@ -21,7 +21,7 @@ MAX_RUNS = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the page until Ctrl-C; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_async.view",
+        prog="jaxrl-async view",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
