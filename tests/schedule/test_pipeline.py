@@ -41,7 +41,7 @@ from jaxrl_async.types import SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
 
-INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "10000"))
+INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "5000"))
 """Explored by the main test; set it higher for a night."""
 EVENTS = (20, 64)
 """In one interleaving, least and most; then some 50 more, until two further steps are made."""
