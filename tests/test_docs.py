@@ -83,7 +83,7 @@ def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\((.+?)\)", page.read_text("utf-8")):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert page.parent.name != "docs" or not path.startswith("../"), f"{link} is not in the site"
+        assert page.parent.name != "docs" or not path.startswith("../"), f"{link}: not in the site"
         assert "://" in link or target.exists(), link
         assert "://" in link or not anchor or anchor in anchors(target), link
 
