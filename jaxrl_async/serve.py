@@ -52,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+    before = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         key = os.environ.get(args.key_variable, "").strip()
         if not key:
@@ -82,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def loaded_adapters(args: argparse.Namespace, policy: Policy) -> list[tuple[str, Lora, Params]]:

@@ -5,6 +5,7 @@ jaxrl-async train recipe:addition      = python -m jaxrl_async.train recipe:addi
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"{unknown(name, rest)}\n`{PROGRAM} --help` lists all commands.", file=sys.stderr)
         return 2
-    command = COMMANDS[name]
+    command, before = COMMANDS[name], signal.getsignal(signal.SIGINT)
     try:
         if name == "train":
             importlib.import_module("jaxrl_async.run.signals").end_on_ctrl_c()
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output is gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        if name == "train":
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def unknown(name: str, rest: Sequence[str]) -> str:

@@ -127,5 +127,7 @@ def test_a_bad_command_line_says_what_to_give(tmp_path: Path, capsys, monkeypatc
         (["--max-loras", "2"], "no adapters are served"),
         (["--adapters-from", f"{tmp_path}/none"], "there is no such folder"),
     ):
+        before = signal.getsignal(signal.SIGINT)
         assert main([*words, str(tmp_path)]) == 2
+        assert signal.getsignal(signal.SIGINT) is before
         assert said in capsys.readouterr().err

@@ -24,6 +24,14 @@ HERE = Path(__file__).parent
 LONG = {"max_new_tokens": 24, "stop_token_ids": ()}
 
 
+@pytest.fixture
+def ctrl_c_raises():
+    """Python's own answer to SIGINT, whatever was imported before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
 def within(seconds: float, done) -> bool:
     """Whether this becomes true in time."""
     until = time.monotonic() + seconds
@@ -138,7 +146,7 @@ def test_a_forked_child_is_told_so_and_the_parent_goes_on() -> None:
     [lambda s: s, pytest.param(lambda s: Router([s]), marks=pytest.mark.exhaustive)],
     ids=["sampler", "router"],
 )
-def test_an_interrupted_generate_cancels_what_it_waited_for(wrap) -> None:
+def test_an_interrupted_generate_cancels_what_it_waited_for(wrap, ctrl_c_raises) -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])
     with wrap(sampler) as part:
