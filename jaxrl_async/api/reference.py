@@ -23,7 +23,8 @@ def markdown() -> str:
     names = [name for name in jaxrl_async.__all__ if not name.startswith("_")]
     parts = [_HEAD]
     for name in sorted(names, key=lambda n: (n[0].isupper(), n)):
-        parts.append(_section(name, getattr(jaxrl_async, name)))
+        # not getattr: once imported, the module jaxrl_async.train is found by its name
+        parts.append(_section(name, jaxrl_async.__getattr__(name)))
     return "".join(parts)
 
 
