@@ -46,6 +46,9 @@ HAND_BACK_S = 60.0
 """Longest wait for what is drawn when it leaves, seconds: a block, and a swap before it."""
 STOP_S = 10.0
 """Longest wait for a thread at the end, seconds."""
+FRESH_S = 0.02
+"""Age of statistics that may go with answers, seconds: a step's metrics are read when its last
+answer has come."""
 
 
 class ReplicaServer:
@@ -78,6 +81,7 @@ class ReplicaServer:
         self._leaves = False  # takes no more requests
         self._leaving: Leaving | None = None  # the last message
         self._next_beat_s = 0.0
+        self._sent_swaps = 0  # in the last beat
 
     def start(self) -> None:
         """Take the session's requests from now on."""
@@ -217,6 +221,8 @@ class ReplicaServer:
             replies, self._replies = self._replies, []
             leaving = self._leaving
         try:
+            if completions:
+                self._refresh()
             self._send_answers(completions, failures)
             for reply in replies:
                 for _, error in send_all(self._session, [reply], lambda r: r[0]):
@@ -251,10 +257,18 @@ class ReplicaServer:
         """Send the statistics if it is time; return how long until the next time."""
         now = time.monotonic()
         if now >= self._next_beat_s:
-            self._next_beat_s = now + self._beat_s
-            stats = asdict(self._sampler.stats())
-            self._session.send(Beat(stats=stats, places=self._sampler.places))
+            stats = self._sampler.stats()
+            self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
+            self._session.send(Beat(stats=asdict(stats), places=self._sampler.places))
         return max(self._next_beat_s - now, 0.001)
+
+    def _refresh(self) -> None:
+        """Send the statistics before answers if they are old, or do not know of the weights that
+        the answers were drawn with."""
+        sent_s = self._next_beat_s - self._beat_s
+        if self._sampler.stats().swaps != self._sent_swaps or time.monotonic() > sent_s + FRESH_S:
+            self._next_beat_s = 0.0
+            self._beat()
 
     # ---- the asking thread
 

@@ -241,3 +241,26 @@ def test_a_sampler_that_has_had_no_request_takes_new_weights() -> None:
     server.close()
     sampler.close()
     pair.close()
+
+
+def test_the_statistics_know_of_the_weights_before_answers_that_were_drawn_with_them() -> None:
+    source, pair = OneUpdate(), session_pair()
+    source.update = VersionedParams(version=5, params=PARAMS)
+    sampler = Sampler((SPEC, PARAMS), section=SECTION, settings=SETTINGS, weights=source)
+    said: list = []
+    pair.trainer.on(Beat, said.append)
+    pair.trainer.on(Answers, said.append)
+    server = ReplicaServer(pair.sampler, sampler, beat_s=3600.0)
+    server.start()
+    pair.trainer.send(Start(requests=wishes(12)))
+    until(lambda: sum(len(m.completions) for m in said if isinstance(m, Answers)) == 12)
+    swaps = 0
+    for message in said:
+        if isinstance(message, Beat):
+            swaps = message.stats["swaps"]
+        elif any(5 in c.versions for c in message.completions):
+            assert swaps == 1
+    assert swaps == 1
+    server.close()
+    sampler.close()
+    pair.close()
