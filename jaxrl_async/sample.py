@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
+from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.run.signals import end_on_ctrl_c
 
@@ -175,4 +176,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    start_with_huge_pages()
     sys.exit(main())

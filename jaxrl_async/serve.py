@@ -25,6 +25,7 @@ from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
 from jaxrl_async.endpoint.wish import Terms, stop_ids
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
@@ -207,4 +208,5 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    start_with_huge_pages()
     sys.exit(main())

@@ -6,6 +6,11 @@ From Python: jaxrl_async.train(model=..., data=..., reward=...), see docs/python
 
 import sys
 
+from jaxrl_async.huge_pages import start_with_huge_pages
+
+if __name__ == "__main__":
+    start_with_huge_pages()  # before the rest is imported for nothing
+
 from jaxrl_async import CalledModule
 from jaxrl_async.run.signals import end_on_ctrl_c
 from jaxrl_async.train_command import main

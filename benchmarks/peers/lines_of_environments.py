@@ -34,7 +34,7 @@ def markdown() -> str:
     rows = ["| library | lines | file |", "| --- | --- | --- |"]
     for name, file in LIBRARIES.items():
         lines = counted_lines((HERE / file).read_text(encoding="utf-8"))
-        rows.append(f"| {name} | {lines} | [`{file}`](../benchmarks/peers/{file}) |")
+        rows.append(f"| {name} | {lines} | `{file}` |")
     return "\n".join(rows) + "\n"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from jaxrl_async import __version__
+from jaxrl_async.huge_pages import start_with_huge_pages
 
 PROGRAM = "jaxrl-async"
 INTERRUPTED = 130
@@ -25,17 +26,22 @@ class Command:
     module: str  # below jaxrl_async
     about: str
     main: str = "main"
+    computes: bool = False  # enough for huge pages to matter
 
 
 COMMANDS = {
-    "train": Command("train", "train a policy or a reward model: CONFIG [section.key=value ...]"),
+    "train": Command(
+        "train", "train a policy or a reward model: CONFIG [section.key=value ...]", computes=True
+    ),
     "recipes": Command("command.recipe_list", "list the configurations that come with the package"),
     "plan": Command("plan.__main__", "compile a run for TPU slices that need not exist"),
     "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
     "view": Command("view.__main__", "show runs on a page that follows them: RUN ..."),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
-    "sample": Command("sample", "join a run as a sampler: --join ADDRESS"),
-    "serve": Command("serve", "serve a policy to clients of OpenAI's or Anthropic's: DIR"),
+    "sample": Command("sample", "join a run as a sampler: --join ADDRESS", computes=True),
+    "serve": Command(
+        "serve", "serve a policy to clients of OpenAI's or Anthropic's: DIR", computes=True
+    ),
     "export": Command("command.export", "write a policy, or an adapter, for other programs"),
     "completion": Command("command.completion", "print what completes words in a shell"),
 }
@@ -59,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{unknown(name, rest)}\n`{PROGRAM} --help` lists all commands.", file=sys.stderr)
         return 2
     command, before = COMMANDS[name], signal.getsignal(signal.SIGINT)
+    if argv is None and command.computes:
+        start_with_huge_pages()
     try:
         if name == "train":
             importlib.import_module("jaxrl_async.run.signals").end_on_ctrl_c()

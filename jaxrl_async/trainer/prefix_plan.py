@@ -96,16 +96,36 @@ def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[i
     Of two of the same length the first comes first.
     """
     rows: list[list[int]] = []
-    room: list[int] = []
+    room = _Room(len(lengths), row_length)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
+        row = room.take(lengths[index])
         if row == len(rows):
             rows.append([])
-            room.append(row_length)
         rows[row].append(index)
-        room[row] -= length
     return rows
+
+
+class _Room:
+    """What is free in each row, as a tree of which every node has the most that is free below it:
+    the first row with room is found in as many steps as the tree is deep."""
+
+    def __init__(self, rows: int, row_length: int) -> None:
+        self._width = 1 << max(rows - 1, 0).bit_length()
+        self._most = [row_length] * (2 * self._width)  # node i has 2 i and 2 i + 1; rows are last
+
+    def take(self, length: int) -> int:
+        """Take this much, at most a row, of the first row that has it; return its number."""
+        most, node = self._most, 1
+        while node < self._width:
+            node *= 2
+            if most[node] < length:
+                node += 1
+        row = node - self._width
+        most[node] -= length
+        while node > 1:
+            node //= 2
+            most[node] = max(most[2 * node], most[2 * node + 1])
+        return row
 
 
 def prefix_trees(

@@ -111,14 +111,19 @@ def test_a_driver_that_fails_is_told_in_its_words(monkeypatch):
 
 
 def test_a_process_that_has_a_device_open_is_found(monkeypatch):
-    """/dev/zero in place of a chip; a child holds it."""
+    """/dev/zero in place of a chip; a child holds it, which has its name once it has spoken."""
     monkeypatch.setattr(machine, "TPU_FILES", ("zero",))
-    with open("/dev/zero") as chip, subprocess.Popen(["sleep", "60"], stdin=chip) as child:
+    words = ["tail", "-v", "-f", "/dev/null"]
+    with (
+        open("/dev/zero") as chip,
+        subprocess.Popen(words, stdin=chip, stdout=subprocess.PIPE) as child,
+    ):
         try:
+            assert child.stdout is not None and child.stdout.readline()
             holders = list(machine.holders_of_devices())
         finally:
             child.kill()
-    assert f"process {child.pid} (sleep 60)" in holders
+    assert f"process {child.pid} (tail -v -f /dev/null)" in holders
     assert not any(text.startswith(f"process {os.getpid()} ") for text in holders)
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.pack import fits, micro_batches, pack, pack_groups, pack_pairs
+from jaxrl_async.trainer.prefix_plan import first_fit_decreasing
 from jaxrl_async.types import (
     NOT_DRAWN,
     Episode,
@@ -130,6 +131,24 @@ def test_packing_is_deterministic_and_no_row_could_take_a_later_one(masks):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     used = (first.segment_ids > 0).sum(axis=1)
     assert all(a + b > 16 for i, a in enumerate(used) for b in used[i + 1 :])
+
+
+def first_row_with_room(lengths: list[int], row_length: int) -> list[list[int]]:
+    """First-fit-decreasing by its definition: every row is looked at."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        used = (sum(lengths[i] for i in row) for row in rows)
+        row = next((r for r, n in enumerate(used) if n + lengths[index] <= row_length), len(rows))
+        rows += [[]] if row == len(rows) else []
+        rows[row].append(index)
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(0, 20), max_size=70), more=st.integers(0, 9))
+def test_each_goes_into_the_first_row_that_has_room_for_it(lengths, more):
+    row_length = max(lengths, default=1) + more
+    assert first_fit_decreasing(lengths, row_length) == first_row_with_room(lengths, row_length)
 
 
 def test_types_are_those_of_the_carrier():

@@ -66,8 +66,14 @@ def leave_devices_to_samplers(mesh: MeshSection) -> None:
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Turn on JAX's persistent compilation cache, shared by all runs beside the folder; without
-    effect if JAX_COMPILATION_CACHE_DIR names another."""
+    """Turn on JAX's persistent compilation cache, shared by all runs beside the folder;
+    JAX_COMPILATION_CACHE_DIR names another.
+
+    What is kept is found wherever the folder is moved or copied: XLA's own caches, which are off,
+    would make the folder's path a part of every program's key.
+    """
+    if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
