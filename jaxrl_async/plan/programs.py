@@ -17,7 +17,7 @@ from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
 from jaxrl_async.data.hub import is_hub_name, model_folder
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, shapes_on, shardings
+from jaxrl_async.mesh import TRAINER_RULES, shapes_on, shardings
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
 from jaxrl_async.model.lora import beside, lora_of, trained_table
@@ -27,7 +27,7 @@ from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
-from jaxrl_async.run.builders.samplers import make_push, sent_once, sent_weights
+from jaxrl_async.run.builders.samplers import arrived, make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, PrefillArgs
@@ -329,15 +329,6 @@ def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
         shardings(table, mesh, TRAINER_RULES),
         is_leaf=lambda w: isinstance(w, Weight),
     )
-
-
-def arrived(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
-    """Return the shapes of what a version brings to a sampler, and of what comes once under it;
-    None: all comes with every version. Raises ConfigError."""
-    check_groups(spec, form_of(config.model.lora), mesh, "mesh.sampler")
-    sent = sent_weights(config.weights, config.model, spec)
-    once = sent_once(config.weights, config.model, spec)
-    return sent.on(mesh, SAMPLER_RULES), None if once is None else once.on(mesh, SAMPLER_RULES)
 
 
 def bytes_per_device(tree: Any) -> float:

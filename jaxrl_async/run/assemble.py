@@ -25,11 +25,13 @@ from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import base_of, make_learner, warm_started
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
+from jaxrl_async.run.builders.rehearsal import Rehearsal
 from jaxrl_async.run.builders.rollouts import (
     RolloutSide,
     SharedSampling,
     make_rollout_side,
     open_records,
+    sampling_params,
 )
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
@@ -137,9 +139,20 @@ def assemble(
     slices, tokenizer = inputs.slices, inputs.tokenizer
     policy = make_policy(config, inputs.spec, tokenizer, slices, paths.base)
     if not config.run.resume and pairs is not None:
-        policy, warm_metrics = warm_started(
-            config, policy, slices, pairs, paths, continued, console, stop, lockstep
-        )
+        beside = Rehearsal(config, inputs, sampling_params(config.sampler))
+        with beside:
+            policy, warm_metrics = warm_started(
+                config,
+                policy,
+                slices,
+                pairs,
+                paths,
+                continued,
+                console,
+                stop,
+                lockstep,
+                beside.start,
+            )
     policy = with_adapter_of(config, policy, slices, paths.base)
     begun = Begun(
         config=config,

@@ -123,6 +123,10 @@ def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = No
     )
 
 
+def nothing_meanwhile() -> None:
+    """Begin nothing beside the warm start."""
+
+
 def warm_start(
     config: Config,
     step: Update[SupervisedObjective],
@@ -134,11 +138,13 @@ def warm_start(
     console: Console,
     stop: Stop,
     lockstep: Lockstep,
+    meanwhile: Callable[[], None] = nothing_meanwhile,
 ) -> tuple[Params, dict[str, float]]:
     """Train on worked answers for warm_start.steps updates.
 
     Returns the weights, and what the run's first line of metrics says of the warm start. With
-    `resume`, continues from the warm start's newest checkpoint, if there is one. Raises Stopped
+    `resume`, continues from the warm start's newest checkpoint, if there is one. `meanwhile` is
+    called after each update: it begins what can be done beside the others. Raises Stopped
     (Ctrl-C) or Preempted (SIGTERM) once all updates made are saved, and TrainingError.
     """
     asked = lockstep.agreed_stop(stop)
@@ -149,6 +155,7 @@ def warm_start(
 
     def outlet(update: int, report: Mapping[str, float]) -> None:
         recorder.log(update, report)
+        meanwhile()
         console.phase("warm start", f"{update}/{steps}, loss {report['train/loss']:.3f}")
 
     with ExitStack() as open_:

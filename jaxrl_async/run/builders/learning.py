@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.run.warm_start import warm_pairs, warm_start
+from jaxrl_async.run.warm_start import nothing_meanwhile, warm_pairs, warm_start
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -238,9 +239,10 @@ def warm_started(
     console: Console,
     stop: Stop,
     lockstep: Lockstep,
+    meanwhile: Callable[[], None] = nothing_meanwhile,
 ) -> tuple[Policy, dict[str, float]]:
     """Train the policy on worked answers for warm_start.steps updates; return it, and the metrics
-    for the run's first line."""
+    for the run's first line. Arguments as warm_start's."""
     step = supervised_update(
         policy.spec,
         learning(config, slices),
@@ -257,6 +259,7 @@ def warm_started(
         console=console,
         stop=stop,
         lockstep=lockstep,
+        meanwhile=meanwhile,
     )
     return policy.with_params(params), metrics
 

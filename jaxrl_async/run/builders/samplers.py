@@ -14,7 +14,7 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock
-from jaxrl_async.model.frozen_base import base_shapes, base_table, form_of, sent_base
+from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of, sent_base
 from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
@@ -162,6 +162,15 @@ def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) ->
     return SentWeights(
         table=sent, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
     )
+
+
+def arrived(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
+    """Return the shapes of what a version brings to a sampler, and of what comes once under it;
+    None: all comes with every version. Raises ConfigError."""
+    check_groups(spec, form_of(config.model.lora), mesh, "mesh.sampler")
+    sent = sent_weights(config.weights, config.model, spec)
+    once = sent_once(config.weights, config.model, spec)
+    return sent.on(mesh, SAMPLER_RULES), None if once is None else once.on(mesh, SAMPLER_RULES)
 
 
 def _is_weight(node: Any) -> bool:

@@ -1,0 +1,157 @@
+"""Compile what the samplers will need while the warm start trains: a rehearsal.
+
+    warm start   ██ compiles ████ update ████ update ████ update ████│ run
+    rehearsal                ██ compiles, draws with weights of 0 ███│
+
+A sampler of the same shape draws answers to the held-out prompts, as an evaluation and the first
+step will. Nothing is kept of it but the compiled programs, which samplers of one shape share.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import Closed
+from jaxrl_async.model.lora import beside
+from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.samplers import arrived, sampler_settings, uses_one_thread
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import set_up
+from jaxrl_async.types import Prompt, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class Rehearsal:
+    """Samplers that draw beside the warm start, one after another; a context manager, which ends
+    them. What goes wrong is logged, and shows again in the run itself."""
+
+    def __init__(self, config: Config, inputs: Inputs, sampling: SamplingParams) -> None:
+        """Make the rehearsal; start() begins it. sampling: of the run's answers."""
+        self._config, self._inputs, self._sampling = config, inputs, sampling
+        self._lock = threading.Lock()  # guards the two below
+        self._sampler: Sampler | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="rehearsal", daemon=True)
+
+    def __enter__(self) -> "Rehearsal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it after the program that is being compiled, and free its memory."""
+        with self._lock:
+            self._over, sampler = True, self._sampler
+        if sampler is not None:
+            sampler.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def start(self) -> None:
+        """Begin, unless it has begun, or no sampler of ours has devices of its own here."""
+        config, slices = self._config, self._inputs.slices
+        apart = not slices.colocated and config.sampler.engine == "ours"
+        if apart and jax.process_count() == 1 and self._thread.ident is None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for mesh in self._inputs.slices.samplers:
+                self._rehearse(mesh)
+        except Closed:
+            log.debug("the warm start is over, and the rehearsal with it")
+        except Exception as error:
+            log.warning("the samplers could not be compiled ahead: %s", error, exc_info=True)
+        finally:
+            with self._lock:
+                self._sampler = None  # its weights and KV cache
+
+    def _rehearse(self, mesh: Mesh) -> None:
+        """Draw as the sampler of this mesh will, then take new weights. Raises Closed if the
+        rehearsal is over."""
+        config, spec = self._config, self._inputs.spec
+        one_thread = uses_one_thread(mesh, colocated=False)
+        settings = replace(sampler_settings(config, spec), one_thread=one_thread, name="rehearsal")
+        sent, whole = no_weights(config, spec, mesh)
+        setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
+        before, prepared = setup.engine.num_compiled, setup.engine.prepare(params)
+        sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
+        with self._lock:
+            if self._over:
+                raise Closed
+            self._sampler = sampler
+        for requests in self._acts():
+            sampler.generate(requests)
+        sampler.close()
+        swapped = setup.engine.prepare(sent, prepared)
+        if settings.probe_tokens is not None:
+            setup.engine.probe(swapped, settings.probe_tokens)
+        made = setup.engine.num_compiled - before
+        log.info("%d programs of a sampler were compiled beside the warm start", made)
+
+    def _acts(self) -> Iterator[list[Request]]:
+        """Yield the requests of an evaluation, if there are some, and of a step."""
+        config, inputs = self._config, self._inputs
+        if config.eval.every:
+            greedy = SamplingParams(temperature=config.eval.temperature)
+            yield rehearsed(inputs.held_out, 1, greedy, config)
+        prompts = inputs.held_out[: config.algorithm.groups_per_step]
+        members = config.algorithm.group_size
+        yield rehearsed(prompts, members, self._sampling, config, extras=inputs.keep_mask)
+
+
+def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:
+    """Return weights of 0 as a version will bring them to a sampler, and as it begins with them: of
+    the same shapes and in the same places. Raises ConfigError."""
+    sent, once = arrived(config, spec, mesh)
+    shapes = (sent, {} if once is None else once)
+    where = jax.tree.map(lambda x: x.sharding, shapes)
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    zero, base = jax.jit(zeros, out_shardings=where)()
+    return zero, zero if once is None else beside(base, zero)
+
+
+def rehearsed(
+    prompts: Sequence[Prompt],
+    members: int,
+    sampling: SamplingParams,
+    config: Config,
+    *,
+    extras: bool = False,
+) -> list[Request]:
+    """Return requests for `members` answers to each prompt, of all lengths from one token to what
+    the settings allow: as those of a run, they end one after another."""
+    section = config.sampler
+    count = len(prompts) * members
+    shares = np.linspace(0, 1, count)[np.random.default_rng(0).permutation(count)]
+    requests = []
+    for number, share in enumerate(shares):
+        index, member = divmod(number, members)
+        tokens = prompts[index].token_ids
+        most = min(section.max_new_tokens, section.max_length - len(tokens))
+        if most < 1:
+            continue  # a prompt without room for an answer
+        requests.append(
+            Request(
+                request_id=f"rehearsal{index}/m{member}/t0",
+                token_ids=tokens,
+                max_new_tokens=most,
+                sampling=sampling,
+                key=(index, member),
+                forced_length=1 + int(share * (most - 1)),
+                extras=extras,
+            )
+        )
+    return requests

@@ -1,0 +1,132 @@
+"""What is compiled beside the warm start is what the run's samplers need."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_async.config.load import load
+from jaxrl_async.metrics.metric import comparable
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run import assemble
+from jaxrl_async.run.builders import rehearsal
+from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
+from jaxrl_async.run.loop import train
+from jaxrl_async.sampler.device import engine
+from jaxrl_async.sampler.device.engine import Programs
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.types import Prompt, SamplingParams
+
+TINY = (
+    "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "data.addition={digits: 1, eval_size: 8}",
+    "data.max_prompt_tokens=16",
+    "algorithm={group_size: 2, groups_per_step: 4, learning_rate: 1e-2}",
+    "trainer={row_length: 32, micro_batch_tokens: 256}",
+    "staleness.max_staleness=0",
+    "warm_start={steps: 2, batch_size: 8}",
+    "run.steps=2",
+    "eval.every=1",
+    "metrics={peak_flops: 1e9, tensorboard: false}",
+)
+KINDS = {
+    "plain": ("mesh.sampler.tensor=1",),
+    "divided": ("mesh.sampler.tensor=2", "mesh.samplers=2"),
+    "eight bits": ("weights={dtype: int8, checksum: true, probe_tolerance: 1.0}",),
+    "adapters": ("model.lora={rank: 2, alpha: 4, base: nf4}",),
+    "masks": ("sampler.top_k=4", "algorithm.keep_sampling_mask=true"),
+}
+
+
+class Attended(Rehearsal):
+    """A rehearsal that the warm start waits for."""
+
+    seen: Callable[[], None] = staticmethod(lambda: None)  # called when it has ended
+
+    def start(self) -> None:
+        begun = self._thread.ident is not None
+        super().start()
+        self._thread.join()
+        if not begun:
+            type(self).seen()
+
+
+def run(folder: Path, *words: str, slots: int, name: str) -> list[dict]:
+    """Train a run in this process; return its metrics without times. slots: programs are shared by
+    samplers of one shape, and each test has its own."""
+    (folder / "empty.yaml").write_text("")
+    sampler = f"sampler={{slots: {slots}, max_length: 32, max_new_tokens: 8}}"
+    where = (f"run.dir={folder}", f"run.name={name}", sampler)
+    train(load(str(folder / "empty.yaml"), [*TINY, *where, *words]))
+    return [comparable(line) for line in read_lines(folder / name / "metrics.jsonl")]
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Programs]:
+    """The programs of every sampler that is made."""
+    made: list[Programs] = []
+    known = engine.programs_of
+
+    def noted(spec: EngineSpec) -> Programs:
+        made.append(known(spec))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "programs_of", noted)
+    return made
+
+
+def counts(programs: Programs) -> dict[str, int]:
+    """How many of each are compiled."""
+    return {n: p._cache_size() for n, p in zip(Programs._fields, programs, strict=True)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_runs_samplers_find_their_programs_and_draw_the_same(kind, tmp_path, monkeypatch, used):
+    slots, words = 8 + 2 * list(KINDS).index(kind), KINDS[kind]
+    then: list[dict[str, int]] = []
+    monkeypatch.setattr(assemble, "Rehearsal", Attended)
+    monkeypatch.setattr(Attended, "seen", lambda: then.extend(map(counts, used)))
+    got = run(tmp_path, *words, slots=slots, name="rehearsed")
+    assert len(then) == len(used) / 2 == (2 if kind == "divided" else 1), "one for each sampler"
+    for before, after in zip(then, map(counts, used), strict=False):
+        assert before["generate"] > 1 and before["prefill"] > 0 and before["insert"] > 0
+        for name in ("prepare", "prepare_adapter", "empty", "probe"):
+            assert after[name] == before[name], f"{name}: weights and pages lie as they did"
+    monkeypatch.setattr(Rehearsal, "start", lambda self: None)
+    monkeypatch.setattr(assemble, "Rehearsal", Rehearsal)
+    assert run(tmp_path, *words, slots=slots, name="alone") == got
+    assert "rehearsal" not in {t.name for t in threading.enumerate()}
+
+
+def test_a_rehearsal_that_fails_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def broken(*args: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(rehearsal, "no_weights", broken)
+    monkeypatch.setattr(assemble, "Rehearsal", Attended)
+    assert run(tmp_path, slots=8, name="alone")[-1]["step"] == 2
+    assert "could not be compiled ahead: no room" in caplog.text
+
+
+def test_rehearsed_answers_have_all_lengths_that_fit(tmp_path: Path) -> None:
+    def prompt(length: int) -> Prompt:
+        ids = np.arange(length, dtype=np.int32)
+        return Prompt(prompt_id=0, position=0, token_ids=ids, text="", reference="")
+
+    (tmp_path / "empty.yaml").write_text("")
+    config = load(
+        str(tmp_path / "empty.yaml"),
+        ["data.max_prompt_tokens=16", "sampler={max_length: 32, max_new_tokens: 20}"],
+    )
+    requests = rehearsed(
+        [prompt(4), prompt(20), prompt(32)], 50, SamplingParams(), config, extras=True
+    )
+    lengths = {4: set(), 20: set()}
+    for request in requests:
+        assert request.extras and request.forced_length is not None
+        lengths[len(request.token_ids)].add(request.forced_length)
+    assert lengths[4] <= set(range(1, 21)) and {1, 20} & lengths[4] and len(lengths[4]) > 15
+    assert lengths[20] <= set(range(1, 13)) and len(lengths[20]) > 9
+    assert len({request.key for request in requests}) == 100
