@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from jaxrl_async.config.schema import Config, SeatSection, name_of
 from jaxrl_async.config.unused import unread_with_records
-from jaxrl_async.data.chat import chat_format
+from jaxrl_async.data.chat import TeachableFormat, chat_format, has_chat_format
+from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.ports import ChatFormat
 from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
@@ -151,7 +151,8 @@ def make_play(
         )
     if not task.plays:
         return Play(task=task, make_env=SingleTurn, stop_token_ids=tokenizer.eos_ids, own=None)
-    chat, task = _format_of(config, tokenizer), _prompted(config, task)
+    task = _prompted(config, task)
+    chat = _format_of(config, tokenizer, task)
     if task.program is not None:
         programs = make_programs(config, task, serving, count)
         outside = OutsiderMembers(
@@ -192,7 +193,8 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
             "conversations of a task's records. Give it some, or leave task out to learn those "
             "of data."
         )
-    chat, task = _format_of(config, tokenizer), _prompted(config, task)
+    task = _prompted(config, task)
+    chat = _format_of(config, tokenizer, task)
     own = TaskData(task=task, chat=chat, tools=())
     if task.program is not None:
         return own
@@ -200,7 +202,13 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
     return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[0]))
 
 
-def _format_of(config: Config, tokenizer: Tokenizer) -> ChatFormat:
+def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
+    """Return what writes a task's messages: of questions to a base model the bare text."""
+    parts = (task.environment, task.game, task.program, task.system_prompt)
+    asks_alone = not task.tools and all(part is None for part in parts)
+    if asks_alone and not has_chat_format(tokenizer, config.data.chat_format):
+        log.info("the tokenizer has no chat template: a question is its bare text")
+        return PlainFormat(tokenizer)
     return chat_format(
         tokenizer,
         None if config.model.path is None else Path(config.model.path),

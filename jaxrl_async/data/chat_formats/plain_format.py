@@ -1,0 +1,60 @@
+"""A base model's questions as ports.ChatFormat: the text alone, where there is no chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.chat_messages import checked_messages
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import IntArray, Message
+
+
+class PlainFormat:
+    """One question as its bare text, and what the policy goes on with as the answer. Any thread may
+    use it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """tokenizer: has no chat template."""
+        self._tokenizer = tokenizer
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end tokens."""
+        return self._tokenizer.eos_ids
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Encode a question; see ports.ChatFormat. Raises DataError for any other conversation."""
+        return self._tokenizer.encode_prompt(_question(messages, tools))
+
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+        """Return what the policy drew as an assistant's text."""
+        return {"role": "assistant", "content": self._tokenizer.decode(np.asarray(token_ids))}
+
+    def continuation(
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> IntArray | None:
+        """Return None: nobody speaks after the answer."""
+        return None
+
+    def answer(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntArray:
+        """Return the tokens of an answer, end token included, [answer] int32. Raises DataError."""
+        (checked,) = checked_messages([reply])
+        return self._tokenizer.encode_answer(_question(messages, tools), checked["content"])
+
+
+def _question(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a conversation that is one question. Raises DataError."""
+    checked = checked_messages(messages)
+    if len(checked) != 1 or checked[0]["role"] != "user" or tools:
+        roles = ", ".join(m["role"] for m in checked) or "nothing"
+        raise DataError(
+            "the tokenizer has no chat template, and this is not one question but "
+            f"{roles}{' with tools' if tools else ''}. "
+            "Set data.chat_format to a FILE.jinja or to a renderer's name, such as qwen3, or "
+            "data.tokenizer to the directory of a chat model."
+        )
+    return str(checked[0]["content"])
