@@ -85,6 +85,7 @@ SHOWN = (
     "jax",
     "jaxlib",
     "libtpu",
+    "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "flax",
     "optax",
@@ -98,7 +99,12 @@ SHOWN = (
 """Packages whose versions are shown, where they are installed."""
 
 
-ACCELERATORS = {"tpu": "libtpu", "cuda": "jax-cuda13-plugin"}
+ACCELERATORS = {
+    "tpu": "libtpu",
+    "cuda": "jax-cuda13-plugin",
+    "cuda12": "jax-cuda12-plugin",
+    "cuda13": "jax-cuda13-plugin",
+}
 """What the extras of jax bring."""
 
 

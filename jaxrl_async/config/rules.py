@@ -456,6 +456,18 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
             )
 
 
+@rule()
+def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str]:
+    """Refuse an address as the folder of results: a local folder of that name would be made."""
+    for setting, path in (("run.dir", config.run.dir), ("remote.folder", config.remote.folder)):
+        if path is not None and "://" in path:
+            yield (
+                f"{setting} = {path!r} is an address, and a run writes to folders of this machine. "
+                "Mount the bucket (gcsfuse, mountpoint-s3) and give the folder, or copy the run "
+                "when it is done."
+            )
+
+
 # --- all of them ---------------------------------------------------------------------------------
 
 RULES = RuleBook(

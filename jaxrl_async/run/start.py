@@ -3,8 +3,9 @@ would look for in vain."""
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,6 +14,7 @@ from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
+from jaxrl_async.data.addresses import copied_here, is_address
 from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
@@ -49,19 +51,36 @@ def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
 
 def with_hub_folders(config: Config) -> Config:
     """Return the configuration with folders in place of owner/name: of models and tokenizers of the
-    Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too. Raises
-    ConfigError within seconds where neither can be had."""
+    Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too, and
+    what lies at an address (gs://...) is copied here. Raises ConfigError within seconds where
+    neither can be had."""
+    config = _with_copies(config)
     for setting, name, kind in hub_names(config):
         if kind == "dataset":
             records = hub_records(name)
             assert records is not None
             records_folder(records, setting)
             continue
-        section, field = setting.split(".")
-        folder = str(model_folder(name, setting, kind))
-        changed = getattr(config, section).model_copy(update={field: folder})
-        config = config.model_copy(update={section: changed})
+        config = _with_setting(config, setting.split("."), str(model_folder(name, setting, kind)))
     return config
+
+
+def _with_copies(config: Config) -> Config:
+    """Return the configuration with paths of this machine in place of addresses."""
+    kinds = [(_folders, "model"), (_files, "dataset")]
+    named = [(s, p, kind) for paths, kind in kinds for s, p in paths(config)]
+    for setting, path, kind in named:
+        if path is not None and is_address(path):
+            own = "tokenizer" if setting == "data.tokenizer" else kind
+            config = _with_setting(config, setting.split("."), str(copied_here(path, setting, own)))
+    return config
+
+
+def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
+    """Return a section in which the setting of these names has this value."""
+    first, *rest = names
+    changed = _with_setting(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: changed})
 
 
 def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:

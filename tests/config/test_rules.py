@@ -394,6 +394,7 @@ BROKEN = {
         "algorithm": {"advantage": "gdpo"},
         "reward": {"function": {"exact": {"weight": 2}}},
     },
+    "folders_that_are_written_are_on_this_machine": {"run": {"dir": "gs://bucket/runs"}},
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },

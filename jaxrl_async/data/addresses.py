@@ -1,0 +1,137 @@
+"""Models and records at an address of another file system, such as gs://BUCKET/DIR: the one door to
+fsspec.
+
+gs://bucket/model ──list──> names, sizes, sums ──hash──> cache folder, copied into it once
+
+What has changed there goes into another folder: a run that reads the old one goes on with it.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.data.hub import WANTED
+from jaxrl_async.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.DOTALL)
+PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+"""What fsspec needs for a kind of address."""
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address of another file system: it begins with SCHEME://."""
+    return ADDRESS.fullmatch(path) is not None
+
+
+def cache_root() -> Path:
+    """Return the folder of all copies: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
+
+
+def copied_here(address: str, setting: str, kind: str = "model") -> Path:
+    """Return a copy of a file or a folder on this machine, made unless there is one of what lies
+    there now.
+
+    Args:
+        address: SCHEME://...
+        setting: that names it, for messages.
+        kind: as hub.model_folder's, of a folder whose files are a model's; "dataset": all files
+            below it.
+
+    Raises ConfigError if nothing can be had from there.
+    """
+    address = address.rstrip("/")
+    files, system, root = _listed(address, setting, kind)
+    content = json.dumps([address, kind, sorted(files.items())])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    parent = cache_root() / digest
+    whole = parent / root.rpartition("/")[2]
+    if not parent.is_dir():
+        log.info("copying %s to %s", address, whole)
+        try:
+            _copy(system, root, files, parent, whole.name)
+        except Exception as error:  # each file system has its own kinds
+            raise _unreachable(address, setting, error) from error
+    return whole
+
+
+def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any, str]:
+    """Return what is to be copied, as name below the address and a sign of its content, with the
+    file system and the path there. A file's own name is empty."""
+    fsspec = importlib.import_module("fsspec")
+    try:
+        system, root = fsspec.core.url_to_fs(address)
+        root = root.rstrip("/")
+        system.invalidate_cache()
+        if system.isfile(root):
+            return {"": str(system.ukey(root))}, system, root
+        found = system.find(root, detail=True)  # with sizes, times and sums, as it has them
+        inside = {path[len(root) :].lstrip("/"): str(info) for path, info in found.items()}
+        files = {name: sign for name, sign in inside.items() if _is_wanted(name, kind)}
+    except Exception as error:
+        raise _unreachable(address, setting, error) from error
+    if not files:
+        what = "nothing" if not inside else f"none of {', '.join(WANTED[kind])}"
+        raise ConfigError(f"{setting} = {address!r}: there is {what}. Correct the address.")
+    return files, system, root
+
+
+def _is_wanted(name: str, kind: str) -> bool:
+    if kind == "dataset":
+        return True
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in WANTED[kind])
+
+
+def _copy(system: Any, root: str, files: dict[str, str], parent: Path, last: str) -> None:
+    """Copy the files into parent/last, which appears whole or not at all."""
+    parent.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=parent.parent, prefix=".copying-"))
+    try:
+        for name in files:
+            target = made / last / name if name else made / last
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(f"{root}/{name}" if name else root, str(target))
+        try:
+            made.rename(parent)
+        except OSError:
+            if not parent.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _unreachable(address: str, setting: str, error: Exception) -> ConfigError:
+    """Return an error that says what to do."""
+    match = ADDRESS.fullmatch(address)
+    scheme = match[1] if match else ""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    if isinstance(error, ImportError) and scheme in PACKAGES:
+        remedy = f"Install what reads {scheme}://: pip install {PACKAGES[scheme]}"
+    elif isinstance(error, ValueError) and "not known" in str(error).lower():
+        remedy = f"Give a kind that fsspec knows, such as {', '.join(sorted(PACKAGES))}"
+    else:
+        remedy = "See that it is there and that this machine may read it"
+    return ConfigError(
+        f"{setting} = {address!r} cannot be read ({said}). {remedy}, or copy it here and give its "
+        "path."
+    )

@@ -1,0 +1,141 @@
+"""Models and records at addresses: copied once, from file systems that fsspec knows."""
+
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from jaxrl_async.config.load import load
+from jaxrl_async.data import addresses
+from jaxrl_async.data.addresses import cache_root, copied_here, is_address
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.start import check_paths, with_hub_folders
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_root()
+
+
+@pytest.fixture
+def bucket():
+    memory = fsspec.filesystem("memory")
+    files = {
+        "model/config.json": b"{}",
+        "model/model.safetensors": b"weights",
+        "model/original/consolidated.pth": b"another form",
+        "model/notes.txt": b"of people",
+        "data/a/1.jsonl": b'{"question": "1+1=", "answer": "2"}\n',
+        "data/2.jsonl": b"{}\n",
+    }
+    memory.pipe({f"/bucket/{name}": content for name, content in files.items()})
+    yield memory
+    memory.rm("/bucket", recursive=True)
+
+
+def inside(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("path", ["gs://b/x", "hf://datasets/a/b", "https://h/x.jsonl", "s3a://b"])
+def test_an_address_has_a_scheme(path):
+    assert is_address(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["Qwen/Qwen3", "/a//b", "C:\\x", "a:b", "recipe:grpo", "GS//b", ""]
+)
+def test_a_path_of_this_machine_is_none(path):
+    assert not is_address(path)
+
+
+def test_a_model_is_copied_without_what_is_no_part_of_it_and_only_once(bucket, cache, monkeypatch):
+    folder = copied_here("memory://bucket/model", "model.path")
+    assert folder.name == "model" and inside(folder) == {"config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "_copy", None)
+        assert copied_here("memory://bucket/model/", "model.path") == folder
+    bucket.pipe("/bucket/model/model.safetensors", b"other weights")
+    other = copied_here("memory://bucket/model", "model.path")
+    assert (other / "model.safetensors").read_bytes() == b"other weights"
+    assert (folder / "model.safetensors").read_bytes() == b"weights", "a run may still read it"
+    assert inside(copied_here("memory://bucket/model", "x", "config")) == {"config.json"}
+
+
+def test_records_are_a_file_or_all_below_a_folder(bucket):
+    assert inside(copied_here("memory://bucket/data", "x", "dataset")) == {"a/1.jsonl", "2.jsonl"}
+    file = copied_here("memory://bucket/data/a/1.jsonl", "x", "dataset")
+    assert file.name == "1.jsonl" and json.loads(file.read_text())["answer"] == "2"
+
+
+def test_a_copy_that_fails_leaves_nothing(bucket, cache, monkeypatch):
+    def full(*args: object, **more: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(bucket), "get_file", full)
+    with pytest.raises(ConfigError, match=r"model\.path = 'memory://bucket/model'.*No space left"):
+        copied_here("memory://bucket/model", "model.path")
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("memory://bucket/nothing", "there is nothing"),
+        ("memory://bucket/data", "none of .*safetensors"),
+        ("nowhere://b/x", "a kind that fsspec knows"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, said):
+    with pytest.raises(ConfigError, match=rf"model\.path = '{address}'.*{said}"):
+        copied_here(address, "model.path")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def without(address: str) -> None:
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", without)
+    with pytest.raises(ConfigError, match=r"pip install gcsfs, or copy it here"):
+        copied_here("gs://bucket/model", "model.path")
+
+
+def test_a_configuration_gets_paths_of_this_machine(bucket, tmp_path):
+    words = ["model.path=memory://bucket/model", "data.jsonl.path=memory://bucket/data/2.jsonl"]
+    (tmp_path / "x.yaml").write_text("data: {source: jsonl, tokenizer: 'memory://bucket/model'}")
+    config = with_hub_folders(load(str(tmp_path / "x.yaml"), words))
+    check_paths(config)
+    assert Path(config.model.path).name == "model" and config.data.jsonl.path.endswith("2.jsonl")
+    assert inside(Path(config.data.tokenizer)) == {"config.json"}
+
+
+def test_a_file_comes_over_http(tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "x.jsonl").write_text('{"question": "?"}\n')
+    pytest.importorskip("aiohttp", reason="needs aiohttp, which reads http:// for fsspec")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "served")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/x.jsonl"
+        file = copied_here(address, "data.jsonl.path", "dataset")
+        server.shutdown()
+    assert file.read_text() == '{"question": "?"}\n'
+
+
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        ("run.dir", []),
+        ("remote.folder", ["remote.transfer=folder", "mesh.samplers_in=processes"]),
+    ],
+)
+def test_results_are_not_written_to_an_address(setting, others, tmp_path):
+    (tmp_path / "x.yaml").write_text("")
+    with pytest.raises(ConfigError, match=rf"{setting} = 'gs://b/runs' is an address"):
+        load(str(tmp_path / "x.yaml"), [f"{setting}=gs://b/runs", *others])
