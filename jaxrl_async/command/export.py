@@ -5,6 +5,7 @@
     jaxrl-async export runs/math OUT --adapter-only          the adapter alone
     jaxrl-async export Qwen3-0.6B OUT --adapter DIR          a model with PEFT's adapter added to its weights
     jaxrl-async export Qwen3-0.6B OUT --dtype bfloat16       in another data type
+    jaxrl-async export runs/addition OUT --upload ME/NAME    and onto the Hugging Face hub, with a card of the run
 
 Exit codes: 0 written; 1 what is asked for is not there or cannot be read; 2 a bad command line.
 """  # noqa: E501
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_async import __version__
+from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
 
 
@@ -27,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args)
         if "JAX_PLATFORMS" not in os.environ:  # a run may hold the accelerator
             importlib.import_module("jax").config.update("jax_platforms", "cpu")
+        hub = Upload(args.upload, private=args.private) if args.upload else None
         print(_written(args))
+        if hub is not None:
+            print(hub.send(args.out, f"jaxrl_async {__version__}: {args.source.resolve().name}"))
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
@@ -60,9 +66,19 @@ def _written(args: argparse.Namespace) -> str:
         if policy.lora is None:
             raise ConfigError(f"--adapter-only: {args.source} trains all weights.")
         policy.save_adapter(args.out, base)
+        _write_card(args, paths)
         return f"{args.out}: the adapter alone, as PEFT reads it; its base is {base}"
     policy.save_pretrained(args.out)
+    _write_card(args, paths)
     return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
+
+
+def _write_card(args: argparse.Namespace, paths: Any) -> None:
+    """Write README.md, the card of a run's policy; another's is left as it is."""
+    if _is_run(args.source):
+        cards = importlib.import_module("jaxrl_async.run.model_card")
+        card = cards.model_card(paths, step=args.step, adapter=args.adapter_only)
+        (args.out / "README.md").write_text(card, encoding="utf-8")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -77,6 +93,8 @@ def _check(args: argparse.Namespace) -> None:
             f"{args.source} is neither the folder of a run (config.yaml) nor a Hugging Face "
             "directory (config.json)."
         )
+    if args.private and not args.upload:
+        raise ConfigError("--private is of an upload. Give --upload OWNER/NAME, or leave it out.")
     if is_run and args.adapter:
         raise ConfigError("--adapter: a run's own adapter is added without it. Give a policy.")
     if not is_run and (args.step is not None or args.adapter_only):
@@ -100,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, metavar="N", help="the checkpoint after N updates of a run")
     add("--adapter", metavar="DIR", help="PEFT's adapter, to add to a policy's weights")
     add("--adapter-only", action="store_true", help="a run's adapter alone, as PEFT reads it")
+    add("--upload", metavar="OWNER/NAME", help="and upload it to the Hugging Face hub")
+    add("--private", action="store_true", help="where only the owner sees it")
     add("--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md")
     return parser
 

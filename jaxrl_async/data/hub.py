@@ -121,6 +121,42 @@ def hub_rows(records: HubRecords) -> Iterator[Mapping[str, Any]]:
     yield from rows
 
 
+class Upload:
+    """A repository of the hub that a folder is to be sent to."""
+
+    def __init__(self, name: str, *, private: bool) -> None:
+        """Make the repository unless it is there, before anything long is begun.
+
+        Raises ConfigError where that cannot be done, which says what to do.
+        """
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"--upload {name}: give OWNER/NAME, such as ada/adder.")
+        self._name, self._hub = name, importlib.import_module("huggingface_hub").HfApi()
+        try:
+            self._hub.whoami()
+            self._hub.create_repo(name, private=private or None, exist_ok=True)
+        except Exception as error:  # of many kinds
+            raise ConfigError(
+                f"--upload {name}: the hub does not take it ({type(error).__name__}: "
+                f"{_line(error)}). Log in with `hf auth login` by a token that may write, or leave "
+                f"--upload out, and upload the folder later: `hf upload {name} OUT`."
+            ) from error
+
+    def send(self, folder: Path, message: str) -> str:
+        """Upload a folder as one commit; return what to tell. Raises DataError, and the folder
+        stays."""
+        try:
+            done = self._hub.upload_folder(
+                repo_id=self._name, folder_path=folder, commit_message=message
+            )
+        except Exception as error:
+            raise DataError(
+                f"{folder} is written, and its upload failed ({type(error).__name__}: "
+                f"{_line(error)}). Try again: `hf upload {self._name} {folder}`."
+            ) from error
+        return f"uploaded: {done.commit_url}"
+
+
 def cached_folder(name: str, kind: str) -> Path | None:
     """Return the folder of a repository in the hub's cache; None: it, or a part of it, is missing.
 

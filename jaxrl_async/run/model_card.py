@@ -1,0 +1,143 @@
+"""The card of a policy that a run trained, as the Hugging Face hub shows it: from the run's folder.
+
+config.yaml     what differs from the defaults, where the base and the records come from
+metrics.jsonl   how rewards and accuracy went
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl_async import __version__
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.several import differences
+from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run.folder import Paths
+
+ROWS = 9
+"""Rows of the table of results, at most."""
+SHOWN = ("eval/reward", "eval/accuracy", "reward/mean", "eval/loss", "train/loss")
+"""Metrics in the table, where a run has them."""
+PACKAGES = ("jax", "flax", "optax", "transformers")
+PRIVATE = ("dir", "key", "certificate", "authority", "url", "host", "advertise", "listen")
+"""Words in the names of settings whose values are of one machine: left out."""
+
+
+def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) -> str:
+    """Return the card, README.md with its front matter. Raises ConfigError for a configuration that
+    cannot be read.
+
+    Args:
+        paths: of the run.
+        step: of the checkpoint; None: the end.
+        adapter: it is the adapter alone.
+    """
+    config, lines = load(paths.config), read_lines(paths.metrics)
+    lines = [x for x in lines if step is None or x["step"] <= step]
+    front = yaml.safe_dump(_front(config, adapter=adapter), sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(_own_settings(config), sort_keys=False, allow_unicode=True)
+    made = lines[-1]["step"] if lines else 0
+    parts = [
+        f"---\n{front}---\n",
+        f"# {config.run.name}\n",
+        f"{_kind(config, adapter=adapter)}: {made} updates by jaxrl_async {__version__}.\n",
+        "## Results\n",
+        _table(lines),
+        "## Settings that differ from the defaults\n",
+        f"```yaml\n{settings}```\n",
+        "## Versions\n",
+        ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))) + ".\n",
+    ]
+    return "\n".join(parts)
+
+
+def _front(config: Config, *, adapter: bool) -> dict[str, Any]:
+    base = _base(config)
+    records = None if config.data.source != "jsonl" else hub_records(config.data.jsonl.path or "")
+    how = {"rl": "reinforcement-learning", "preference": "preference-optimization"}
+    return {
+        **({"base_model": base} if base else {}),
+        **({"datasets": [records.name]} if records else {}),
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["jaxrl_async", how.get(config.run.job, config.run.job), *_recipe(config)],
+    }
+
+
+def _base(config: Config) -> str | None:
+    """Return the hub's name of the model that was trained, if it has one."""
+    path = config.model.path
+    name = None if path is None else hub_name_of(path)
+    return name if name is not None and (name != path or is_hub_name(name)) else None
+
+
+def _recipe(config: Config) -> list[str]:
+    """Return the names of what it was trained with."""
+    if config.run.job == "preference":
+        return [name_of(config.preference.loss)]
+    if config.run.job != "rl":
+        return []
+    names = [name_of(c) for c in (config.algorithm.advantage, config.algorithm.loss)]
+    return [n for n in names if "/" not in n and ".py" not in n]
+
+
+def _kind(config: Config, *, adapter: bool) -> str:
+    base = _base(config)
+    of_base = f" of [{base}](https://huggingface.co/{base})" if base else ""
+    what = f"An adapter{of_base}" if adapter else f"A policy{of_base}"
+    job = {"rl": "trained by reinforcement learning", "sft": "fine-tuned on answers"}
+    return f"{what}, {job.get(config.run.job, f'trained by run.job={config.run.job}')}"
+
+
+def _table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of ROWS steps, the first and the last among them."""
+    names = [n for n in SHOWN if any(n in line for line in lines)]
+    held_out = [x for x in lines if any(n.startswith("eval/") and n in x for n in names)]
+    rows = held_out or [x for x in lines if any(n in x for n in names)]
+    if not rows:
+        return "Nothing was measured.\n"
+    chosen = sorted({round(i * (len(rows) - 1) / (ROWS - 1)) for i in range(ROWS)})
+    head = f"| step | {' | '.join(names)} |\n|{' --- |' * (len(names) + 1)}\n"
+    body = "".join(
+        f"| {rows[i]['step']} | {' | '.join(_number(rows[i].get(n)) for n in names)} |\n"
+        for i in chosen
+    )
+    return head + body
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _own_settings(config: Config) -> dict[str, Any]:
+    """Return what differs from the defaults, without what is of one machine."""
+    own = config.model_copy(update={"runs": {}})
+    changed = json.loads(json.dumps(differences(Config().model_dump(), own.model_dump())))
+    base = _base(config)
+    if base is not None:
+        changed["model"]["path"] = base
+    shown = _public(changed)
+    return shown if isinstance(shown, dict) else {}
+
+
+def _public(value: Any) -> Any:
+    """Return settings without those of one machine, and of absolute paths the last part."""
+    if isinstance(value, dict):
+        kept = {k: _public(v) for k, v in value.items() if not set(k.split("_")) & set(PRIVATE)}
+        return {k: v for k, v in kept.items() if v != {}}
+    if isinstance(value, list):
+        return [_public(v) for v in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
