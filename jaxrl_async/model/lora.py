@@ -57,16 +57,19 @@ def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
     ConfigError where a target matches nothing."""
     if not section.rank:
         return None
-    alpha, rank = section.alpha, section.rank
-    scale = alpha / rank**0.5 if section.rslora else alpha / rank
     return Lora(
         names=_targets(spec, section.targets),
-        rank=rank,
-        scale=scale,
+        rank=section.rank,
+        scale=scale_of(section),
         rslora=section.rslora,
         spread=section.init == "uniform",
         dropout=section.dropout,
     )
+
+
+def scale_of(section: LoraSection) -> float:
+    """Return what the product with B is multiplied by; rank must be above 0."""
+    return section.alpha / (section.rank**0.5 if section.rslora else section.rank)
 
 
 def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, StalledError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
@@ -28,6 +28,7 @@ from jaxrl_async.run.loop import train
 from jaxrl_async.run.several.adapter_generate import AdapterGenerate
 from jaxrl_async.run.several.turns import Turns
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.train_command import main
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 
@@ -233,6 +234,30 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
     assert order == [0, 1, 2, 3, 4]
     with turns:  # it is free again
         assert not turns._waiting
+
+
+def test_a_run_does_not_wait_for_ever_for_one_that_keeps_the_turn() -> None:
+    clock = VirtualClock()
+    turns = Turns(limit_s=100.0, clock=clock)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with turns:
+                pass
+        except StalledError as error:
+            told.append(error)
+
+    with turns:
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        while not turns._waiting:
+            time.sleep(0.001)
+        clock.advance(101)
+        waiting.join(20)
+        assert "held the trainer's slice for 101 s" in str(told[0]) and not turns._waiting
+    with turns:  # who gave up is not handed the turn
+        pass
 
 
 class Samplers:
