@@ -80,8 +80,13 @@ def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
         for name, weight in weights.items():
             if weight.init == "normal" and not is_routing(name):
                 matrices.setdefault(name, set()).update(_modules(name, weight))
-    if wanted == ALL_LINEAR:
+    if wanted == ALL_LINEAR or (not isinstance(wanted, str) and ALL_LINEAR in wanted):
         return tuple(matrices)
+    if not wanted:
+        raise ConfigError(
+            "model.lora.targets: it names no matrix, so that nothing would be trained. Name some, "
+            f"such as q_proj, or take {ALL_LINEAR}."
+        )
     chosen: list[str] = []
     for target in (wanted,) if isinstance(wanted, str) else wanted:
         found = [n for n, modules in matrices.items() if any(_matches(target, m) for m in modules)]

@@ -13,6 +13,7 @@ from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
+from jaxrl_async.config.several import merged, runs_of
 from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
@@ -51,17 +52,35 @@ def with_hub_folders(config: Config) -> Config:
     """Return the configuration with folders in place of owner/name: of models and tokenizers of the
     Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too. Raises
     ConfigError within seconds where neither can be had."""
+    for section, folders in _from_hub(config).items():
+        changed = getattr(config, section).model_copy(update=folders)
+        config = config.model_copy(update={section: changed})
+    if not config.runs:
+        return config
+    runs = {
+        name: merged(config.runs[name], _from_hub(own, f"runs.{name}."))
+        for name, own in runs_of(config).items()
+    }
+    return config.model_copy(update={"runs": runs})
+
+
+def _from_hub(config: Config, of_run: str = "") -> dict[str, dict[str, str]]:
+    """Fetch what a configuration names on the hub; return the folders of models and tokenizers, by
+    section and setting.
+
+    of_run: what the names of settings begin with in messages.
+    """
+    folders: dict[str, dict[str, str]] = {}
     for setting, name, kind in hub_names(config):
         if kind == "dataset":
             records = hub_records(name)
             assert records is not None
-            records_folder(records, setting)
+            records_folder(records, of_run + setting)
             continue
         section, field = setting.split(".")
-        folder = str(model_folder(name, setting, kind))
-        changed = getattr(config, section).model_copy(update={field: folder})
-        config = config.model_copy(update={section: changed})
-    return config
+        found = model_folder(name, of_run + setting, kind)
+        folders.setdefault(section, {})[field] = str(found)
+    return folders
 
 
 def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:

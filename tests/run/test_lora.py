@@ -208,6 +208,16 @@ def test_what_an_adapter_cannot_go_with_is_refused(
         train(rl(tmp_path, *overrides))
 
 
+def test_targets_that_choose_nothing_are_refused_and_all_may_stand_in_a_list() -> None:
+    spec = ModelSpec.from_architecture(ArchitectureSection(layers=2), 64)
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        lora_of(spec, LoraSection(rank=4, targets=()))
+    one, listed = (
+        lora_of(spec, LoraSection(rank=4, targets=t)) for t in ("all-linear", ["all-linear"])
+    )
+    assert one == listed
+
+
 def test_a_base_in_eight_bits_leaves_the_adapter_as_it_is() -> None:
     spec = ModelSpec.from_architecture(ArchitectureSection(layers=2), 64)
     model = ModelSection.model_validate({"lora": {"rank": 4}})

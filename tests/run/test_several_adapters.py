@@ -196,8 +196,27 @@ def test_a_run_of_other_tokens_is_refused_before_anything_is_made(tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
+def test_an_override_is_of_the_run_with_the_longest_name_that_fits() -> None:
+    runs = {"v1": {}, "v1.5": {}, "v1.5.b": {}}
+    given = ("runs.v1.run.steps=1", "runs.v1.5.run.steps=2", "runs.v1.5.b.run.steps=3")
+    config = load({"model": {"lora": {"rank": 4}}, "runs": runs}, given)
+    assert [own.run.steps for own in runs_of(config).values()] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="no run has this name"):
+        load({"model": {"lora": {"rank": 4}}, "runs": runs}, ["runs.v2.run.steps=1"])
+
+
+def test_each_run_serves_its_metrics_by_itself() -> None:
+    tree = {"model": {"lora": {"rank": 4}}, "metrics": {"prometheus": "127.0.0.1:9100"}}
+    with pytest.raises(ConfigError, match="9100 would be served by a, b at once"):
+        load({**tree, "runs": {"a": {}, "b": {}}})
+    load({**tree, "runs": {"a": {}, "b": {"metrics": {"prometheus": "127.0.0.1:9101"}}}})
+    load({**tree, "runs": {"a": {}, "b": {}}}, ["metrics.prometheus=127.0.0.1:0"])
+
+
 @pytest.mark.parametrize(
-    "runs", [{"a/b": {}}, {"base": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}], ids=str
+    "runs",
+    [{"a/b": {}}, {"base": {}}, {"decoder": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}],
+    ids=str,
 )
 def test_runs_that_are_no_runs_are_refused(runs: Any) -> None:
     with pytest.raises(ConfigError, match=r"runs|missing\.yaml"):
