@@ -9,7 +9,7 @@ allowed. Needs no JAX.
 import logging
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -119,10 +119,10 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
         shared.complain(("runs",), told)
         raise ConfigError(_listed(shared.problems))
     runs: Tree = {}
+    of_runs = [(text, _run_of(text, given)) for text in overrides]
     for name, own in given.items():
-        rest = [text.strip() for text in overrides if text.strip().startswith(f"runs.{name}.")]
         draft = _of_one(shared, name, own)
-        for text in rest:
+        for text in (text.strip() for text, run in of_runs if run == name):
             _apply(draft, text.removeprefix(f"runs.{name}."))
         try:
             alone = _checked(draft)
@@ -131,13 +131,21 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
         for warning in warnings_of_unused(alone):
             log.warning("runs.%s: %s", name, warning)
         runs[name] = differences(config.model_dump(), alone.model_dump())
-    for text in overrides:
-        if len(path := text.strip().split(".")) < 3 or path[1] not in given:
+    for text, run in of_runs:
+        if run is None:
             shared.problems.append(
                 f"{COMMAND_LINE}: {shown(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
                 f"VALUE, of {', '.join(given)}."
             )
     return _checked_several(shared, config, runs)
+
+
+def _run_of(override: str, names: Iterable[str]) -> str | None:
+    """Return the run that an override runs.NAME.SECTION.KEY=VALUE is for; names may have dots in
+    them. None: there is none of this name."""
+    key = override.strip().partition("=")[0]
+    found = (name for name in names if key.startswith(f"runs.{name}."))
+    return max(found, key=len, default=None)
 
 
 def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:

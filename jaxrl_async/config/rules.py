@@ -373,7 +373,7 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 # --- weights and memory --------------------------------------------------------------------------
 
 
-@rule()
+@rule(job="rl")
 def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
     """Require a tolerance that the rounding of 8-bit weights does not exceed."""
     weights = config.weights

@@ -20,7 +20,17 @@ SHARED = (
 """Sections of what all runs share: a run cannot have another."""
 OWN_OF_RUN = ("steps",)
 """Settings of the section `run` that a run may have its own of."""
-FILES = ("base", "base.json", "config.yaml", "lock", "warm_start", "policy", "adapter")
+FILES = (
+    "base",
+    "base.json",
+    "base.tmp",
+    "config.yaml",
+    "decoder",
+    "lock",
+    "warm_start",
+    "policy",
+    "adapter",
+)
 """What else the folder of several runs holds."""
 
 rule = RuleBook()
@@ -94,6 +104,23 @@ def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
             "seats: other players in a game's seats are not there where several adapters learn in "
             "one run (runs). Leave it out, or start each run by itself."
         )
+
+
+@rule("runs")
+def each_run_serves_its_own_metrics(config: Config) -> Iterator[str]:
+    """Require an address for each run at which Prometheus reads its metrics."""
+    by_address: dict[str, list[str]] = {}
+    for name, own in config.runs.items():
+        address = own.get("metrics", {}).get("prometheus", config.metrics.prometheus)
+        if address is not None and not address.endswith(":0"):
+            by_address.setdefault(address, []).append(name)
+    for address, names in by_address.items():
+        if len(names) > 1:
+            yield (
+                f"metrics.prometheus={address} would be served by {', '.join(names)} at once. Set "
+                "runs.NAME.metrics.prometheus with a port of its own for each, or port 0, which "
+                "takes any free one."
+            )
 
 
 def _shared_in(own: Mapping[str, Any]) -> list[str]:

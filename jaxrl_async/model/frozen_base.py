@@ -318,15 +318,18 @@ class MergedMatrix:
     """A stacked matrix of a quantised base with its adapter's change, made one layer (or expert) at
     a time, when it is asked for: all at once may not fit."""
 
-    def __init__(self, name: str, weight: Weight, lora: Lora, layers: Params, dtype: Any) -> None:
-        """layers: the weights of base and adapter, side by side; dtype: of what is made."""
+    def __init__(
+        self, name: str, weight: Weight, lora: Lora | None, layers: Params, dtype: Any
+    ) -> None:
+        """layers: the weights of base and adapter, side by side; dtype: of what is made; lora:
+        None: there is no adapter."""
         one, own = _of_one(weight, named(weight)), (name, *_beside(name, layers))
         self._layers = {part: layers[part] for part in own}
         self.dtype = jnp.dtype(dtype)
 
         def make(parts: Params) -> Array:
             whole = restored(one, parts, name)
-            if name + LORA_A in parts:
+            if lora is not None and name + LORA_A in parts:
                 whole = whole + change_of(one, lora, parts, name)
             return whole.astype(dtype)
 
@@ -344,8 +347,9 @@ def _beside(name: str, layers: Params) -> list[str]:
     return [name + end for end in ends if end and name + end in layers]
 
 
-def merged_by_layer(spec: ModelSpec, lora: Lora, base: Params, adapter: Params) -> Params:
-    """Return lora.merged of a quantised base, to be written: matrices are MergedMatrix."""
+def merged_by_layer(spec: ModelSpec, lora: Lora | None, base: Params, adapter: Params) -> Params:
+    """Return lora.merged of a quantised base, to be written: matrices are MergedMatrix. lora: None:
+    the base alone, and no adapter."""
     table, dtype = weight_table(spec), base["embed"].dtype
     stacks: Params = {}
     for stack in stacks_in(base):

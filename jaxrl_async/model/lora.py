@@ -57,16 +57,19 @@ def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
     ConfigError where a target matches nothing."""
     if not section.rank:
         return None
-    alpha, rank = section.alpha, section.rank
-    scale = alpha / rank**0.5 if section.rslora else alpha / rank
     return Lora(
         names=_targets(spec, section.targets),
-        rank=rank,
-        scale=scale,
+        rank=section.rank,
+        scale=scale_of(section),
         rslora=section.rslora,
         spread=section.init == "uniform",
         dropout=section.dropout,
     )
+
+
+def scale_of(section: LoraSection) -> float:
+    """Return what the product with B is multiplied by; rank must be above 0."""
+    return section.alpha / (section.rank**0.5 if section.rslora else section.rank)
 
 
 def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -77,8 +80,13 @@ def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
         for name, weight in weights.items():
             if weight.init == "normal" and not is_routing(name):
                 matrices.setdefault(name, set()).update(_modules(name, weight))
-    if wanted == ALL_LINEAR:
+    if wanted == ALL_LINEAR or (not isinstance(wanted, str) and ALL_LINEAR in wanted):
         return tuple(matrices)
+    if not wanted:
+        raise ConfigError(
+            "model.lora.targets: it names no matrix, so that nothing would be trained. Name some, "
+            f"such as q_proj, or take {ALL_LINEAR}."
+        )
     chosen: list[str] = []
     for target in (wanted,) if isinstance(wanted, str) else wanted:
         found = [n for n, modules in matrices.items() if any(_matches(target, m) for m in modules)]

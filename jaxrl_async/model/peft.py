@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pydantic import ValidationError
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.hf import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -146,7 +146,14 @@ def load_peft(
 def _adapted(spec: ModelSpec, config: dict[str, Any], where: Path) -> Lora:
     """Return what an adapter changes: modules, and tensors of all experts. Raises
     CheckpointError."""
-    lora = lora_of(spec, _section(config, where))
+    try:
+        lora = lora_of(spec, _section(config, where))
+    except ConfigError as error:  # told of the setting, which nobody has set
+        raise CheckpointError(
+            f"{where}: target_modules {config.get('target_modules')!r:.200} are not those of this "
+            f"{spec.family} model, or beyond its layers' matrices, which alone are adapted here. "
+            f"({error})"
+        ) from error
     assert lora is not None
     wanted = config.get("target_parameters") or []
     right = isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)

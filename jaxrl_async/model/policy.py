@@ -173,10 +173,10 @@ class Policy:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face directory that transformers (and from_pretrained) loads: weights,
-        an adapter's changes added, config.json and generation_config.json with the tokenizer's
-        special tokens, and the tokenizer."""
-        if self.lora is not None and is_quantized(self.params):
-            params = merged_by_layer(self.spec, self.lora, self.params, self.adapter)
+        a quantised base restored, an adapter's changes added, config.json and
+        generation_config.json with the tokenizer's special tokens, and the tokenizer."""
+        if is_quantized(self.params):
+            params = merged_by_layer(self.spec, self.lora, self.params, self.adapter or {})
         else:
             params = self.merged().params
         spec, folder = speaking(self.spec, self.tokenizer), Path(folder)

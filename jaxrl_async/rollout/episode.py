@@ -508,13 +508,8 @@ async def play_episode(
 
     try:
         if _must_open(progress):
-            assert isinstance(env, Opens)
             started = clock()
-            opening = await env.open(prompt)
-            if len(opening) >= limits.max_length:
-                progress.verdict = await env.verdict() if isinstance(env, Concludes) else None
-                progress.stop = StopReason.LENGTH
-            progress.opening = opening
+            await _open(prompt, progress, limits)
             spent_s(clock() - started)
             if progress.stop is None:
                 progress.env_state = snapshot(env)
@@ -534,6 +529,18 @@ async def play_episode(
     if not progress.turns:
         return (unplayed_episode(first, limits, progress.verdict),)
     return (assemble_contexts(first, progress.turns, progress.stop, progress.verdict),)
+
+
+async def _open(prompt: Prompt, progress: EpisodeProgress, limits: EpisodeLimits) -> None:
+    """Get the opening that the environment writes; set `stop` and `verdict` if it leaves no room
+    for an answer."""
+    env = progress.env
+    assert isinstance(env, Opens)
+    opening = await env.open(prompt)
+    if len(opening) >= limits.max_length:
+        progress.verdict = await env.verdict() if isinstance(env, Concludes) else None
+        progress.stop = StopReason.LENGTH
+    progress.opening = opening
 
 
 async def _play_turn(

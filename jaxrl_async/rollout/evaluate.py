@@ -99,38 +99,11 @@ async def evaluate(
         max_length=max_length,
         priority=TurnPriority(first=level, later=level),
     )
-    groups = [(f"eval/{i}", p, (SavedEpisode(),)) for i, p in enumerate(prompts)]
-    begun = begin_groups(generate, make_env, groups, limits)
+    playing = _HeldOutPlay(generate, prompts, make_env, limits, effort)
     busy = asyncio.Semaphore(SCORED_AT_ONCE)
-    places = asyncio.Semaphore(effort.at_once)
-
-    async def attempt(index: int, label: str) -> tuple[Episode, ...]:
-        members, prompt = begun[index], prompts[index]
-        if not _begins_late(members):
-            return await play_group(generate, prompt, members, label=label, limits=limits)
-        async with places:
-            return await play_group(generate, prompt, members, label=label, limits=limits)
-
-    async def played_by(index: int) -> tuple[Episode, ...]:
-        label, prompt, fresh = groups[index]
-        for failures in range(effort.retries):
-            try:
-                return await attempt(index, label)
-            except (RolloutTimeout, EndpointMisset):
-                raise
-            except RolloutError as error:
-                wait_s = backoff_s(effort.backoff_s, failures)
-                effort.count("eval_retries")
-                log.warning("%s is played again in %.1f s: %s", label, wait_s, error)
-            await asyncio.sleep(wait_s)
-            label = f"eval/{index}.{failures + 1}"
-            for member in begun[index]:
-                cancel(member)
-            (begun[index],) = begin_groups(generate, make_env, [(label, prompt, fresh)], limits)
-        return await attempt(index, label)
 
     async def one(index: int) -> list[tuple[Prompt, Episode, Score]]:
-        episodes = await played_by(index)
+        episodes = await playing.played(index)
         async with busy:
             scores = await scorer(episodes, prompts[index])
         return [(prompts[index], *one) for one in zip(episodes, scores, strict=True)]
@@ -138,8 +111,7 @@ async def evaluate(
     try:
         played = await all_or_none(one(i) for i in range(len(prompts)))
     finally:
-        for (member,) in begun:
-            cancel(member)
+        playing.cancel()
     flat = [one for of_prompt in played for one in of_prompt]
     result = eval_result(
         [prompt for prompt, _, _ in flat],
@@ -148,6 +120,59 @@ async def evaluate(
         num_samples=num_samples,
     )
     return replace(result, num_prompts=len(prompts))
+
+
+class _HeldOutPlay:
+    """The held-out prompts while they are played, each as a group of one. Owned by one loop."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        prompts: Sequence[Prompt],
+        make_env: MakeEnv,
+        limits: EpisodeLimits,
+        effort: EvalEffort,
+    ) -> None:
+        """Queue all first turns of prompts of tokens in one call."""
+        self._generate, self._prompts, self._make_env = generate, prompts, make_env
+        self._limits, self._effort = limits, effort
+        self._places = asyncio.Semaphore(effort.at_once)
+        self._begun = self._begin([(f"eval/{i}", p) for i, p in enumerate(prompts)])
+
+    async def played(self, index: int) -> tuple[Episode, ...]:
+        """Play a prompt, again if it fails, up to effort.retries times. Raises as `evaluate`."""
+        label, effort = f"eval/{index}", self._effort
+        for failures in range(effort.retries):
+            try:
+                return await self._attempt(index, label)
+            except (RolloutTimeout, EndpointMisset):
+                raise
+            except RolloutError as error:
+                wait_s = backoff_s(effort.backoff_s, failures)
+                effort.count("eval_retries")
+                log.warning("%s is played again in %.1f s: %s", label, wait_s, error)
+            await asyncio.sleep(wait_s)
+            label = f"eval/{index}.{failures + 1}"
+            for member in self._begun[index]:
+                cancel(member)
+            (self._begun[index],) = self._begin([(label, self._prompts[index])])
+        return await self._attempt(index, label)
+
+    def cancel(self) -> None:
+        """Give up all that is still being drawn."""
+        for (member,) in self._begun:
+            cancel(member)
+
+    def _begin(self, labelled: Sequence[tuple[str, Prompt]]) -> list[tuple[EpisodeProgress, ...]]:
+        groups = [(label, prompt, (SavedEpisode(),)) for label, prompt in labelled]
+        return begin_groups(self._generate, self._make_env, groups, self._limits)
+
+    async def _attempt(self, index: int, label: str) -> tuple[Episode, ...]:
+        members, prompt, limits = self._begun[index], self._prompts[index], self._limits
+        if not _begins_late(members):
+            return await play_group(self._generate, prompt, members, label=label, limits=limits)
+        async with self._places:
+            return await play_group(self._generate, prompt, members, label=label, limits=limits)
 
 
 def _begins_late(members: Sequence[EpisodeProgress]) -> bool:

@@ -54,7 +54,12 @@ from jaxrl_async.run.builders.initial_policy import (
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
 from jaxrl_async.run.builders.playing import find_task, imitated
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
-from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, open_checkpoints
+from jaxrl_async.run.checkpoint.store import (
+    Checkpoints,
+    check_resumed,
+    check_scale,
+    open_checkpoints,
+)
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
 from jaxrl_async.run.outlets import MetricsWriter, make_recorder
@@ -308,6 +313,7 @@ def begin(config: Config, job: OfflineJob, checkpoints: Checkpoints) -> OfflineP
     like = {"train": state, **({"reference": state.params} if job.reference else {})}
     saved = checkpoints.restore(None, like)
     check_resumed(saved, config, checkpoints.directory)
+    check_scale(saved, config, checkpoints.directory)
     examples.restore(saved.loop["examples"])
     return OfflineProgress(
         state=saved.state["train"],

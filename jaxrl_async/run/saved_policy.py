@@ -16,7 +16,7 @@ from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.checkpoint.store import read_learnt, saved_steps
+from jaxrl_async.run.checkpoint.store import read_learnt, read_lora, saved_steps
 from jaxrl_async.run.folder import Paths
 
 
@@ -59,15 +59,17 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
         )
     tokenizer = _tokenizer_of(config, paths)
     spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
-    learnt = read_learnt(paths.checkpoints / str(step), kind)
-    lora = lora_of(spec, config.model.lora)
+    folder = paths.checkpoints / str(step)
+    learnt = read_learnt(folder, kind)
+    section = read_lora(folder) or config.model.lora  # a start that was refused has left another
+    lora = lora_of(spec, section)
     if lora is None:
         return Policy(spec, learnt, tokenizer, _generation_of(config))
     base = Policy.from_pretrained(
         config.model.path or paths.base,
         dtype=kind,
         tokenizer=tokenizer,
-        form=form_of(config.model.lora),
+        form=form_of(section),
         decoder=config.model.decoder,
     )
     return dataclasses.replace(base, lora=lora, adapter=learnt)

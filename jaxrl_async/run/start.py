@@ -3,7 +3,7 @@ would look for in vain."""
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
+<<<<<<< HEAD
 from jaxrl_async.data.addresses import copied_here, is_address
+=======
+from jaxrl_async.config.several import merged, runs_of
+>>>>>>> rev-learn
 from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
@@ -54,33 +58,58 @@ def with_hub_folders(config: Config) -> Config:
     Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too, and
     what lies at an address (gs://...) is copied here. Raises ConfigError within seconds where
     neither can be had."""
-    config = _with_copies(config)
+    config = _with_settings(config, _fetched(config))
+    if not config.runs:
+        return config
+    runs = {
+        name: merged(config.runs[name], _fetched(own, f"runs.{name}."))
+        for name, own in runs_of(config).items()
+    }
+    return config.model_copy(update={"runs": runs})
+
+
+def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
+    """Fetch what a configuration names on the hub and at addresses; return the settings that name
+    the copies, as a tree.
+
+    of_run: what the names of settings begin with in messages.
+    """
+    tree: dict[str, Any] = {}
     for setting, name, kind in hub_names(config):
-        if kind == "dataset":
-            records = hub_records(name)
-            assert records is not None
-            records_folder(records, setting)
-            continue
-        config = _with_setting(config, setting.split("."), str(model_folder(name, setting, kind)))
-    return config
+        if kind != "dataset":
+            _put(tree, setting.split("."), model_folder(name, of_run + setting, kind))
+        elif (records := hub_records(name)) is not None:
+            records_folder(records, of_run + setting)
+    for setting, address, kind in addresses(config):
+        _put(tree, setting.split("."), copied_here(address, of_run + setting, kind))
+    return tree
 
 
-def _with_copies(config: Config) -> Config:
-    """Return the configuration with paths of this machine in place of addresses."""
-    kinds = [(_folders, "model"), (_files, "dataset")]
-    named = [(s, p, kind) for paths, kind in kinds for s, p in paths(config)]
-    for setting, path, kind in named:
+def _put(tree: dict[str, Any], names: Sequence[str], path: Path) -> None:
+    """Set the setting of these names in a tree."""
+    *sections, last = names
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = str(path)
+
+
+def _with_settings(section: Any, tree: Mapping[str, Any]) -> Any:
+    """Return a section with the settings of a tree."""
+    changed = {
+        name: _with_settings(getattr(section, name), value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }
+    return section.model_copy(update=changed)
+
+
+def addresses(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield what the run reads at addresses: the setting, its value, and its kind as hub_names."""
+    for setting, path in _folders(config):
         if path is not None and is_address(path):
-            own = "tokenizer" if setting == "data.tokenizer" else kind
-            config = _with_setting(config, setting.split("."), str(copied_here(path, setting, own)))
-    return config
-
-
-def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
-    """Return a section in which the setting of these names has this value."""
-    first, *rest = names
-    changed = _with_setting(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: changed})
+            yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
+    for setting, path in _files(config):
+        if path is not None and is_address(path):
+            yield setting, path, "dataset"
 
 
 def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -62,6 +62,8 @@ def culprit(r: Reading) -> tuple[str, str]:
     """Return the part that is stuck, and the chain of waiting parts that leads to it."""
     if r.trainer in ("learning", "saving", "starting"):
         return "trainer", f"the trainer has been {r.trainer} for {r.trainer_s:.0f} s"
+    if r.trainer == "waiting for its turn":
+        return "run that has the trainer's slice", f"this one waits for it for {r.trainer_s:.0f} s"
     of_weights = r.trainer in ("publishing", "waiting for live weights")
     chain = f"the trainer ({r.trainer}, version {r.version})"
     if r.trainer == "evaluating" or not of_weights:

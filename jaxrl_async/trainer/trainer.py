@@ -138,6 +138,8 @@ class Trainer:
         if draw is None:
             return
         drawn = self._clock()
+        if self._turn is not None:
+            self._now("waiting for its turn")
         with self._turn or NO_DEVICE_LOCK:
             in_turn = self._clock()
             self._now("learning")

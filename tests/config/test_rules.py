@@ -295,6 +295,11 @@ BROKEN = {
         "mesh": {"colocated": True},
         "runs": {"a": {}},
     },
+    "each_run_serves_its_own_metrics": {
+        "model": {"lora": {"rank": 4}},
+        "metrics": {"prometheus": "127.0.0.1:9100"},
+        "runs": {"a": {}, "b": {}},
+    },
     "runs_share_model_and_samplers": {
         "model": {"lora": {"rank": 4}},
         "runs": {"a": {"model": {"dtype": "bfloat16"}}},

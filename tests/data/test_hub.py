@@ -12,6 +12,7 @@ from builders import tiny_params, tiny_spec
 from runs import many_digits, run_job
 
 from jaxrl_async.config.load import load
+from jaxrl_async.config.several import runs_of
 from jaxrl_async.data import hub
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name, model_folder
@@ -109,6 +110,20 @@ def test_a_model_in_the_cache_is_used_by_every_setting_that_names_it(cache, poli
     assert np.array_equal(loaded.params["embed"], made.params["embed"])
     assert loaded.tokenizer.vocab_size == made.tokenizer.vocab_size
     assert hub_name_of(str(snapshot)) == "tiny/adder" and hub_name_of(str(policy)) == str(policy)
+
+
+def test_a_model_that_one_of_several_runs_names_is_found(cache, policy):
+    snapshot = into_cache(policy, cache, "tiny/adder", "model")
+    own = {"critic": {"path": "tiny/adder"}, "algorithm": {"advantage": "gae", "group_size": 3}}
+    tree = {"model": {"lora": {"rank": 4}}, "runs": {"taught": own, "other": {}}}
+    config = with_hub_folders(load(tree))
+    taught, other = runs_of(config).values()
+    assert taught.critic.path == str(snapshot) and other.critic.path is None
+    assert taught.algorithm.group_size == 3, "what else differs stays"
+    check_paths(taught)
+    own["critic"]["path"] = "tiny/none"
+    with pytest.raises(ConfigError, match=r"runs\.taught\.critic\.path = 'tiny/none'"):
+        with_hub_folders(load(tree))
 
 
 def test_a_cache_with_only_a_part_of_a_model_is_not_enough(cache, policy):

@@ -166,6 +166,28 @@ def test_a_merged_model_is_written_layer_by_layer_as_it_is_merged_whole(tmp_path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), read, whole)
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4", "int4"])
+def test_a_quantised_base_alone_is_written_as_what_it_stands_for(tmp_path: Path, kind):
+    """And read again in the same form it is the same, but in int4, whose largest weight may be
+    either 8 or 7 times the scale."""
+    form = BaseForm(kind=kind, group=8)
+    Policy(ROUTED, tiny_params(ROUTED)).save_pretrained(tmp_path / "whole")
+    packed = Policy.from_pretrained(tmp_path / "whole", form=form)
+    packed.save_pretrained(tmp_path / "restored")
+    restored = Policy.from_pretrained(tmp_path / "restored")
+    wanted = restored_params(ROUTED, packed.params)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, wanted)
+    if kind == "int4":
+        return
+    again = Policy.from_pretrained(tmp_path / "restored", form=form)
+    for ours, theirs in zip(
+        jax.tree.leaves(restored_params(ROUTED, again.params)),
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_four_bits_take_little_more_than_half_a_byte_a_weight():
     large = tiny_spec(64, layers=2, width=256, mlp=512, heads=2, kv_heads=2, head_dim=128)
     matrices = sum(

@@ -133,7 +133,8 @@ def test_an_adapter_of_another_kind_or_model_is_refused(tmp_path: Path) -> None:
         ('"bias": "none"', '"bias": "all"', "bias"),
         ('"r": 4', '"r": 0', "above 0"),
         ('"lora_dropout": 0.0', '"lora_dropout": 1', "below 1"),
-        ('"q_proj"', '"no_proj"', "no_proj"),
+        ('"q_proj"', '"no_proj"', "adapter_config.json: target_modules .*no_proj"),
+        ('"q_proj"', '"lm_head"', "adapter_config.json: target_modules .*lm_head"),
     ):
         assert old in whole
         file.write_text(whole.replace(old, new))

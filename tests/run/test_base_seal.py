@@ -1,5 +1,6 @@
 """A resumed run goes on with the base that its adapter was trained on."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,41 @@ def test_a_resumed_run_misses_its_own_base(tmp_path: Path, caplog) -> None:
     assert "is not known" in caplog.text, "of a run that noted nothing"
 
 
-def test_samples_reach_from_the_first_byte_to_the_last(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(base_seal, "SAMPLES", 8)
-    monkeypatch.setattr(base_seal, "SAMPLE_BYTES", 16)
-    file, size = tmp_path / "model.safetensors", 1000
-    found = set()
-    for changed in (None, 0, size - 1, 500):
-        content = bytearray(size)
-        if changed is not None:
-            content[changed : changed + 40] = b"x" * len(content[changed : changed + 40])
-        file.write_bytes(content[:size])
-        found.add(base_seal._sampled(file))
-    file.write_bytes(bytes(size + 1))
-    assert len({*found, base_seal._sampled(file)}) >= 4
+def test_a_base_that_differs_in_a_single_byte_is_another(tmp_path: Path) -> None:
+    own, path = tmp_path / "base", tmp_path / "model"
+    save(path)
+    keep_seal(config(tmp_path, f"model.path={path}"), own)
+    file, again = path / "model.safetensors", config(tmp_path, f"model.path={path}", resume=True)
+    content, before = bytearray(file.read_bytes()), file.stat()
+    for place in (len(content) - 1, len(content) // 3):
+        content[place] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+        with pytest.raises(ConfigError, match="its weights are not those"):
+            check_seal(again, own)
+        content[place] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 2 * 10**9))
+    check_seal(again, own)
+
+
+def test_a_file_that_is_as_it_was_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
+    own, path = tmp_path / "base", tmp_path / "model"
+    save(path)
+    keep_seal(config(tmp_path, f"model.path={path}"), own)
+    monkeypatch.setattr(base_seal.hashlib, "file_digest", None)
+    check_seal(config(tmp_path, f"model.path={path}", resume=True), own)
+
+
+@pytest.mark.parametrize(
+    "noted", ["[]", "{}", '{"base": "full", "files": {"model.safetensors": "0"}}', '{"weights": 3}']
+)
+def test_a_note_of_another_form_is_told(tmp_path: Path, caplog, noted: str) -> None:
+    own = tmp_path / "base"
+    save(own)
+    (tmp_path / "base.json").write_text(noted, encoding="utf-8")
+    check_seal(config(tmp_path, resume=True), own)
+    assert "is not known" in caplog.text
 
 
 def test_a_base_that_an_earlier_start_left_is_not_taken_for_the_users(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from safetensors.numpy import load_file
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import ArchitectureSection, ModelSection, WeightsSection
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.samplers import sent_weights
+from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.loop import train
+from jaxrl_async.run.saved_policy import policy_at_step
 
 TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
@@ -157,6 +159,37 @@ def test_the_other_jobs_train_an_adapter(tmp_path: Path, job: str) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_resumed_adapter_is_scaled_as_it_was_trained(tmp_path: Path) -> None:
+    """B times another scale is another policy: it is refused, and what was saved is read as it was
+    made, although the refused start has left its configuration."""
+
+    def sft(*words: str) -> Any:
+        shape = "{layers: 1, width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp: 32}"
+        return config_of(
+            "sft",
+            tmp_path,
+            f"model.architecture={shape}",
+            "model.lora={rank: 4, alpha: 8}",
+            "data.addition={digits: 1, eval_size: 8}",
+            "sft.batch_size=4",
+            "run.steps=1",
+            "sampler.max_length=32",
+            "trainer={row_length: 32, micro_batch_tokens: 256, warmup_steps: 0}",
+            *words,
+        )
+
+    again = ("run.steps=2", "run.resume=true", "run.overwrite=false")
+    first = sft()
+    train(first)
+    for change in ("model.lora.alpha=16", "model.lora.rslora=true"):
+        with pytest.raises(CheckpointError, match=r"times 2 .*alpha=8, rslora=false.*times 4 now"):
+            train(sft(*again, change))
+    paths = Paths(tmp_path / first.run.name)
+    assert policy_at_step(paths, 1, None).lora.scale == 2
+    train(sft(*again, "model.lora.alpha=4", "model.lora.rslora=true"))
+    assert policy_at_step(paths, 2, None).lora.scale == 2, "the same by another name"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -173,6 +206,16 @@ def test_what_an_adapter_cannot_go_with_is_refused(
         return
     with pytest.raises(ConfigError, match=words):
         train(rl(tmp_path, *overrides))
+
+
+def test_targets_that_choose_nothing_are_refused_and_all_may_stand_in_a_list() -> None:
+    spec = ModelSpec.from_architecture(ArchitectureSection(layers=2), 64)
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        lora_of(spec, LoraSection(rank=4, targets=()))
+    one, listed = (
+        lora_of(spec, LoraSection(rank=4, targets=t)) for t in ("all-linear", ["all-linear"])
+    )
+    assert one == listed
 
 
 def test_a_base_in_eight_bits_leaves_the_adapter_as_it_is() -> None:

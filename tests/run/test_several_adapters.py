@@ -19,7 +19,7 @@ from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, StalledError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
@@ -28,6 +28,7 @@ from jaxrl_async.run.loop import train
 from jaxrl_async.run.several.adapter_generate import AdapterGenerate
 from jaxrl_async.run.several.turns import Turns
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.train_command import main
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 
@@ -195,8 +196,27 @@ def test_a_run_of_other_tokens_is_refused_before_anything_is_made(tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
+def test_an_override_is_of_the_run_with_the_longest_name_that_fits() -> None:
+    runs = {"v1": {}, "v1.5": {}, "v1.5.b": {}}
+    given = ("runs.v1.run.steps=1", "runs.v1.5.run.steps=2", "runs.v1.5.b.run.steps=3")
+    config = load({"model": {"lora": {"rank": 4}}, "runs": runs}, given)
+    assert [own.run.steps for own in runs_of(config).values()] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="no run has this name"):
+        load({"model": {"lora": {"rank": 4}}, "runs": runs}, ["runs.v2.run.steps=1"])
+
+
+def test_each_run_serves_its_metrics_by_itself() -> None:
+    tree = {"model": {"lora": {"rank": 4}}, "metrics": {"prometheus": "127.0.0.1:9100"}}
+    with pytest.raises(ConfigError, match="9100 would be served by a, b at once"):
+        load({**tree, "runs": {"a": {}, "b": {}}})
+    load({**tree, "runs": {"a": {}, "b": {"metrics": {"prometheus": "127.0.0.1:9101"}}}})
+    load({**tree, "runs": {"a": {}, "b": {}}}, ["metrics.prometheus=127.0.0.1:0"])
+
+
 @pytest.mark.parametrize(
-    "runs", [{"a/b": {}}, {"base": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}], ids=str
+    "runs",
+    [{"a/b": {}}, {"base": {}}, {"decoder": {}}, {"a": 3}, [], 0, [1], {"a": "missing.yaml"}],
+    ids=str,
 )
 def test_runs_that_are_no_runs_are_refused(runs: Any) -> None:
     with pytest.raises(ConfigError, match=r"runs|missing\.yaml"):
@@ -233,6 +253,30 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
     assert order == [0, 1, 2, 3, 4]
     with turns:  # it is free again
         assert not turns._waiting
+
+
+def test_a_run_does_not_wait_for_ever_for_one_that_keeps_the_turn() -> None:
+    clock = VirtualClock()
+    turns = Turns(limit_s=100.0, clock=clock)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with turns:
+                pass
+        except StalledError as error:
+            told.append(error)
+
+    with turns:
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        while not turns._waiting:
+            time.sleep(0.001)
+        clock.advance(101)
+        waiting.join(20)
+        assert "held the trainer's slice for 101 s" in str(told[0]) and not turns._waiting
+    with turns:  # who gave up is not handed the turn
+        pass
 
 
 class Samplers:

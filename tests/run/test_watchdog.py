@@ -17,6 +17,7 @@ WAITING = Reading(trainer="waiting for groups", version=3, slots_free=2, publish
     [
         ({"trainer": "learning", "trainer_s": 900.0}, "trainer", "learning for 900 s"),
         ({"trainer": "saving"}, "trainer", "saving"),
+        ({"trainer": "waiting for its turn", "trainer_s": 9.0}, "run that has", "for 9 s"),
         ({"trainer": "publishing"}, "sampler", "weights of version 3"),
         ({"trainer": "waiting for live weights"}, "sampler", "take no weights"),
         ({"score_s": 70.0, "requests": 4}, "scorer", "for 70 s"),
@@ -32,7 +33,7 @@ WAITING = Reading(trainer="waiting for groups", version=3, slots_free=2, publish
 )
 def test_the_part_that_others_wait_for_is_named(change, part, words):
     found, why = culprit(replace(WAITING, **change))
-    assert found == part and words in why
+    assert found.startswith(part) and words in why
 
 
 def test_it_barks_only_where_nothing_has_moved_for_the_limit(tmp_path):

@@ -1,14 +1,17 @@
 """Which frozen base a run's adapter changes: noted when the run begins, compared when it goes on.
 
 An adapter on another base computes something else, and nothing else would notice. What is compared
-are samples of the weights' files, so that a large model costs megabytes of reading: other weights
-differ in nearly all of their bytes.
+are hashes of the whole files: bases may differ in a few rows alone. A file that is as it was by its
+place, size and time of change is not read again.
 """
 
 import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,8 @@ from jaxrl_async.model.hf import weight_files
 
 log = logging.getLogger(__name__)
 
-SAMPLES, SAMPLE_BYTES = 512, 8192
-"""How many places of a file are read, and how much of each; shorter files are read whole."""
+READERS = 4
+"""Files that are read at once."""
 
 
 def keep_seal(config: Config, base: Path) -> None:
@@ -52,29 +55,70 @@ def check_seal(config: Config, base: Path) -> None:
         )
     try:
         before = json.loads(_file(base).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        log.warning("whether the adapter's base is the one from before is not known: %s", error)
+        noted = {name: _Noted(**note) for name, note in before["weights"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("whether the adapter's base is the one from before is not known: %r", error)
         return
-    now = _seal(config, base)
-    if not isinstance(before, dict) or before == now:
-        return
-    if before.get("base") != now["base"]:
+    if before.get("base") != _kept(config):
         raise ConfigError(
             f"model.lora.base or group_size: the run's adapter was trained on a base in "
-            f"{before.get('base')}, not {now['base']}. Set them as before, or start a new run."
+            f"{before.get('base')}, not {_kept(config)}. Set them as before, or start a new run."
         )
+    now = _noted(_folder(config, base), noted)
+    if {name: note.sha256 for name, note in now.items()} == {
+        name: note.sha256 for name, note in noted.items()
+    }:
+        return
     raise ConfigError(
         f"{_folder(config, base)}: its weights are not those that the run's adapter was trained "
         "on. Put those back, point model.path at a copy of them, or start a new run."
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noted:
+    """What is known of one file of weights."""
+
+    path: str
+    size: int  # bytes
+    changed_ns: int
+    sha256: str
+
+
 def _seal(config: Config, base: Path) -> dict[str, Any]:
-    """Return the base's form, and a hash of each of its files."""
-    form, folder = form_of(config.model.lora), _folder(config, base)
-    grouped = f", groups of {form.group}" if form and form.kind != "int8" else ""
-    kept = "full" if form is None else form.kind + grouped
-    return {"base": kept, "files": {file.name: _sampled(file) for file in weight_files(folder)}}
+    """Return the base's form, and what is known of each of its files."""
+    noted = _noted(_folder(config, base), {})
+    return {"base": _kept(config), "weights": {name: asdict(note) for name, note in noted.items()}}
+
+
+def _kept(config: Config) -> str:
+    """Return in which form the base is kept."""
+    form = form_of(config.model.lora)
+    if form is None:
+        return "full"
+    return form.kind + (f", groups of {form.group}" if form.kind != "int8" else "")
+
+
+def _noted(folder: Path, before: Mapping[str, _Noted]) -> dict[str, _Noted]:
+    """Return what there is to know of each file of weights in a folder, by name; a file is read
+    unless it is as it was `before`."""
+
+    def note(file: Path) -> _Noted:
+        place, facts = os.path.realpath(file), file.stat()
+        known = before.get(file.name)
+        if known and (known.path, known.size, known.changed_ns) == (
+            place,
+            facts.st_size,
+            facts.st_mtime_ns,
+        ):
+            return known
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return _Noted(path=place, size=facts.st_size, changed_ns=facts.st_mtime_ns, sha256=digest)
+
+    files = weight_files(folder)
+    with ThreadPoolExecutor(READERS) as pool:
+        return {file.name: made for file, made in zip(files, pool.map(note, files), strict=True)}
 
 
 def _folder(config: Config, base: Path) -> Path:
@@ -84,17 +128,3 @@ def _folder(config: Config, base: Path) -> Path:
 
 def _file(base: Path) -> Path:
     return base.with_name(base.name + ".json")
-
-
-def _sampled(file: Path) -> str:
-    """Return a hash of a file's size and of pieces of it, from the first to the last byte."""
-    size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        if size <= SAMPLES * SAMPLE_BYTES:
-            found.update(stream.read())
-            return found.hexdigest()
-        for number in range(SAMPLES):
-            stream.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
-            found.update(stream.read(SAMPLE_BYTES))
-    return found.hexdigest()

@@ -89,13 +89,6 @@ def check_inputs(
     play = make_play(config, task, tokenizer, faults.add, serving, opponents)
     held_out = eval_prompts(config.data, tokenizer, play.own)
     scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults, task)
-    envs = GuardedEnvs(
-        play.make_env,
-        timeout_s=config.faults.env_timeout_s,
-        vocab_size=tokenizer.vocab_size,
-        max_length=config.sampler.max_length,
-        count=faults.add,
-    )
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config.sampler, config.algorithm)
@@ -116,13 +109,26 @@ def check_inputs(
         play=play,
         serving=serving,
         opponents=opponents,
-        envs=envs,
+        envs=guarded_envs(config, play, tokenizer, faults),
         keep_mask=keep_mask,
         prompts=make_stream(
             config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
         ),
     )
     return inputs, warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
+
+
+def guarded_envs(
+    config: Config, play: Play, tokenizer: Tokenizer, faults: FaultCounts
+) -> GuardedEnvs:
+    """Return a task's environments with their limits."""
+    return GuardedEnvs(
+        play.make_env,
+        timeout_s=config.faults.env_timeout_s,
+        vocab_size=tokenizer.vocab_size,
+        max_length=config.sampler.max_length,
+        count=faults.add,
+    )
 
 
 def recorded_schedule(config: Config) -> Recorded | None:

@@ -127,12 +127,7 @@ def make_learner(
         reference = reference_params(
             config, "reference.path", config.reference.path, policy, slices
         )
-    if algorithm.anchor == "proximal" and not weighs(correction_of(algorithm)):
-        log.warning(
-            "algorithm.anchor=proximal without a weighing correction: the difference between the "
-            "policy that drew a token and the one at the start of the step is left out. Set "
-            "algorithm.correction, such as {truncate: {cap: 5.0}}."
-        )
+    _warn_of_anchor(algorithm)
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
         base=base_of(policy),
@@ -158,6 +153,16 @@ def make_learner(
         seed=config.run.seed,
     )
     return Learner(step, state, settings, companions)
+
+
+def _warn_of_anchor(algorithm: AlgorithmSection) -> None:
+    """Log what a proximal anchor leaves out without a correction."""
+    if algorithm.anchor == "proximal" and not weighs(correction_of(algorithm)):
+        log.warning(
+            "algorithm.anchor=proximal without a weighing correction: the difference between the "
+            "policy that drew a token and the one at the start of the step is left out. Set "
+            "algorithm.correction, such as {truncate: {cap: 5.0}}."
+        )
 
 
 def base_of(policy: Policy) -> Params | None:

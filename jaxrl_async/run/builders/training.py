@@ -58,17 +58,10 @@ def make_pacing(config: Config) -> Bounds | None:
     )
 
 
-def make_outlets(
-    config: Config,
-    side: RolloutSide,
-    observer: Observer,
-    checkpoints: Checkpoints,
-    console: Console,
-    lockstep: Lockstep,
-) -> Outlets:
-    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
-    inputs, stop = side.inputs, side.joined.stop
-    evaluation = Evaluation(
+def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Evaluation:
+    """Make what plays this process's share of the held-out prompts."""
+    inputs = side.inputs
+    return Evaluation(
         generate=side.sampling.generate,
         prompts=inputs.held_out[lockstep.player :: lockstep.players],
         scorer=inputs.scorers.evaluation,
@@ -92,6 +85,19 @@ def make_outlets(
         faults=inputs.faults,
         gives_up=side.gives_up,
     )
+
+
+def make_outlets(
+    config: Config,
+    side: RolloutSide,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    console: Console,
+    lockstep: Lockstep,
+) -> Outlets:
+    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
+    inputs, stop = side.inputs, side.joined.stop
+    evaluation = make_evaluation(config, side, lockstep)
     reporter = StepReporter(
         observer=observer,
         recorder=side.records.recorder,

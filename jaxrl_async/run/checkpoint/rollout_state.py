@@ -28,7 +28,7 @@ from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
-from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
+from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.trainer.learner import Learner
@@ -201,6 +201,7 @@ def resumed(
         return StartingPoint()
     saved = checkpoints.restore(None, learner.tree())
     check_resumed(saved, config, checkpoints.directory)
+    check_scale(saved, config, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
     whole = loads(saved.rollouts, ROLLOUT_KINDS)

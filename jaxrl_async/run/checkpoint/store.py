@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import shutil
 import sys
 import threading
@@ -28,9 +29,11 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.load import dump, flattened
+from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
+from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
 from jaxrl_async.run.folder import Paths, is_inside
 
@@ -316,6 +319,18 @@ def read_learnt(folder: Path, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
+def read_lora(folder: Path) -> LoraSection | None:
+    """Return the adapter's settings that the checkpoint in this folder was made with; None: it does
+    not say. Raises CheckpointError."""
+    try:
+        loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
+        return lora_section(loop)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
+        ) from error
+
+
 def sweep(directory: Path, step: str = "*") -> None:
     """Remove what unfinished saves have left in a folder of checkpoints."""
     for folder in directory.glob(f"{step}.*tmp*"):
@@ -370,6 +385,30 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
         )
     if changed := changed_keys(saved.loop.get("config", ""), dump(config)):
         log.warning("resumed with other settings than before: %s", ", ".join(changed))
+
+
+def check_scale(saved: Saved, config: Config, folder: Path) -> None:
+    """Raise CheckpointError if model.lora would scale the saved adapter's change otherwise than it
+    was trained: B would stand for other weights."""
+    before = lora_section(saved.loop)
+    if before is None or not before.rank or not config.model.lora.rank:
+        return  # an adapter in place of all weights, or the reverse, has other arrays
+    was, now = scale_of(before), scale_of(config.model.lora)
+    if math.isclose(was, now, rel_tol=1e-6):
+        return
+    raise CheckpointError(
+        f"{folder / str(saved.step)}: its adapter was trained with its change times {was:g} "
+        f"(model.lora.alpha={before.alpha:g}, rslora={str(before.rslora).lower()}), and it would "
+        f"be times {now:g} now: another policy than the one that was saved. Set both as before, "
+        "or choose another run.name; model.path=.../policy starts from a finished run's weights."
+    )
+
+
+def lora_section(loop: Mapping[str, Any]) -> LoraSection | None:
+    """Return the adapter's settings that a checkpoint was made with (LOOP); None: unknown."""
+    settings = yaml.safe_load(loop.get("config", "")) or {}
+    section = settings.get("model", {}).get("lora")
+    return None if section is None else LoraSection.model_validate(section)
 
 
 def changed_keys(before: str, after: str) -> list[str]:

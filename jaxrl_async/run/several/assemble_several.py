@@ -80,7 +80,7 @@ def assemble_several(
     slices = next(iter(opened.values())).inputs.slices
     samplers = make_shared_samplers(config, base, slices, locks, count)
     closing.callback(samplers.router.close)
-    turns, parts = Turns(), dict[str, Parts]()
+    turns, parts = Turns(config.faults.watchdog_s), dict[str, Parts]()
     for name, one in opened.items():
         begun = Begun(
             config=one.config,
