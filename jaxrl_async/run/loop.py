@@ -38,6 +38,8 @@ from jaxrl_async.metrics.charts import accuracy_points, points
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
+from jaxrl_async.metrics.tracker_kinds import check_trackers
+from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
@@ -77,6 +79,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     config = with_hub_folders(look_together(config, lockstep))
     for one in runs_of(config).values() if config.runs else (config,):
         check_paths(one)
+        check_trackers(one.metrics)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
@@ -117,8 +120,9 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
     )
     report = write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
-    width = max(map(len, results))
-    where = [f"{what:<{width}}  {folder}" for what, folder in results.items()]
+    shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
+    width = max(map(len, shown))
+    where = [f"{what:<{width}}  {place}" for what, place in shown.items()]
     return achievements(paths.metrics), where
 
 
@@ -127,7 +131,10 @@ def _of_several(config: Config) -> tuple[list[str], list[str]]:
     of_all = folders(config)
     lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
     achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
-    return achieved, [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
+    where = [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
+    for name, folder in of_all.items():
+        where += [f"{name}  {of['link']}" for of in remembered(folder).values()]
+    return achieved, where
 
 
 def _stopping(on_step: OnStep, stop: Stop) -> OnStep:

@@ -147,7 +147,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
         resume_step = progress.version if resume_asked else None
-        recorder = make_recorder(config.metrics, paths, lockstep, resume_step)
+        recorder = make_recorder(config, paths, lockstep, resume_step)
         closing.callback(recorder.close)
         if warmed:
             recorder.log(0, warmed)
