@@ -98,7 +98,8 @@ class WandbTracker:
     def link(self) -> str:
         """Return the run's page, or how to send it where it is offline."""
         if self._run.offline:
-            return f"wandb sync {Path(self._run.settings.sync_dir)}"
+            folder = Path(self._run.settings.sync_dir).parent  # a resumed run writes one more
+            return f"wandb sync {folder}/offline-run-*-{self._run.id}"
         return str(self._run.url)
 
     def close(self, failed: bool) -> None:
