@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
 from jaxrl_async.launch import distributed
+from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.run.signals import end_on_ctrl_c
 
 AXES = tuple(AxesSection.model_fields)
@@ -29,6 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    name = args.name or f"{socket.gethostname()}-{os.getpid()}"
+    form = os.environ.get(LOGS_VARIABLE) or "text"
+    if form not in FORMS:
+        print(f"{LOGS_VARIABLE}={form}: set it to {' or '.join(FORMS)}", file=sys.stderr)
+        return 2
+    with logs_as(form, role="sampler", sampler=name):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     end_on_ctrl_c()
     try:
         axes, cores = axes_of(args.mesh), cores_of(args.cores)
@@ -57,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return distributed.leave(1)
     except Exception as error:
         if not is_out_of_memory(error):
+            if print_exception():
+                return distributed.leave(1)
             raise
         print(
             f"out of memory: {error}\nLower sampler.slots, or give --mesh more devices.",

@@ -29,6 +29,9 @@ class RunSection(Section):
     automatically."""
     overwrite: bool = False
     """Start anew even if the run's folder already holds a run; the old one is moved aside."""
+    logs: Literal["text", "json"] = "text"
+    """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
+    that start elsewhere take it from the environment variable JAXRL_ASYNC_LOGS."""
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration (also: --replay-schedule FILE); null: no replay."""

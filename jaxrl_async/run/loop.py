@@ -36,6 +36,7 @@ from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.metrics.charts import accuracy_points, points
 from jaxrl_async.metrics.console import Console, OnStep
+from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
 from jaxrl_async.metrics.tracker_kinds import check_trackers
@@ -82,6 +83,8 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         check_trackers(one.metrics)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
+        closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
+        add_labels(process=str(lockstep.index))
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
