@@ -117,6 +117,9 @@ class MetricsSection(Section):
     wandb: WandbSection = WandbSection()
     mlflow: MlflowSection = MlflowSection()
     trackio: TrackioSection = TrackioSection()
+    spans: bool = False
+    """Record who was busy when, and write it at the end to trace.json in the run's folder, which
+    https://ui.perfetto.dev opens."""
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none."""
     peak_flops: float | None = Field(None, gt=0)

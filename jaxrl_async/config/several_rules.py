@@ -20,7 +20,10 @@ SHARED = (
 """Sections of what all runs share: a run cannot have another."""
 OWN_OF_RUN = ("steps",)
 """Settings of the section `run` that a run may have its own of."""
-FILES = ("base", "base.json", "config.yaml", "lock", "warm_start", "policy", "adapter")
+FILES = (
+    *("base", "base.json", "config.yaml", "lock", "trace.json"),
+    *("warm_start", "policy", "adapter"),
+)
 """What else the folder of several runs holds."""
 
 rule = RuleBook()

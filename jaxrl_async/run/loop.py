@@ -39,6 +39,7 @@ from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
+from jaxrl_async.metrics.spans import recorded_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
@@ -85,6 +86,9 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     with ExitStack() as closing:
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
+        closing.enter_context(
+            recorded_spans(_trace_file(config, paths, lockstep), f"trainer {lockstep.index}")
+        )
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
@@ -107,6 +111,15 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
     console.summary([*achieved, early, *where])
     return paths.root
+
+
+def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None:
+    """Return where this process's spans are written; None: nobody asks for them."""
+    of_all = runs_of(config).values() if config.runs else (config,)
+    if not any(one.metrics.spans for one in of_all):
+        return None
+    number = f".{lockstep.index}" if lockstep.index else ""
+    return paths.root / f"trace{number}.json"
 
 
 def _job_of(config: Config) -> Job:

@@ -222,6 +222,7 @@ def local_samplers(
             LOGS_VARIABLE: config.run.logs,
         },
         count=count,
+        traced=config.metrics.spans,
     )
 
 
