@@ -12,14 +12,18 @@ import importlib
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
+from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
+from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run.signals import end_on_ctrl_c
 
 AXES = tuple(AxesSection.model_fields)
@@ -30,6 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    name = args.name or f"{socket.gethostname()}-{os.getpid()}"
+    form = os.environ.get(LOGS_VARIABLE) or "text"
+    if form not in FORMS:
+        print(f"{LOGS_VARIABLE}={form}: set it to {' or '.join(FORMS)}", file=sys.stderr)
+        return 2
+    trace = os.environ.get(TRACE_VARIABLE)
+    with logs_as(form, role="sampler", sampler=name):
+        with recorded_spans(Path(trace) if trace else None, f"sampler {name}"):
+            code = _run(args)
+        return distributed.leave(code)
+
+
+def _run(args: argparse.Namespace) -> int:
     end_on_ctrl_c()
     try:
         axes, cores = axes_of(args.mesh), cores_of(args.cores)
@@ -49,15 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             remote=connections_of(args),
         )
         code: int = process.run_sampler(joining)
-        return distributed.leave(code)
+        return code
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return distributed.leave(2)
+        return 2
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return distributed.leave(1)
+        return 1
     except Exception as error:
         if not is_out_of_memory(error):
+            if print_exception():
+                return 1
             raise
         print(
             f"out of memory: {error}\nLower sampler.slots, or give --mesh more devices.",

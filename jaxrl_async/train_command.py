@@ -16,11 +16,13 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory
 from jaxrl_async.launch import distributed
+from jaxrl_async.metrics.json_logs import logs_as, print_exception
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
@@ -39,6 +41,12 @@ RESUME = ("run.resume=true", "run.overwrite=false")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
+    with ExitStack() as told:
+        return _run(argv, told)
+
+
+def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
+    """Run the command line; told: ends the form of the log that the configuration asks for."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         return _help([word for word in args if word not in ("--help", "-h")])
@@ -68,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump(whole), end="")
             return 0
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
+        told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
     except Preempted as error:
@@ -89,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
-        elif distributed.is_shared():
+        elif not print_exception():
+            if not distributed.is_shared():
+                raise
             traceback.print_exc()
-        else:
-            raise
         return distributed.leave(1)
     return 0
 

@@ -29,6 +29,9 @@ class RunSection(Section):
     automatically."""
     overwrite: bool = False
     """Start anew even if the run's folder already holds a run; the old one is moved aside."""
+    logs: Literal["text", "json"] = "text"
+    """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
+    that start elsewhere take it from the environment variable JAXRL_ASYNC_LOGS."""
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration (also: --replay-schedule FILE); null: no replay."""
@@ -74,12 +77,49 @@ class CheckpointSection(Section):
     saving. Keep it below the job controller's own limit (30 on Kubernetes by default)."""
 
 
+class WandbSection(Section):
+    """Weights & Biases (extra [wandb])."""
+
+    project: str | None = Field(None, min_length=1)
+    """Project that the run is shown in; null: none."""
+    entity: str | None = Field(None, min_length=1)
+    """User or team whose project it is; null: the key's own."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run there; null: run.name."""
+    mode: Literal["online", "offline"] | None = None
+    """offline: only write files in the run's folder, which `wandb sync` sends later; null: as
+    WANDB_MODE says, else online."""
+
+
+class MlflowSection(Section):
+    """MLflow (extra [mlflow])."""
+
+    experiment: str | None = Field(None, min_length=1)
+    """Experiment that the run is shown in, made if it is not there; null: none."""
+    tracking_uri: str | None = Field(None, min_length=1)
+    """Address of the server (http://HOST:PORT), or of a store (sqlite:///FILE); null: as
+    MLFLOW_TRACKING_URI says, else MLflow's own default."""
+
+
+class TrackioSection(Section):
+    """trackio (extra [trackio])."""
+
+    project: str | None = Field(None, min_length=1)
+    """Project that the run is shown in; null: none."""
+
+
 class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events."""
     prometheus: str | None = Field(None, pattern=r"^(\S+|\[\S+\]):\d{1,5}$")
     """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0 takes any
     free one; null: none. With several processes the first one serves."""
+    wandb: WandbSection = WandbSection()
+    mlflow: MlflowSection = MlflowSection()
+    trackio: TrackioSection = TrackioSection()
+    spans: bool = False
+    """Record who was busy when, and write it at the end to trace.json in the run's folder, which
+    https://ui.perfetto.dev opens."""
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none."""
     peak_flops: float | None = Field(None, gt=0)

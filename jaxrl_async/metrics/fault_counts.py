@@ -9,7 +9,7 @@ from jaxrl_async.metrics.metric import METRICS
 from jaxrl_async.ports import Clock
 
 SPACE = "faults/"
-OF_THE_STEP = ("faults/oom_retries",)
+OF_THE_STEP = ("faults/oom_retries", "faults/tracker_failures", "faults/tracker_lost_steps")
 """Reported with the step's metrics, not counted here."""
 NAMES = tuple(
     m.key.removeprefix(SPACE)

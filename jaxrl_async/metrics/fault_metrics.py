@@ -150,6 +150,16 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Samplers let go because the weights did not reach them in several tries.",
         ),
         (
+            "faults/tracker_failures",
+            "calls",
+            "Calls of a tracker (metrics.wandb, mlflow, trackio) that failed since the last line.",
+        ),
+        (
+            "faults/tracker_lost_steps",
+            "steps",
+            "Steps that a tracker lacks, as it failed or fell behind; metrics.jsonl has them.",
+        ),
+        (
             "faults/oom_retries",
             "retries",
             "Updates restarted with half the rows in a micro-batch: out of memory.",

@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
+from jaxrl_async.metrics.spans import span
 from jaxrl_async.ports import Clock, Concludes, Env, Opens, Plays, Reply, SavesState
 from jaxrl_async.types import Completion, IntArray, Prompt, Score
 
@@ -145,7 +146,7 @@ class GuardedEnvs:
 
     async def _in_time(self, work: Awaitable[T], prompt: Prompt, what: str) -> T:
         try:
-            with self._calls.one():
+            with self._calls.one(), span(what, "environment", prompt=prompt.prompt_id):
                 async with asyncio.timeout(self._timeout_s) as limit:
                     return await work
         except TimeoutError:

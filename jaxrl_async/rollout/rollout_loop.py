@@ -21,6 +21,7 @@ from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
 from jaxrl_async.errors import Closed, EndpointMisset, JaxrlError, RolloutError, is_the_runs_own_end
+from jaxrl_async.metrics.spans import span
 from jaxrl_async.ports import Gate, Generate, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
@@ -395,7 +396,8 @@ class RolloutLoop:
         while not tickets:
             started = time.monotonic()
             try:
-                tickets = await asyncio.to_thread(self._gate.admit, ADMIT_S)
+                with span("wait at the gate", "gate"):
+                    tickets = await asyncio.to_thread(self._gate.admit, ADMIT_S)
             except Closed:
                 return []
             finally:
@@ -474,7 +476,8 @@ class RolloutLoop:
         episodes = (*episodes, *(c.episode for c in continued))
         started = time.monotonic()
         try:
-            scores = tuple(await self._scorer(judged, prompt))
+            with span("score", "scorer", prompt=prompt.prompt_id, answers=len(judged)):
+                scores = tuple(await self._scorer(judged, prompt))
         finally:
             self._score_s += time.monotonic() - started
         if len(scores) != len(episodes):

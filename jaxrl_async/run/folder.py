@@ -14,6 +14,7 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.report import WARM_START
+from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 
@@ -267,8 +268,13 @@ def is_inside(root: Path, path: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
+WANDB = "wandb"
+"""Folder of Weights & Biases in the run's."""
+
+
 def check_links(root: Path) -> None:
-    """Raise ConfigError if an entry anywhere below `root` is a link that leads out of it."""
+    """Raise ConfigError if an entry anywhere below `root` is a link that leads out of it. Links of
+    Weights & Biases to its own logs are left alone: of its folder the run itself uses nothing."""
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
@@ -278,6 +284,7 @@ def check_links(root: Path) -> None:
                     f"write {os.path.realpath(path)}. Replace it by what it leads to, or choose "
                     "another run.name."
                 )
+        folders[:] = [name for name in folders if name != WANDB]
 
 
 def free_name(path: Path) -> Path:
@@ -297,7 +304,7 @@ def _holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard")
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE)
 """Names of what is written before a run makes anything."""
 
 

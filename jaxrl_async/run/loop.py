@@ -36,8 +36,12 @@ from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.metrics.charts import accuracy_points, points
 from jaxrl_async.metrics.console import Console, OnStep
+from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.report import write_report
+from jaxrl_async.metrics.spans import recorded_spans
+from jaxrl_async.metrics.tracker_kinds import check_trackers
+from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
@@ -77,8 +81,14 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     config = with_hub_folders(look_together(config, lockstep))
     for one in runs_of(config).values() if config.runs else (config,):
         check_paths(one)
+        check_trackers(one.metrics)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
+        closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
+        add_labels(process=str(lockstep.index))
+        closing.enter_context(
+            recorded_spans(_trace_file(config, paths, lockstep), f"trainer {lockstep.index}")
+        )
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
@@ -103,6 +113,15 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     return paths.root
 
 
+def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None:
+    """Return where this process's spans are written; None: nobody asks for them."""
+    of_all = runs_of(config).values() if config.runs else (config,)
+    if not any(one.metrics.spans for one in of_all):
+        return None
+    number = f".{lockstep.index}" if lockstep.index else ""
+    return paths.root / f"trace{number}.json"
+
+
 def _job_of(config: Config) -> Job:
     """Return what runs a configuration's job."""
     return run_rl if config.run.job == "rl" else offline.run
@@ -117,8 +136,9 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
     )
     report = write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
-    width = max(map(len, results))
-    where = [f"{what:<{width}}  {folder}" for what, folder in results.items()]
+    shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
+    width = max(map(len, shown))
+    where = [f"{what:<{width}}  {place}" for what, place in shown.items()]
     return achievements(paths.metrics), where
 
 
@@ -127,7 +147,10 @@ def _of_several(config: Config) -> tuple[list[str], list[str]]:
     of_all = folders(config)
     lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
     achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
-    return achieved, [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
+    where = [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
+    for name, folder in of_all.items():
+        where += [f"{name}  {of['link']}" for of in remembered(folder).values()]
+    return achieved, where
 
 
 def _stopping(on_step: OnStep, stop: Stop) -> OnStep:

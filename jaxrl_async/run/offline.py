@@ -36,6 +36,7 @@ from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.spans import span
 from jaxrl_async.model.frozen_base import merged_by_layer
 from jaxrl_async.model.heads import HEAD, save_head, warn_of_readers, with_head
 from jaxrl_async.model.lora import merged
@@ -152,7 +153,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
         resume_step = progress.version if resume_asked else None
-        recorder = make_recorder(config.metrics, paths, lockstep, resume_step)
+        recorder = make_recorder(config, paths, lockstep, resume_step)
         closing.callback(recorder.close)
         if warmed:
             recorder.log(0, warmed)
@@ -359,7 +360,8 @@ class OfflineRun:
         train_s = time.perf_counter() - start
         last = self.made == self._config.run.steps or self._stop.is_set()
         if (last or self._is_due()) and not self._stop.preempted:
-            report |= self._measure()
+            with span("evaluate"):
+                report |= self._measure()
         report = self._rates(report, train_s, time.perf_counter() - start)
         self._outlet(self.made, report)
         return report

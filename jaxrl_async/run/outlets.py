@@ -5,10 +5,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jaxrl_async.config.schema import MetricsSection
+from jaxrl_async import __version__
+from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import combined_measures
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -17,6 +18,14 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.tracker_kinds import make_trackers
+from jaxrl_async.metrics.trackers import (
+    TrackedRun,
+    TrackedWriter,
+    Tracker,
+    TrackerThread,
+    remembered,
+)
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
@@ -68,15 +77,40 @@ class NoRecorder:
 
 
 def make_recorder(
-    section: MetricsSection, paths: Paths, lockstep: Lockstep, resume_step: int | None
+    config: Config, paths: Paths, lockstep: Lockstep, resume_step: int | None
 ) -> MetricsWriter:
     """Open what a run's numbers are written to. resume_step: the step that it continues from."""
     if not lockstep.writes:
         return NoRecorder()
-    writer = Recorder(paths.root, tensorboard=section.tensorboard, resume_step=resume_step)
-    if section.prometheus is None:
+    section, trackers = config.metrics, make_trackers(config.metrics)
+    writer: MetricsWriter = Recorder(
+        paths.root, tensorboard=section.tensorboard, resume_step=resume_step
+    )
+    if section.prometheus is not None:
+        writer = PrometheusWriter(writer, section.prometheus, run=paths.root.name)
+    if not trackers:
         return writer
-    return PrometheusWriter(writer, section.prometheus, run=paths.root.name)
+    return TrackedWriter(writer, _begun(trackers, config, paths, resumes=resume_step is not None))
+
+
+def _begun(
+    trackers: Sequence[Tracker], config: Config, paths: Paths, *, resumes: bool
+) -> list[TrackerThread]:
+    """Begin a run in each tracker; that of a warm start, in a folder of its own, is one of its
+    own."""
+    name, folder = config.run.name, paths.root
+    known = remembered(folder) if resumes else {}
+    run = TrackedRun(
+        name=name if folder.name == name else f"{name}-{folder.name}",
+        folder=folder,
+        config=config.model_dump(),
+        version=__version__,
+        continues=None,
+    )
+    return [
+        TrackerThread(one, replace(run, continues=known.get(one.name, {}).get("id")))
+        for one in trackers
+    ]
 
 
 # ---- one step's report

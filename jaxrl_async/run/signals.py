@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from jaxrl_async.errors import Preempted
+from jaxrl_async.metrics.json_logs import signal_line
 
 EXIT_CODE = 130
 """Exit code after a second signal: 128 + SIGINT, as shells count."""
@@ -50,7 +51,7 @@ def end_on_ctrl_c() -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"\nSIGINT: nothing was begun; ending\n")
+        os.write(2, signal_line("SIGINT: nothing was begun; ending"))
         os._exit(EXIT_CODE)
 
     signal.signal(signal.SIGINT, end)
@@ -153,15 +154,17 @@ class Stop:
     def _end_late(self) -> None:
         os.write(
             2,
-            f"\nSIGTERM: not saved within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
-            "--resume continues from the newest checkpoint\n".encode(),
+            signal_line(
+                f"SIGTERM: not saved within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
+                "--resume continues from the newest checkpoint"
+            ),
         )
         self._end_process(PREEMPTED_CODE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self._event.is_set():
-            os.write(2, f"\n{name} again: ending at once; what was not saved is lost\n".encode())
+            os.write(2, signal_line(f"{name} again: ending at once; what was not saved is lost"))
             self._end_process(EXIT_CODE)
             return
         self.request(name)
@@ -170,4 +173,4 @@ class Stop:
             self._timer.daemon = True
             self._timer.start()
         # os.write, not print or logging: a handler may run in the middle of either.
-        os.write(2, f"\n{name}: {self.answer}; once more ends at once\n".encode())
+        os.write(2, signal_line(f"{name}: {self.answer}; once more ends at once"))

@@ -14,11 +14,8 @@ from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
-<<<<<<< HEAD
-from jaxrl_async.data.addresses import copied_here, is_address
-=======
 from jaxrl_async.config.several import merged, runs_of
->>>>>>> rev-learn
+from jaxrl_async.data.addresses import copied_here, is_address
 from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import TrainingError
+from jaxrl_async.metrics.spans import span
 from jaxrl_async.run.lockstep import StopRequests
 
 
@@ -46,11 +47,13 @@ def make_updates(
     every, skipped, stopped = config.checkpoint.every, 0, False
     try:
         while work.made < steps and not (stopped := stop.is_set()):
-            report = work.step()
+            with span("update", number=work.made + 1):
+                report = work.step()
             skipped = skipped + 1 if report["train/skipped"] else 0
             stop_if_lost(skipped, config)
             if every and work.made % every == 0:
-                work.save()
+                with span("save"):
+                    work.save()
                 saved = work.made
     except TrainingError:
         stopped = True
@@ -58,7 +61,8 @@ def make_updates(
     finally:
         ends = keeps_last or stopped or (every > 0 and work.made == steps)
         if ends and saved != work.made:
-            work.save()
+            with span("save"):
+                work.save()
 
 
 def stop_if_lost(skipped: int, config: Config) -> None:

@@ -166,7 +166,7 @@ def warm_start(
         if resume and checkpoints.latest() is not None:
             work.restore()
         resume_step = work.made if resume else None
-        recorder = make_recorder(config.metrics, own, lockstep, resume_step)
+        recorder = make_recorder(config, own, lockstep, resume_step)
         open_.enter_context(closing(recorder))
         saved = checkpoints.latest()
         make_updates(work, steps, config, asked, saved=saved, keeps_last=False)

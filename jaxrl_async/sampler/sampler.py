@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, ConfigError, RolloutError
 from jaxrl_async.mesh import spans_processes
+from jaxrl_async.metrics.spans import add_span, span
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
@@ -433,13 +434,18 @@ class DecodeLoop:
         if batch.placed or batch.queue:
             with self._device_lock:
                 self._start_block(batch)
-                self._finish_block(batch, batch.wait_for_block())
+                with span("wait for the block"):
+                    block = batch.wait_for_block()
+                self._finish_block(batch, block)
         with self.changing:
             self._note_first_tokens(batch)
             if not batch.placed:  # no block will run: nothing to overlap with
                 self._hand_out(batch)
             idle_s = 0.0 if idle_since is None else start - idle_since
-            self._count(batch, idle_s=idle_s, busy_s=self._clock() - start)
+            end = self._clock()
+            self._count(batch, idle_s=idle_s, busy_s=end - start)
+        version, drawing = self.weights.version, len(batch.placed)
+        add_span("block", start, end, version=version, sequences=drawing)
         return True
 
     def _take_in(self, batch: Batch, *, idle: bool) -> bool:
@@ -472,7 +478,9 @@ class DecodeLoop:
             worst = max(error, self.stats.max_probe_error)
             self.stats = replace(self.stats, probe_error=error, max_probe_error=worst)
             self._count(batch, swaps=swaps)
-            self._note_pause(self._clock() - start)
+            pause_s = self._clock() - start
+            add_span("swap of adapters", start, start + pause_s)
+            self._note_pause(pause_s)
 
     def _note_pause(self, pause_s: float) -> None:
         longest = max(pause_s, self.stats.max_swap_pause_s)
@@ -486,6 +494,7 @@ class DecodeLoop:
         if error is None:
             return
         pause_s = self._clock() - start
+        add_span("swap", start, start + pause_s, version=self.weights.version)
         self._count(batch, swaps=1)
         self._note_pause(pause_s)
         self.stats = replace(
@@ -502,7 +511,8 @@ class DecodeLoop:
             held = frozenset({""}) if self.weights.waiting else frozenset()
             batch.admit(held | self.changes.held)
             self._note_starts(batch)
-            batch.prefill(self.weights.prepared)
+            with span("prefill"):
+                batch.prefill(self.weights.prepared)
             batch.start_block(self.weights.prepared)
             self._hand_out(batch)
 

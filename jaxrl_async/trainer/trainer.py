@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
 from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports import Clock, GroupSource, Publisher
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.learner import Learner
@@ -157,7 +158,18 @@ class Trainer:
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             self._now("evaluating")
             values |= self._outlets.evaluate()
-        step_s = self._clock() - start
+        ended = self._clock()
+        step_s = ended - start
+        for name, begin, end in (
+            ("step", start, ended),
+            ("wait for groups", start, drawn),
+            ("wait for the turn", drawn, in_turn),
+            ("learn", in_turn, trained),
+            ("publish", trained, published),
+            ("evaluate", published, ended),
+        ):
+            if evaluates or name != "evaluate":
+                add_span(name, begin, end, version=self.version)
         turn_s = 0.0 if self._turn is None else in_turn - drawn
         train_s = trained - start - draw.waited_s - turn_s
         values |= {
@@ -263,6 +275,7 @@ class Trainer:
         else:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start
+        add_span("save", start, start + self._save_s, version=self.version)
 
     def _save_report(self) -> dict[str, float]:
         """Return the metrics of the save since the last report; none if there was none."""

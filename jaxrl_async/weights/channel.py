@@ -156,8 +156,7 @@ class Subscription:
                 return False
             end.staged, end.taken = None, delivery.released()
             if exchange.all_taken:
-                since = exchange.seconds_since_publish(delivery.update.version)
-                exchange.stats = replace(exchange.stats, transfer_s=since)
+                exchange.note_transfer(delivery.update.version)
             exchange.changed.notify_all()
             return True
 

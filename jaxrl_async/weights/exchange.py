@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxrl_async.errors import Closed
+from jaxrl_async.metrics.spans import TRACE_CLOCK, add_span
 from jaxrl_async.ports import Clock
 from jaxrl_async.weights.remote.traffic import Traffic
 
@@ -77,8 +78,13 @@ class Exchange:
     def arrived(self, version: int) -> None:
         """Take note that a remote sampler has every byte of a version: the last so far."""
         with self.changed:
-            since_s = self.seconds_since_publish(version)
-            self.stats = replace(self.stats, transfer_s=since_s)
+            self.note_transfer(version)
+
+    def note_transfer(self, version: int) -> None:
+        """Take note that the last sampler so far has all of a version. Under the lock."""
+        since_s, now = self.seconds_since_publish(version), TRACE_CLOCK()
+        self.stats = replace(self.stats, transfer_s=since_s)
+        add_span("transfer", now - since_s, now, "weights: transfer", version=version)
 
     def raise_live(self) -> None:
         """Move `live_version` up to the lowest of all that count. Under the lock; call `tell`
@@ -87,7 +93,9 @@ class Exchange:
         if lowest is None or lowest <= self.live_version:
             return
         self.live_version = lowest
-        self.stats = replace(self.stats, live_s=self.seconds_since_publish(lowest))
+        live_s, now = self.seconds_since_publish(lowest), TRACE_CLOCK()
+        self.stats = replace(self.stats, live_s=live_s)
+        add_span("until live", now - live_s, now, "weights: live", version=lowest)
         self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
         self.untold.append(lowest)
         self.changed.notify_all()

@@ -51,6 +51,8 @@ UNREAD = [
     (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs.loss=null, or a KL"),
     (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
     (["run.job=sft", "pairs.loss=dpo"], "another run.job"),
+    (["metrics.wandb.entity=x"], "metrics.wandb.project"),
+    (["metrics.mlflow.tracking_uri=x"], "metrics.mlflow.experiment"),
 ]
 
 
@@ -155,6 +157,8 @@ READ = [
     ["algorithm.loss=gpg", "algorithm.anchor=proximal", "algorithm.correction=tis"],
     ["warm_start.path=x", "data.jsonl.prompt_field=x", "data.jsonl.template=x {prompt}"],
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
+    ["metrics.wandb.project=x", "metrics.wandb.mode=offline"],
+    ["metrics.mlflow.experiment=x", "metrics.mlflow.tracking_uri=x"],
     ["mesh.samplers_in=elsewhere", "remote.transfer=tcp", "remote.data_port=7078"],
 ]  # fmt: skip
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.mesh import TRAINER_RULES, shardings
+from jaxrl_async.metrics.json_logs import LOGS_VARIABLE
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.run.builders.devices import compile_cache_folder
 from jaxrl_async.run.builders.inputs import Inputs
@@ -216,8 +217,12 @@ def local_samplers(
         faults=config.faults,
         secret=secret.decode(),
         logs=logs,
-        environment={"JAX_COMPILATION_CACHE_DIR": compile_cache_folder()},
+        environment={
+            "JAX_COMPILATION_CACHE_DIR": compile_cache_folder(),
+            LOGS_VARIABLE: config.run.logs,
+        },
         count=count,
+        traced=config.metrics.spans,
     )
 
 

@@ -79,7 +79,7 @@ def open_records(
         scheduled: whether the samplers are the run's alone, so that what they take in is written.
     """
     resume_step = start.version if continued else None
-    recorder = make_recorder(config.metrics, paths, lockstep, resume_step)
+    recorder = make_recorder(config, paths, lockstep, resume_step)
     closing.callback(recorder.close)
     ledger = Ledger()
     if lockstep.writes:

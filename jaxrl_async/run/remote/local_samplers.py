@@ -19,6 +19,7 @@ from pathlib import Path
 
 from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.metrics.spans import TRACE_VARIABLE
 from jaxrl_async.run.remote.pinning import Place
 from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
 from jaxrl_async.wire.secret import SECRET_VARIABLE
@@ -63,6 +64,7 @@ class LocalSamplers:
     logs: Path  # folder of their output
     environment: Mapping[str, str]  # beside what each one's place adds
     count: Callable[[str], None]  # faults, by name (metrics.fault_counts)
+    traced: bool = False  # whether each writes its spans beside its output
     children: list[Child] = field(default_factory=list)
     _closed: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -130,6 +132,8 @@ class LocalSamplers:
         command += ["--wait", f"{JOIN_S:g}"]
         command += ["--name", child.name, *(["--cores", cores] if cores else [])]
         environment = {**os.environ, **self.environment, **child.place.environment}
+        if self.traced:
+            environment[TRACE_VARIABLE] = str((self.logs / f"{child.name}.trace.json").absolute())
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:
             if self._closed.is_set():
                 return

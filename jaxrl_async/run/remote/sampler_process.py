@@ -18,6 +18,7 @@ from enum import StrEnum
 import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
+from jaxrl_async.metrics.json_logs import add_labels
 from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
 from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
@@ -153,7 +154,9 @@ def _serve(
     closing: ExitStack,
 ) -> Outcome:
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
-    remote, host = config_of(welcome).remote, own_host(joining.address)
+    config = config_of(welcome)
+    add_labels(run=config.run.name)
+    remote, host = config.remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
     # Before it draws there is nothing to hand back: whoever waits for weights ends.
     with stop.acting_on(lambda: session.end(f"{stop.reason}, before it drew anything")):

@@ -1,0 +1,163 @@
+"""Write each line of a process's log as one JSON object, as Cloud Logging reads them (run.logs).
+
+    logging ──> EntryHandler ──────────────────────────┐
+    print, Console, tracebacks ──> LineStream, by line ┴──> stdout or stderr as they were
+
+What native code writes to file descriptor 2 (XLA, libtpu) stays text.
+"""
+
+import io
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+log = logging.getLogger(__name__)
+
+LOGS_VARIABLE = "JAXRL_ASYNC_LOGS"
+"""Environment variable of a sampler process: json, or text."""
+FORMS = ("text", "json")
+"""What a log may be."""
+LABELS = "logging.googleapis.com/labels"
+"""Cloud Logging's name for the labels of an entry."""
+OWN = "jaxrl_async"
+"""Loggers whose INFO is written, too."""
+
+_labels: dict[str, str] = {}
+_active = False
+
+
+def entry(message: str, severity: str, at_s: float | None = None) -> str:
+    """Return one entry as JSON: severity, message, time in RFC 3339, and the labels."""
+    at_s = time.time() if at_s is None else at_s
+    whole, parts = int(at_s), time.gmtime(int(at_s))
+    at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', parts)}.{int((at_s - whole) * 1e6):06}Z"
+    return json.dumps(
+        {"severity": severity, "message": message, "time": at, LABELS: dict(_labels)},
+        ensure_ascii=False,
+    )
+
+
+def add_labels(**labels: str) -> None:
+    """Add labels to all later entries; without effect where logs are text."""
+    if _active:
+        _labels.update(labels)
+
+
+def signal_line(text: str) -> bytes:
+    """Return what a signal's handler may write to file descriptor 2 to say `text`."""
+    line = entry(text, "WARNING") if _active else f"\n{text}"
+    return f"{line}\n".encode()
+
+
+@contextmanager
+def logs_as(form: str, **labels: str) -> Iterator[None]:
+    """Write JSON inside the `with` if the form is "json". Inside another one it only adds labels.
+
+    labels: of each entry.
+    """
+    global _active
+    if form != "json":
+        yield
+        return
+    if _active:
+        add_labels(**labels)
+        yield
+        return
+    _labels.update(labels)
+    out, err = sys.stdout, sys.stderr
+    root, own = logging.getLogger(), logging.getLogger(OWN)
+    handlers, level = root.handlers[:], own.level
+    root.handlers[:] = [EntryHandler(err)]
+    own.setLevel(logging.INFO)
+    streams = LineStream(out, "INFO"), LineStream(err, "ERROR")
+    sys.stdout, sys.stderr = streams
+    _active = True
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.end()
+        sys.stdout, sys.stderr = out, err
+        root.handlers[:] = handlers
+        own.setLevel(level)
+        _active = False
+        _labels.clear()
+
+
+def print_exception() -> bool:
+    """Write the exception under way as one entry; return False, and do nothing, if logs are
+    text."""
+    if _active:
+        log.critical("this process ends by an exception", exc_info=True)
+    return _active
+
+
+class LineStream(io.TextIOBase):
+    """A text stream whose lines become entries. Usable from any thread."""
+
+    def __init__(self, stream: TextIO, severity: str) -> None:
+        """Write to `stream`, which is never closed here."""
+        self._stream, self._severity = stream, severity
+        self._lock, self._rest = threading.Lock(), ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete; the rest waits for its end."""
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in filter(str.strip, lines):
+                _tell(self._stream, line, self._severity)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what is complete."""
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Write the rest, too."""
+        if self._rest.strip():
+            self.write("\n")
+
+    def fileno(self) -> int:
+        """Return the file descriptor of the stream below."""
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """UTF-8, of which JSON is."""
+        return "utf-8"
+
+
+class EntryHandler(logging.Handler):
+    """Writes each record as an entry, with its traceback in the message."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
+            level = record.levelname if record.levelname in _KNOWN else "DEFAULT"
+            _tell(self._stream, text, level, record.created)
+        except Exception:
+            self.handleError(record)
+
+
+_KNOWN = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def _tell(stream: TextIO, text: str, severity: str, at_s: float | None = None) -> None:
+    stream.write(entry(text, severity, at_s) + "\n")
+    stream.flush()

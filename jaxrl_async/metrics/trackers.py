@@ -1,0 +1,238 @@
+"""Send a run's metrics to trackers such as Weights & Biases, each on a thread of its own.
+
+    TrackedWriter ──> Recorder                     metrics.jsonl has every step in any case
+          └──> TrackerThread ──> Tracker           a failing tracker is counted and logged
+
+Which trackers there are: metrics/tracker_kinds.py.
+"""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.metrics.prometheus import KeepsMetrics
+
+log = logging.getLogger(__name__)
+
+TRACKERS_FILE = "trackers.json"
+"""In the run's folder: the run's id and link in each tracker, by the tracker's name."""
+MAX_WAITING = 10_000
+"""Most steps that wait for a tracker; beyond it the oldest is left out."""
+TRIES = 4
+"""Calls with one step's metrics before that step is left out."""
+BACKOFF_S = 1.0
+"""Wait before the first repeat, seconds; doubles, up to 60."""
+CLOSE_S = 15.0
+"""Longest wait for all trackers at the end of a run, seconds."""
+
+_FILE = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is told of a run at its beginning."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]  # the whole configuration, by section
+    version: str  # of jaxrl_async
+    continues: str | None  # what `Tracker.open` returned for the run that this one resumes
+
+
+class Tracker(Protocol):
+    """A service that keeps runs. All methods are called on one thread, and may raise."""
+
+    name: str
+
+    def open(self, run: TrackedRun) -> str:
+        """Begin the run there, or continue it; return what it is known by."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send what a step measured; a step may come twice after a resume."""
+        ...
+
+    def link(self) -> str:
+        """Return where people find the run, in words; called after `open`."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Send what is left, and end the run there; failed: by an exception."""
+        ...
+
+
+class TrackerThread:
+    """Feeds one tracker. `put` never waits and never raises; close and `failures` neither."""
+
+    def __init__(self, tracker: Tracker, run: TrackedRun, backoff_first_s: float = BACKOFF_S):
+        """Begin the run in the tracker, on the new thread."""
+        self._tracker, self._run, self._backoff_s = tracker, run, backoff_first_s
+        self._steps: deque[tuple[int, dict[str, float]]] = deque()
+        self._changed = threading.Condition()
+        self._closing, self._failed = threading.Event(), False
+        self._failures, self._lost, self._is_failing = 0, 0, False
+        self._thread = threading.Thread(target=self._work, name=f"{tracker.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Send a step's metrics soon."""
+        with self._changed:
+            if len(self._steps) >= MAX_WAITING:
+                self._steps.popleft()
+                self._lost += 1
+            self._steps.append((step, dict(values)))
+            self._changed.notify()
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many calls have failed, and how many steps were left out, so far."""
+        with self._changed:
+            return self._failures, self._lost
+
+    def begin_to_close(self, failed: bool) -> None:
+        """Take no more steps: the thread sends what waits, trying each once, and ends."""
+        with self._changed:
+            self._failed = failed
+            self._closing.set()
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread, at most timeout_s, and log what did not reach the tracker."""
+        self._thread.join(timeout_s)
+        with self._changed:
+            lost, late = self._lost, len(self._steps)
+        if late or self._thread.is_alive():
+            log.warning(
+                "%s did not end within %.0f s: what it was last sent (%d steps and more) may be "
+                "missing there. metrics.jsonl has all",
+                self._tracker.name,
+                timeout_s,
+                late,
+            )
+        if lost:
+            told = "%s lacks %d steps of this run; metrics.jsonl has all"
+            log.warning(told, self._tracker.name, lost)
+
+    def _work(self) -> None:
+        if not self._opened():
+            return
+        while (one := self._next()) is not None:
+            if not self._tried(lambda one=one: self._tracker.log(*one), TRIES):  # type: ignore[misc]
+                with self._changed:
+                    self._lost += 1
+        self._tried(lambda: self._tracker.close(self._failed), 1)
+
+    def _opened(self) -> bool:
+        """Begin the run there, at any number of tries; return False if none did until the end."""
+
+        def begin() -> None:
+            known_by = self._tracker.open(self._run)
+            link = self._tracker.link()
+            _remember(self._run.folder, self._tracker.name, known_by, link)
+            log.info("%s: %s", self._tracker.name, link)
+
+        if self._tried(begin, None):
+            return True
+        with self._changed:
+            self._lost += len(self._steps)
+            self._steps.clear()
+        return False
+
+    def _next(self) -> tuple[int, dict[str, float]] | None:
+        """Wait for a step; return None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps or self._closing.is_set())
+            return self._steps.popleft() if self._steps else None
+
+    def _tried(self, call: Callable[[], None], tries: int | None) -> bool:
+        """Call until it does not raise, at most `tries` times, or once more at the end; return
+        whether it went well. None: any number of times."""
+        failed = 0
+        while True:
+            try:
+                call()
+            except Exception as error:
+                self._count(error)
+                failed += 1
+                if failed == tries or self._closing.is_set():
+                    return False
+                self._closing.wait(backoff_s(self._backoff_s, failed - 1))
+            else:
+                self._is_failing = False
+                return True
+
+    def _count(self, error: Exception) -> None:
+        with self._changed:
+            self._failures += 1
+        if not self._is_failing:  # once for each time that it begins to fail
+            name, told = self._tracker.name, f"{type(error).__name__}: {error}"
+            log.warning("%s fails, the run goes on and it is tried again: %s", name, told)
+        self._is_failing = True
+
+
+class TrackedWriter:
+    """A writer of metrics that also sends them to trackers. Usable from any thread."""
+
+    writes = True
+
+    def __init__(self, writer: KeepsMetrics, trackers: Sequence[TrackerThread]) -> None:
+        """Wrap `writer`, which is given all first, with what failed in the trackers until then."""
+        self._writer, self._trackers = writer, tuple(trackers)
+        self._lock, self._told = threading.Lock(), (0, 0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a step's metrics, and send them."""
+        values = {**values, **self._faults()}
+        self._writer.log(step, values)
+        for tracker in self._trackers:
+            tracker.put(step, values)
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write a step's samples; trackers are sent none."""
+        self._writer.samples(step, records)
+
+    def close(self) -> None:
+        """Send what is left, within CLOSE_S, and write no more. Idempotent. Called while an
+        exception is under way, it tells the trackers that the run failed."""
+        failed = sys.exc_info()[0] is not None
+        for tracker in self._trackers:
+            tracker.begin_to_close(failed)
+        end_s = time.monotonic() + CLOSE_S
+        for tracker in self._trackers:
+            tracker.join(max(end_s - time.monotonic(), 0.0))
+        self._trackers = ()
+        self._writer.close()
+
+    def _faults(self) -> dict[str, float]:
+        with self._lock:
+            counts = [tracker.counts() for tracker in self._trackers]
+            now = sum(f for f, _ in counts), sum(lost for _, lost in counts)
+            before, self._told = self._told, now
+        return {
+            "faults/tracker_failures": float(now[0] - before[0]),
+            "faults/tracker_lost_steps": float(now[1] - before[1]),
+        }
+
+
+def remembered(folder: Path) -> dict[str, dict[str, str]]:
+    """Return id and link of the run in each tracker, by the tracker's name; empty if there are
+    none."""
+    try:
+        return dict(json.loads((folder / TRACKERS_FILE).read_text("utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _remember(folder: Path, tracker: str, known_by: str, link: str) -> None:
+    with _FILE:
+        known = {**remembered(folder), tracker: {"id": known_by, "link": link}}
+        fresh = folder / (TRACKERS_FILE + ".tmp")
+        fresh.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+        fresh.replace(folder / TRACKERS_FILE)

@@ -1,0 +1,113 @@
+"""Logs as JSON: each line of a process's output is one object with severity, message and time."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import pytest
+
+from jaxrl_async.metrics.json_logs import LABELS, add_labels, logs_as
+
+TINY = [
+    "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16}",
+    "data.addition.eval_size=4",
+    "sampler={slots: 4, max_length: 32, max_new_tokens: 4}",
+    "data.max_prompt_tokens=16",
+    "algorithm={group_size: 4, groups_per_step: 2}",
+    "trainer.micro_batch_tokens=128",
+    "metrics={peak_flops: 1.0e+9, tensorboard: false}",
+    "run.logs=json",
+]
+
+
+def entries(text: str) -> list[dict]:
+    """Parse every line; fail on one that is not an entry."""
+    found = [json.loads(line) for line in text.splitlines()]
+    for one in found:
+        assert set(one) == {"severity", "message", "time", LABELS}
+        assert datetime.fromisoformat(one["time"]).tzinfo is not None
+    return found
+
+
+def test_records_prints_and_tracebacks_are_entries_with_labels(capsys):
+    with logs_as("json", run="r", role="trainer"):
+        print("step 1/3  reward 0.5")
+        print("half", end="")
+        print(" and half")
+        logging.getLogger("jaxrl_async.x").info("says %s", "größe\nand more")
+        logging.getLogger("elsewhere").info("is not asked for")
+        add_labels(process="0")
+        try:
+            raise ValueError("of a reward")
+        except ValueError:
+            logging.getLogger("elsewhere").exception("failed")
+        print("the end", end="")
+    print("text again")
+    told = capsys.readouterr()
+    *out, last = told.out.splitlines()
+    assert last == "text again"
+    out, err = entries("\n".join(out)), entries(told.err)
+    assert [(e["severity"], e["message"]) for e in out] == [
+        ("INFO", "step 1/3  reward 0.5"),
+        ("INFO", "half and half"),
+        ("INFO", "the end"),
+    ]
+    assert [(e["severity"], e["message"].splitlines()[0]) for e in err] == [
+        ("INFO", "says größe"),
+        ("ERROR", "failed"),
+    ]
+    assert err[1]["message"].endswith("ValueError: of a reward\n")
+    assert out[0][LABELS] == {"run": "r", "role": "trainer"}
+    assert err[1][LABELS] == {"run": "r", "role": "trainer", "process": "0"}
+    age_s = time.time() - datetime.fromisoformat(err[0]["time"]).timestamp()
+    assert 0 <= age_s < 3600, "in UTC"
+
+
+def test_text_stays_text_and_what_was_before_comes_back(capsys):
+    handlers, out = logging.getLogger().handlers[:], sys.stdout
+    with logs_as("text", run="r"):
+        print("plain")
+    with logs_as("json", run="r"), logs_as("json", run="s"):
+        pass
+    assert capsys.readouterr().out == "plain\n"
+    assert logging.getLogger().handlers == handlers and sys.stdout is out
+
+
+@pytest.mark.slow
+def test_every_line_of_a_run_and_of_its_sampler_process_is_an_entry(tmp_path):
+    """Also those about signals, which are written past Python's streams."""
+    (tmp_path / "c.yaml").write_text("")
+    words = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.steps=2", "mesh.samplers_in=processes"]
+    command = [sys.executable, "-m", "jaxrl_async.train", str(tmp_path / "c.yaml"), *words]
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        ended = subprocess.run(command, stdout=out, stderr=err, timeout=500)
+    told = (tmp_path / "err").read_text("utf-8")
+    assert ended.returncode == 0, told
+    found = entries((tmp_path / "out").read_text("utf-8")) + entries(told)
+    assert any("report.html" in one["message"] for one in found)
+    assert {one[LABELS]["run"] for one in found} == {"run"}
+    (log,) = (tmp_path / "runs" / "run" / "samplers").glob("*.log")
+    of_sampler = entries(log.read_text("utf-8"))
+    assert {one[LABELS]["role"] for one in of_sampler} == {"sampler"}
+    assert of_sampler[-1][LABELS] == {"role": "sampler", "sampler": "sampler-0", "run": "run"}
+
+
+SIGNALLED = """
+import os, signal, sys
+from jaxrl_async.metrics.json_logs import logs_as
+from jaxrl_async.run.signals import Stop
+with logs_as("json", run="r"), Stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_what_a_signal_says_is_an_entry():
+    command = [sys.executable, "-c", SIGNALLED]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    (one,) = entries(told.stderr)
+    assert one["message"].startswith(f"{signal.SIGTERM.name}: stopping after this step")
