@@ -284,6 +284,9 @@ def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
     if columns.routing is not None:
         routing = columns.routing
         layout["expert_ids"] = (routing.layers, routing.chosen), routing.dtype
+    if columns.images is not None:
+        layout["image_begins"] = (), np.int32
+        layout["embeddings"] = (columns.images.form.width,), np.float32
     return layout
 
 
@@ -296,6 +299,10 @@ def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[st
     if wanted.routing is not None:
         length = len(sequence.token_ids)
         columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)
+    if wanted.images is not None:
+        columns["token_ids"] = wanted.images.plain(sequence.token_ids)
+        columns["image_begins"] = wanted.images.begins(sequence.token_ids)
+        columns["embeddings"] = wanted.images.embeddings(sequence.token_ids)
     return columns
 
 

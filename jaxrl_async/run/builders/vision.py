@@ -1,0 +1,98 @@
+"""The images of a run: which model reads them, and what a run with images cannot do."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.advantages import needs_critic
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.images import ImageForm, ImageStore, image_preparation
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.hf import read_config
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.vision.files import read_tower, vision_spec
+from jaxrl_async.model.vision.tower import VisionTower
+
+
+def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageStore | None:
+    """Return an empty store for the images of a run's records; None: its model has no tower, or its
+    records are not of data.jsonl. No weight is read. Raises CheckpointError, ConfigError,
+    DataError."""
+    path = config.model.path
+    if path is None or config.task is not None or config.data.source != "jsonl":
+        return None
+    folder, sizes = Path(path), vision_spec(Path(path))
+    if sizes is None:
+        return None
+    marks = read_config(folder)
+    ids = [marks.get(f"{name}_token_index") for name in ("boi", "image", "eoi")]
+    if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
+        raise ConfigError(
+            f"{folder / 'config.json'}: boi_token_index, image_token_index and eoi_token_index are "
+            f"{ids}, and must be tokens of the tokenizer, which has {tokenizer.vocab_size}. Copy "
+            "tokenizer and config.json from the same model."
+        )
+    begin, soft, end = (tokenizer.token_text(i) for i in ids)
+    form = ImageForm(
+        vocab=spec.vocab,
+        tokens=sizes.tokens,
+        width=sizes.text_width,
+        soft=ids[1],
+        mark=begin,
+        written=f"\n\n{begin}{soft * sizes.tokens}{end}\n\n",  # as transformers' Gemma3Processor
+    )
+
+    @cache
+    def tower() -> VisionTower:
+        read = read_tower(folder)
+        assert read is not None, "its config.json describes one"
+        return read
+
+    def embed(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        return tower().embeddings(pixels)
+
+    return ImageStore(
+        form=form, prepare=image_preparation(folder, sizes.image_size), embed=embed
+    )
+
+
+def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
+    """Return the store if records have images; no more can be added. Raises ConfigError for
+    settings that do not go with images."""
+    if store is None or not len(store):
+        return None
+    if found := next(_obstacles(config), None):
+        raise ConfigError(
+            f"the records of {config.data.jsonl.path} have images, which do not go with {found}. "
+            "See docs/images.md."
+        )
+    store.seal()
+    return store
+
+
+def _obstacles(config: Config) -> Iterator[str]:
+    """Yield the settings that know nothing of images."""
+    c = config
+    context = c.mesh.trainer.context
+    found = {
+        "several processes": jax.process_count() > 1,
+        "mesh.remote (samplers elsewhere have no tower)": bool(c.mesh.remote),
+        f"sampler.engine={c.sampler.engine}": c.sampler.engine != "ours",
+        "endpoint.outsiders": c.endpoint.outsiders,
+        "runs (several adapters)": bool(c.runs),
+        "trainer.share_prefixes": c.trainer.share_prefixes,
+        f"mesh.trainer.context={context}": context != 1,
+        f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
+        not in ("auto", "reference"),
+        "warm_start.steps (set 0)": c.warm_start.steps > 0,
+        "teacher.path": c.teacher.path is not None,
+        "pairs.loss": c.pairs.loss is not None,
+        "reward.model": c.reward.model is not None,
+        "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
+    }
+    yield from (setting for setting, wanted in found.items() if wanted)
